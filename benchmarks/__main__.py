@@ -35,6 +35,10 @@ NAMES = (
     "schedules",
     "autoscale",
     "page",
+    "children",
+    "parameter_server",
+    "remote_parameters",
+    "weights",
 )
 
 

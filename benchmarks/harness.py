@@ -26,6 +26,7 @@ from rich.table import Table
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 PEERS = (
+    "execnet",
     "faster-fifo",
     "joblib",
     "mpi4py",

@@ -1,27 +1,26 @@
-"""Measure the CPU time per item that the live page of a run costs with 0, 1 and 10 viewers."""
+"""Measure the CPU time that the live page of a run costs per second, with 0, 1 and 10 viewers."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import itertools
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from typing import Literal
+import time
+from collections.abc import Sequence
 
-from benchmarks.harness import Case, Effort, Report, at_most, calibrate, cpu_seconds
+from benchmarks.harness import Case, Effort, Report, Result, Row, cpu_seconds, in_words
 from flowchan import Graph
 
 ISOLATES = (
-    "A source, a map and a sink pass ints. The figure is the CPU time per item that the program and its "
-    "workers use, from the first item to the end of the run. The viewers run in another process, whose "
-    "CPU time is not counted."
+    "Graphs with 3 and 35 stages on threads pass 200 ints per second. The figure is the CPU time of the "
+    "program per second, minus that of the same run without a page. The viewers run in another process, "
+    "whose CPU time is not counted. In a run without a rate limit, the difference would be smaller than the "
+    "difference between two equal runs."
 )
-LENGTH = 8
-"""Factor by which a run is longer than in other benchmarks; a page takes only one snapshot a second."""
-MOST = 1.01
-"""Maximum CPU time with a page, relative to a run without one."""
+STAGES = (3, 35)
+RATE = 200.0
+MOST = 0.01
+"""Maximum CPU time of a page, in seconds per second."""
 VIEWERS = """
 import selectors, socket, sys, urllib.parse
 url = urllib.parse.urlsplit(sys.argv[1])
@@ -41,48 +40,50 @@ while viewers.get_map():
 
 def measure(effort: Effort) -> Report:
     report = Report()
-    on: Literal["thread", "process"]
-    for on in ("thread", "process"):
-        count = calibrate(lambda count, on=on: _run(on, None, count), effort.seconds * LENGTH)  # type: ignore[misc]
+    for stages in STAGES:
         cases = [
-            _case(name, on, viewers, count)
+            _case(name, stages, viewers, 6 * effort.seconds)
             for name, viewers in (("no page", None), ("no viewer", 0), ("1 viewer", 1), ("10 viewers", 10))
         ]
-        off, *pages = report.interleave(f"CPU per item, map on={on!r}", cases, effort.rounds)
-        for page in pages:
-            row = at_most(MOST, page, off)
-            report.rows.append(dataclasses.replace(row, work=f"{row.work}: {page.name}"))
+        off, *pages = report.interleave(f"CPU time per second, {stages} stages", cases, effort.rounds)
+        report.rows += [_row(stages, page, off) for page in pages]
     return report
 
 
-def _case(name: str, on: Literal["thread", "process"], viewers: int | None, count: int) -> Case:
+def _row(stages: int, page: Result, off: Result) -> Row:
+    more = page.figure() - off.figure()
+    work = f"CPU time per second, {stages} stages: {page.name}"
+    text = f"{more * 1e3:+.1f} ms"
+    return Row(work, f"≤ {MOST * 1e3:g} ms more", text, in_words(off.figure(), "s"), "", more <= MOST)
+
+
+def _case(name: str, stages: int, viewers: int | None, seconds: float) -> Case:
     def work() -> tuple[Sequence[float], int]:
-        return [_run(on, viewers, count) / count], count
+        return [_run(stages, viewers, seconds)], int(RATE * seconds)
 
     return Case(name, "s", work)
 
 
-def _run(on: Literal["thread", "process"], viewers: int | None, count: int) -> float:
-    """Return the CPU seconds of a run. ``viewers`` is None for a run without a page."""
-    begin = threading.Event()
+def _run(stages: int, viewers: int | None, seconds: float) -> float:
+    """Return the CPU time of a run per second. ``viewers`` is None for a run without a page."""
     graph = Graph("page")
-    graph.source(functools.partial(_numbers, begin, count)).map(abs, on=on).sink(abs)
-    with graph.start(page=viewers is not None) as run:
-        run.ready()
-        looking = None
-        if viewers:
-            command = [sys.executable, "-c", VIEWERS, str(run.page), str(viewers)]
-            looking = subprocess.Popen(command, stdout=subprocess.PIPE)
-            assert looking.stdout is not None
-            looking.stdout.readline()
-        before = cpu_seconds()
-        begin.set()
+    stream = graph.source(itertools.count()).map(abs, name="paced", rate=RATE)
+    for number in range(stages - 3):
+        stream = stream.map(abs, name=f"map {number}")
+    stream.sink(abs)
+    run = graph.start(page=viewers is not None)
+    run.ready()
+    looking = None
+    if viewers:
+        command = [sys.executable, "-c", VIEWERS, str(run.page), str(viewers)]
+        looking = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert looking.stdout is not None
+        looking.stdout.readline()
+    before = cpu_seconds()
+    time.sleep(seconds)
     spent = cpu_seconds() - before
+    run.stop()
+    run.wait()
     if looking is not None:
         looking.communicate()
-    return spent
-
-
-def _numbers(begin: threading.Event, count: int) -> Iterator[int]:
-    begin.wait()
-    yield from range(count)
+    return spent / seconds

@@ -53,6 +53,10 @@ TITLES = {
     "schedules": "Sequential: schedules",
     "autoscale": "Automatic number of workers",
     "page": "The live page",
+    "children": "Children",
+    "parameter_server": "Parameter server",
+    "remote_parameters": "Parameter server: clients on hosts",
+    "weights": "Weights for inference workers",
 }
 """Heading of each benchmark."""
 

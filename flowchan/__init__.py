@@ -10,6 +10,7 @@ from flowchan.declare.stream import Stream
 from flowchan.errors import (
     Broken,
     ChannelError,
+    ChildDied,
     Closed,
     Deadlock,
     Drained,
@@ -61,6 +62,7 @@ __all__ = [
     "Channel",
     "ChannelError",
     "ChannelStats",
+    "ChildDied",
     "Closed",
     "Deadlock",
     "Drained",

@@ -144,6 +144,53 @@ def _worker_died(message: str, exitcode: int | None, pid: int | None) -> WorkerD
     return WorkerDied(message, exitcode=exitcode, pid=pid)
 
 
+class ChildDied(FlowchanError):
+    """A child of ``flowchan.pipelines.children`` died: it was killed, it crashed, or its host was lost.
+
+    Attributes:
+        number: Number of the child.
+        host: Name of its host; empty on the program's machine.
+        pid: Process id on that host; 0 if unknown.
+        signal: Number of the signal that killed it; ``None`` if no signal did, or if that is unknown.
+        exitcode: Exit code of the process; ``None`` if a signal killed it, or if that is unknown.
+
+    Example:
+        >>> import os
+        >>> from flowchan import ChildDied
+        >>> from flowchan.pipelines import children
+        >>> with children.start(2) as kids:
+        ...     kids.run(lambda parent: os._exit(3) if parent.number == 2 else parent.pause())
+        ...     try:
+        ...         kids.join()
+        ...     except ChildDied as error:
+        ...         print(error.number, error.exitcode)
+        2 3
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        number: int = 0,
+        host: str = "",
+        pid: int = 0,
+        signal: int | None = None,
+        exitcode: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.number, self.host, self.pid = number, host, pid
+        self.signal, self.exitcode = signal, exitcode
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _child_died, (str(self), self.number, self.host, self.pid, self.signal, self.exitcode)
+
+
+def _child_died(
+    message: str, number: int, host: str, pid: int, signal: int | None, exitcode: int | None
+) -> ChildDied:
+    return ChildDied(message, number=number, host=host, pid=pid, signal=signal, exitcode=exitcode)
+
+
 class HostError(FlowchanError):
     """A host cannot be used because its agent did not start or does not answer.
 

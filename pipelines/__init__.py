@@ -7,11 +7,16 @@
 - :func:`marshal`: serialise an object once and read it many times.
 - :class:`Lock`, :class:`Semaphore`, :class:`Barrier`, :class:`Event`, :class:`Condition` and
   :class:`SharedDict`: synchronisation and state for several processes.
+- :class:`ParameterServer`: tensors that many workers push to and pull from.
+- :class:`Weights`: weights that a trainer publishes and that inference workers refresh from.
 - :class:`Sequential`: an ``nn.Sequential`` whose parts run at the same time. :class:`Stash` and :class:`Pop`
   form skip connections in it, and its ``trainer(...)`` returns a :class:`Training`.
 - :func:`dataset`: use a graph as the data of a training loop.
+- :class:`Downpour`, :class:`ElasticAveraging`, :class:`DiLoCo` and :class:`AsySGInCon`: training with little
+  communication over a parameter server.
 
-Only ``dataset``, ``Sequential`` and its companions need torch. They are imported on first use.
+Only ``dataset``, ``Sequential`` and its companions, and these four algorithms need torch. They are imported
+on first use.
 """
 
 from __future__ import annotations
@@ -24,24 +29,50 @@ from flowchan.pipelines.client_server import Client, ServedClient, Server, Traff
 from flowchan.pipelines.locks import Lock, Semaphore
 from flowchan.pipelines.marshalled import Marshalled, marshal
 from flowchan.pipelines.parallel_map import Workers, map  # noqa: A004
+from flowchan.pipelines.parameter_server import (
+    ParameterClient,
+    ParameterServer,
+    ParameterServerStats,
+    PullHandle,
+    PushHandle,
+    RowOptimizer,
+    Weights,
+    WeightsReader,
+    WeightsStats,
+    gathered,
+)
 from flowchan.pipelines.shared_dict import SharedDict
 from flowchan.pipelines.task_pool import BackgroundTask, TaskPool
 from flowchan.pipelines.work_queue import WorkQueue, workqueue
 
 if TYPE_CHECKING:
     from flowchan.pipelines.datasets import Dataset, dataset
+    from flowchan.pipelines.parameter_server.async_sgd import AsySGInCon
+    from flowchan.pipelines.parameter_server.diloco import DiLoCo
+    from flowchan.pipelines.parameter_server.downpour import Downpour
+    from flowchan.pipelines.parameter_server.elastic_averaging import ElasticAveraging
     from flowchan.pipelines.sequential import Pop, Sequential, Stash, Training
 
 __all__ = [
+    "AsySGInCon",
     "BackgroundTask",
     "Barrier",
     "Client",
     "Condition",
     "Dataset",
+    "DiLoCo",
+    "Downpour",
+    "ElasticAveraging",
     "Event",
     "Lock",
     "Marshalled",
+    "ParameterClient",
+    "ParameterServer",
+    "ParameterServerStats",
     "Pop",
+    "PullHandle",
+    "PushHandle",
+    "RowOptimizer",
     "Semaphore",
     "Sequential",
     "ServedClient",
@@ -51,9 +82,13 @@ __all__ = [
     "TaskPool",
     "Traffic",
     "Training",
+    "Weights",
+    "WeightsReader",
+    "WeightsStats",
     "WorkQueue",
     "Workers",
     "dataset",
+    "gathered",
     "map",
     "marshal",
     "workqueue",
@@ -69,6 +104,10 @@ del _name
 _NEED_TORCH = {
     **dict.fromkeys(("Dataset", "dataset"), "datasets"),
     **dict.fromkeys(("Pop", "Sequential", "Stash", "Training"), "sequential"),
+    "AsySGInCon": "parameter_server.async_sgd",
+    "DiLoCo": "parameter_server.diloco",
+    "Downpour": "parameter_server.downpour",
+    "ElasticAveraging": "parameter_server.elastic_averaging",
 }
 """Modules that define the names that need torch."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from flowchan import Broken, Channel, Closed, Empty, In, NothingReady, Out, select
 from flowchan.items.arguments import flag, refuses_misspelt
+from flowchan.pipelines.fill_into import fill
 from flowchan.remote.joining import Clients, JoinedClient, join, sealed_once
 
 LATE = 300.0
@@ -111,7 +111,7 @@ class _End:
         if into is None:
             return message
         try:
-            _fill(into, message)
+            fill("recv", into, message)
         except BaseException:
             self._unread.appendleft(message)
             raise
@@ -454,26 +454,3 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _fill(into: Any, message: Any) -> None:
-    """Copy a message into a tensor or an array."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    kinds = tuple(kind for kind in (torch and torch.Tensor, numpy and numpy.ndarray) if kind)
-    if not isinstance(into, kinds):
-        raise TypeError(f"recv: into must be a tensor or an array, got {type(into).__name__}")
-    if not isinstance(message, type(into)) and not isinstance(into, type(message)):
-        raise ValueError(
-            f"recv: into must be of type {type(message).__name__} like the message, got {type(into).__name__}"
-        )
-    expected, received = (into.dtype, tuple(into.shape)), (message.dtype, tuple(message.shape))
-    if expected != received:
-        raise ValueError(
-            f"recv: into must have dtype {received[0]} and shape {received[1]} like the message, got "
-            f"{expected[0]} and {expected[1]}"
-        )
-    if hasattr(into, "copy_"):
-        with torch.no_grad():  # type: ignore[union-attr]
-            into.copy_(message)
-    else:
-        into[...] = message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -66,6 +67,25 @@ class Workers:
         self._run.wait(timeout)
         self.check_errors()
         return [self._results[worker] for worker in range(1, self._n + 1) if worker in self._results]
+
+    def close(self) -> None:
+        """End the workers that are alive. A later ``join()`` returns the results of the others.
+
+        A worker process gets SIGTERM if its call has not ended after 2 seconds, and SIGKILL after 2 more
+        seconds. The call of a thread cannot be interrupted: the thread ends when its call returns, and a
+        warning names the worker. Further calls have no effect.
+
+        Example:
+            >>> import signal
+            >>> from flowchan.pipelines import map
+            >>> workers = map(2, lambda worker: worker == 1 or signal.pause(), on="process")
+            >>> workers.close()
+            >>> workers.join() in ([], [True])
+            True
+        """
+        self._run.abort()
+        with contextlib.suppress(RunError):  # join() raises it
+            self._run.wait()
 
     def check_errors(self) -> None:
         """Raise ``RunError`` if workers have already failed. This does not wait for the workers.

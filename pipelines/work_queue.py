@@ -9,6 +9,7 @@ owner has put.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import Finalize
 from typing import Any
 
-from flowchan import Channel, Drained, Empty, In
+from flowchan import Broken, Channel, Closed, Drained, Empty, Full, In
 from flowchan.channel.transports import TRANSPORTS, Across
 from flowchan.items.arguments import refuses_misspelt
 from flowchan.pipelines.channel_backed import Shared
@@ -183,16 +184,18 @@ class WorkQueue:
 class _WorkerState:
     """State of one worker: its port, and whether it has answered its question."""
 
-    def __init__(self, port: In[Any]) -> None:
+    def __init__(self, port: In[Any], answers: Channel[Any]) -> None:
         self.port = port
         self.answered = [False]
         # If the thread or process ends normally, an answered question is finished. Otherwise, closing the
         # port returns the question to the queue.
-        self.leave = Finalize(self, _finish, (port, self.answered), exitpriority=0)
+        self.leave = Finalize(self, _finish, (port, answers, self.answered), exitpriority=0)
 
 
-def _finish(port: In[Any], answered: list[bool]) -> None:
+def _finish(port: In[Any], answers: Channel[Any], answered: list[bool]) -> None:
     if answered[0]:
+        with contextlib.suppress(Closed, Broken):
+            answers.flush()
         port.close()
 
 
@@ -267,9 +270,15 @@ class _SharedQueue(Shared):
     def next_question(self, timeout: float | None) -> Any:
         state = self._state()
         if state is None:
-            state = self._worker.state = _WorkerState(self.channels[0].reader())
+            state = self._worker.state = _WorkerState(self.channels[0].reader(), self.channels[1])
+        deadline = _deadline(timeout)
+        if state.answered[0]:  # get() finishes the question, so the owner must have the answer before
+            try:
+                self.channels[1].flush(timeout)
+            except Full as error:
+                raise Empty(f"an answer did not reach the queue's owner within {timeout:g} s") from error
         try:
-            item = state.port.get(timeout=timeout)
+            item = state.port.get(timeout=_remaining(deadline))
         except Drained:  # all questions are finished, so all answers are already in the channel
             self.channels[1].close()
             raise

@@ -36,6 +36,7 @@ STYLES: dict[Role, tuple[str, str, str]] = {
     "stage": ("#486581", "box", "filled,rounded"),
     "sink": ("#6b46c1", "cylinder", "filled"),
     "errors": (RED, "box", "filled,rounded,dashed"),
+    "server": ("#0f766e", "cylinder", "filled"),
     "result": ("#a17c07", "note", "filled"),
     "unread": (RED, "note", "filled,dashed"),
 }

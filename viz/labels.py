@@ -27,7 +27,7 @@ from flowchan.viz.wrapping import columns_that_fit, wrapped
 if TYPE_CHECKING:
     from flowchan.declare.blueprint import Blueprint
 
-Role = Literal["source", "stage", "sink", "errors", "result", "unread"]
+Role = Literal["source", "stage", "sink", "errors", "server", "result", "unread"]
 Ground = Literal["threads", "processes", "hosts"]
 
 MEANING: Mapping[Role, str] = {
@@ -35,6 +35,7 @@ MEANING: Mapping[Role, str] = {
     "stage": "stage",
     "sink": "sink",
     "errors": "takes failed items",
+    "server": "parameter server",
     "result": "result",
     "unread": "not read",
 }
@@ -105,7 +106,7 @@ def picture(blueprint: Blueprint) -> Picture:
 def _role(index: int, stage: Stage, error_readers: set[int]) -> Role:
     if index in error_readers:
         return "errors"
-    return stage.operator.role
+    return "server" if stage.service else stage.operator.role
 
 
 def _places(

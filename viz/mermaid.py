@@ -23,6 +23,7 @@ SHAPES: dict[Role, tuple[str, str]] = {
     "stage": ("(", ")"),
     "sink": ("[(", ")]"),
     "errors": ("{{", "}}"),
+    "server": ("[(", ")]"),
     "result": ("[/", "/]"),
     "unread": ("[/", "/]"),
 }
@@ -31,6 +32,7 @@ STROKES: dict[Role, str] = {
     "stage": "stroke:#486581",
     "sink": "stroke:#6b46c1",
     "errors": "stroke:#c53030",
+    "server": "stroke:#0f766e",
     "result": "stroke:#a17c07",
     "unread": "stroke:#c53030,stroke-dasharray:4",
 }

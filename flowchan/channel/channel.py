@@ -137,10 +137,11 @@ class ChannelStats:
 
 
 class Reached(Protocol):
-    """Access to a channel across hosts: its address, its secret and its pickled form."""
+    """Access to a channel across hosts: its address, its settings and its pickled form."""
 
     address: str
     secret: bytes
+    tls: bool
 
     def reduced(self) -> tuple[Any, ...]:
         """Return what pickle stores in place of the channel."""

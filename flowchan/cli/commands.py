@@ -194,7 +194,7 @@ def run(
         JsonLines() if as_json else contextlib.nullcontext() as lines,
     ):
         graph: Any = load(file, args)
-        inputs = [stage.name for stage in graph.stages if stage.operator.outside]
+        inputs = [stage.name for stage in graph.stages if stage.operator.outside and not stage.service]
         if inputs:
             raise LoadError(
                 f"{file}: graph {graph.name!r} has the input {inputs[0]!r}, so only the program that fills "

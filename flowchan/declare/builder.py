@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from flowchan.channel.channel import Channel
 from flowchan.declare.auto_workers import workers_argument
 from flowchan.declare.callables import name_of
 from flowchan.declare.fixed_workers import auto_refusal, fixed_workers
@@ -25,6 +26,7 @@ from flowchan.errors import Where
 from flowchan.items.arguments import errors_argument, pause, per_second, seconds, text
 
 _PACKAGE = __name__.partition(".")[0]
+NO_LIMIT = 10**9
 
 
 class Builder:
@@ -46,6 +48,9 @@ class Builder:
         self._drawn: dict[str, str | None] = {}
         """Maps a stage name to the label that pictures show instead of the operator and line. ``None`` hides
         the stage."""
+        self._services: dict[str, tuple[Channel[Any], Channel[None]]] = {}
+        """Maps the name of each service to two channels: the run closes the first to end the service, and the
+        second when the run has ended."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} with {len(self._stages)} stages>"
@@ -240,6 +245,22 @@ class Builder:
         self._stages[-1] = stage = dataclasses.replace(self._stages[-1], per_worker=per_worker)
         self._edges = None
         return stage
+
+    def _serve(self, inbox: Channel[Any], ended: Channel[None]) -> None:
+        """Make the last stage a service, which ends after all other stages.
+
+        If the stage is an input, the service reads ``inbox`` in place of a channel of the run.
+
+        Args:
+            inbox: Channel of the requests, to which any process may put. The run closes it to end the
+                service.
+            ended: Channel that the run closes when it has ended.
+        """
+        # A service itself decides when a request has killed too many workers.
+        stage = dataclasses.replace(self._stages[-1], service=True, max_deaths=NO_LIMIT)
+        self._stages[-1] = stage
+        self._services[stage.name] = inbox, ended
+        self._edges = None
 
     def _split_per_worker(self, origin: Origin) -> None:
         """Give each worker of the stage its own channel for this output."""

@@ -152,6 +152,8 @@ class Stage:
     """Whether items sent with ``ask()`` may reach this stage, because an input leads to it."""
     auto: AutoWorkers | None = None
     """Limit on the number of workers if the run chooses it; ``None`` if the number is fixed."""
+    service: bool = False
+    """Whether the stage serves other stages in ways that no channel of the graph shows, so it ends last."""
 
     @property
     def kind(self) -> str:

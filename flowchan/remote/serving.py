@@ -42,6 +42,11 @@ class Hosted:
         """Secret that a client must prove that it knows."""
         return self.server.secret
 
+    @property
+    def tls(self) -> bool:
+        """True if connections are encrypted."""
+        return self.server.tls
+
     def reduced(self) -> tuple[Any, ...]:
         """Return what pickle stores for the channel. If an item is being packed, count the item."""
         parcel = descriptors.now.packing

@@ -102,6 +102,7 @@ from flowchan.run.policy.actions import (
     BreakChannels,
     DropQueued,
     EndGroup,
+    EndServices,
     FormGroup,
     ReleasePorts,
     Replace,
@@ -434,6 +435,8 @@ class Supervisor:
         match action:
             case StopSources():
                 self.channels.stop_sources()
+            case EndServices():
+                self.channels.end_services()
             case DropQueued():
                 self.channels.drop_queued()
             case BreakChannels():

@@ -13,7 +13,7 @@ from flowchan.transport.pidfd import open_pidfd
 
 def card() -> dict[str, Any]:
     """Return a description of this process and its machine, for its peers."""
-    return {"pid": os.getpid(), "started": _start(os.getpid()), "machine": _machine()}
+    return {"pid": os.getpid(), "started": _start(os.getpid()), "machine": machine()}
 
 
 class LocalPeer:
@@ -34,7 +34,7 @@ class LocalPeer:
 def local_peer(shown: dict[str, Any]) -> LocalPeer | None:
     """Return the process with this card, or None if it is on another machine or cannot be watched."""
     pid = shown.get("pid")
-    if not _machine() or shown.get("machine") != _machine() or not isinstance(pid, int) or pid <= 0:
+    if not machine() or shown.get("machine") != machine() or not isinstance(pid, int) or pid <= 0:
         return None
     try:
         pidfd = open_pidfd(pid)
@@ -50,7 +50,7 @@ def local_peer(shown: dict[str, Any]) -> LocalPeer | None:
 
 
 @cache
-def _machine() -> str:
+def machine() -> str:
     """Return an id for the boot and the pid namespace in which process ids are unique; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -190,7 +190,7 @@ def test_backward_twice_without_wait_raises() -> None:
     ok(in_threads(2, train))
 
 
-@pytest.mark.parametrize("compress", ["fp16", "bf16", "topk", lambda: TopK(0.2)])
+@pytest.mark.parametrize("compress", ["fp16", "bf16", "topk", "qsgd", lambda: TopK(0.2)])
 def test_compressed_gradients_train_equal_replicas(compress: Any, digits: Any) -> None:
     def train(g: Any) -> float:
         net = model()
@@ -223,7 +223,9 @@ def test_user_defined_compression_decodes_values_from_all_members() -> None:
         return net.weight.grad.tolist()[0]  # type: ignore[union-attr]
 
     assert ok(in_threads(2, train)) == [[1.0, 0.0]] * 2
-    with pytest.raises(ValueError, match="compress must be None, 'fp16', 'bf16', 'topk' or a function that"):
+    with pytest.raises(
+        ValueError, match="compress must be None, 'fp16', 'bf16', 'topk', 'qsgd' or a function that"
+    ):
         Gradients(nn.Linear(2, 1), None, compress="zip")  # type: ignore[arg-type]
 
 

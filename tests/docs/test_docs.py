@@ -39,6 +39,7 @@ STARTS = re.compile(r"\.(run|start|pool|trainer|join)\(|\b(Sequential|TaskPool|B
 PUBLIC = {
     "flowchan": "flowchan/__init__.py",
     "flowchan.pipelines": "pipelines/__init__.py",
+    "flowchan.pipelines.children": "pipelines/children/__init__.py",
     "flowchan.hosts": "flowchan/hosts/__init__.py",
     "flowchan.collective": "flowchan/collective/__init__.py",
     "flowchan.collective.training.gradients": "flowchan/collective/training/gradients.py",

@@ -17,7 +17,7 @@ import pytest
 from support.local_agents import seeds_of
 from support.waiting import wait_until
 
-from flowchan.hosts.providers.child import Child
+from flowchan.hosts.providers.child import AgentProcess
 from flowchan.hosts.providers.local import local
 from flowchan.hosts.providers.provider import Launch, Provider, StartedAgent
 from flowchan.run.crew.process_exit import exit_text
@@ -55,7 +55,9 @@ def start(request: pytest.FixtureRequest, started: list[StartedAgent]) -> Starti
     def by_child(output: Launch, number: int = 0) -> StartedAgent:
         host = local(number + 1).hosts[number]
         command = (sys.executable, *output.arguments)
-        started.append(Child(host, command, output, lambda code, _: f"the agent {host} {exit_text(code)}"))
+        started.append(
+            AgentProcess(host, command, output, lambda code, _: f"the agent {host} {exit_text(code)}")
+        )
         return started[-1]
 
     return by_local if request.param == "local" else by_child
@@ -180,7 +182,7 @@ def test_ctrl_c_in_a_terminal_does_not_reach_an_agent(start, processes, tmp_path
 IGNORING = """
 import signal, sys
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-from flowchan.hosts.providers.child import Child
+from flowchan.hosts.providers.child import AgentProcess
 from flowchan.hosts.providers.local import local
 from flowchan.hosts.providers.provider import Launch
 said = Launch(("-c", "print('hello')"), b"")
@@ -191,7 +193,7 @@ print(one.ended())
 one.close()
 """
 BY_LOCAL = "local(1).start(0, said)"
-BY_CHILD = 'Child("gpu1", (sys.executable, *said.arguments), said, lambda code, said: "not told")'
+BY_CHILD = 'AgentProcess("gpu1", (sys.executable, *said.arguments), said, lambda code, said: "not told")'
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from hosted import wait_ended
 PROGRAM = """
 import os, signal, sys
 from flowchan import Graph
-from flowchan.hosts.providers.child import Child
+from flowchan.hosts.providers.child import AgentProcess
 from flowchan.hosts.providers.local import Local
 from flowchan.hosts.host_pool import pool_of
 
 class Apart(Local):
     def start(self, number, launch):
-        return Child("apart", (sys.executable, *launch.arguments), launch, lambda code, said: str(code))
+        command = (sys.executable, *launch.arguments)
+        return AgentProcess("apart", command, launch, lambda code, said: str(code))
 
 def tell(item):
     print(os.getppid(), flush=True)

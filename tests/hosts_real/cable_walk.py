@@ -19,7 +19,7 @@ from pool_walks import run_over
 
 from flowchan import worker
 from flowchan.hosts.host_pool import pool_of
-from flowchan.hosts.providers.child import Child
+from flowchan.hosts.providers.child import AgentProcess
 from flowchan.hosts.providers.provider import Launch
 
 
@@ -33,10 +33,10 @@ class LaunchedElsewhere:
     def listen_at(self) -> str:
         return HEAD
 
-    def start(self, number: int, launch: Launch) -> Child:
+    def start(self, number: int, launch: Launch) -> AgentProcess:
         host = self.hosts[number]
         command = ("ip", "netns", "exec", host, sys.executable, *launch.arguments)
-        return Child(host, command, launch, lambda code, output: f"{host} ended with code {code}")
+        return AgentProcess(host, command, launch, lambda code, output: f"{host} ended with code {code}")
 
 
 def pull(head: str) -> None:

@@ -35,21 +35,32 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
 
 
 # Modules that patterns may use in addition to the public names: options, placements, argument checks, the
-# globals of the main script, refusals and failures.
+# globals of the main script, refusals, failures, and the ends of workers.
 SHARED = {
     "flowchan.channel.transports",
     "flowchan.items.arguments",
+    "flowchan.items.codec",
+    "flowchan.items.program_file",
     "flowchan.declare.callables",
     "flowchan.declare.options",
     "flowchan.declare.placements",
     "flowchan.items.unpicklable",
     "flowchan.items.worker_globals",
     "flowchan.remote.joining",
+    "flowchan.hosts",
+    "flowchan.hosts.code",
+    "flowchan.hosts.pool_channels",
+    "flowchan.run.policy.decisions",
+    "flowchan.run.policy.events",
     "flowchan.items.text",
     "flowchan.run.policy.failures",
     "flowchan.channel.latch",
+    "flowchan.collective.training.codes",
     "flowchan.viz.gantt",
     "flowchan.transport.interrupts",
+    "flowchan.transport.descriptors",
+    "flowchan.collective",
+    "flowchan.transport.local_peers",
 }
 # Uses of the core itself, for operations that must be atomic in C or must access memory without a copy.
 NATIVE = {"inference.py": {"_core"}, "wire_format.py": {"View"}}

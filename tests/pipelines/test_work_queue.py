@@ -450,3 +450,45 @@ def test_a_queue_between_threads_cannot_be_sent_to_a_process() -> None:
     sent: Callable[[], object] = lambda: start(1, echo, workqueue(), on="process")  # noqa: E731
     with pytest.raises(Exception, match="across='processes'"):
         sent()
+
+
+class LateAnswers:
+    """Channel that sends its items only in ``flush``, as late as a remote channel may (C16)."""
+
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
+        self.unsent: list[Any] = []
+
+    def put(self, item: Any, timeout: float | None = None) -> None:
+        self.unsent.append(item)
+
+    def flush(self, timeout: float | None = None) -> None:
+        while self.unsent:
+            self.channel.put(self.unsent.pop(0))
+
+    def __len__(self) -> int:
+        return len(self.channel)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.channel, name)
+
+
+@pytest.mark.parametrize("last", ["get", "close", "end"])
+def test_question_is_finished_after_owner_has_its_answer(last: str) -> None:
+    """Otherwise another worker, which sees that all questions are finished, closes the answers too early."""
+
+    def answer_one(queue: WorkQueue, worker: int) -> None:
+        queue.put(queue.get())
+        if last == "get":
+            with pytest.raises(Drained):
+                queue.get()
+        elif last == "close":
+            queue.close()
+
+    queue = workqueue()
+    questions, answers = queue._sides.channels
+    queue._sides.channels = questions, LateAnswers(answers)  # type: ignore[assignment]
+    queue.put("question")
+    queue.close()
+    start(1, answer_one, queue).join()
+    assert list(queue) == ["question"]

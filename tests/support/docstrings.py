@@ -27,7 +27,8 @@ LISTED = sorted(
     for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
 )
 NEEDS_TORCH = re.compile(
-    r"flowchan\.(collective\.training\.|pipelines\.([Dd]ataset|Sequential|Training|Stash|Pop)\b)"
+    r"flowchan\.(collective\.training\.|pipelines\.([Dd]ataset|Sequential|Training|Stash|Pop|"
+    r"AsySGInCon|DiLoCo|Downpour|ElasticAveraging)\b)"
 )
 INDIRECT = {
     "derive": "except* calls it",

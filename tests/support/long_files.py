@@ -7,6 +7,7 @@ list.
 LONG_FILES = frozenset(
     {
         # in make test
+        "test_child_kills.py",
         "test_cli_launch.py",
         "test_conftest.py",
         "test_docs.py",

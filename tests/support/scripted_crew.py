@@ -167,6 +167,9 @@ class ScriptedChannels(RunChannels):
     def stop_sources(self) -> None:
         self._crew.record("stop sources")
 
+    def end_services(self) -> None:
+        self._crew.record("end services")
+
     def drop_queued(self) -> None:
         self._crew.record("drop queued")
 

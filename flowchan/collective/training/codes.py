@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowchan.collective.group import Group
 from flowchan.collective.operations import ALLREDUCE
+from flowchan.items.arguments import whole
 from flowchan.items.text import shown
 
 
@@ -138,11 +139,111 @@ class TopK:
         out.div_(len(values))
 
 
+class QSGD:
+    """An encoding that rounds each element at random to a multiple of a fraction of the tensor's norm.
+
+    The mean of the rounded values is the element, so the code is unbiased. Each element is sent as one byte.
+    Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
+    NeurIPS 2017.
+
+    Args:
+        levels: Number of positive values, from 1 to 127 (default 127).
+
+    Raises:
+        ValueError: ``levels`` is out of range.
+
+    Example:
+        >>> import torch
+        >>> from flowchan.collective.training.gradients import QSGD
+        >>> code, out = QSGD(1), torch.empty(2)
+        >>> code.decode([code.encode(torch.tensor([0.0, -3.0]))], out)
+        >>> out
+        tensor([ 0., -3.])
+    """
+
+    def __init__(self, levels: int = 127) -> None:
+        self._levels = whole("QSGD", "levels", levels, 1, 127)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode a tensor.
+
+        Args:
+            x: One-dimensional tensor of real numbers.
+
+        Returns:
+            The value of one level, and the level of each element as ``int8``.
+
+        Example:
+            >>> import torch
+            >>> from flowchan.collective.training.gradients import QSGD
+            >>> QSGD(2).encode(torch.tensor([0.0, -4.0]))
+            (tensor(2.), tensor([ 0, -2], dtype=torch.int8))
+        """
+        exact = x.float() if x.dtype in _TYPES.values() else x
+        unit = torch.linalg.vector_norm(exact) / self._levels
+        if not unit:
+            return unit, torch.zeros_like(x, dtype=torch.int8)
+        size = (exact.abs() / unit).clamp_(max=self._levels)
+        lower = size.floor()
+        level = lower + (torch.rand_like(size) < size - lower)
+        return unit, (level * exact.sign()).to(torch.int8)
+
+    def decode(self, values: list[tuple[Tensor, Tensor]], out: Tensor) -> None:
+        """Write the mean of the encoded values of all members into ``out``.
+
+        Args:
+            values: The encoded values, in rank order.
+            out: The tensor to fill.
+
+        Example:
+            >>> import torch
+            >>> from flowchan.collective.training.gradients import QSGD
+            >>> out = torch.empty(1)
+            >>> QSGD().decode([(torch.tensor(0.5), torch.tensor([4], dtype=torch.int8))], out)
+            >>> out
+            tensor([2.])
+        """
+        out.zero_()
+        for unit, levels in values:
+            out.add_((levels.to(unit.dtype) * unit).to(out.dtype))
+        out.div_(len(values))
+
+
+class HalfPrecision:
+    """Round values to a type of 16 bits, and average them in the type of the output."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Round a real tensor."""
+        if x.dtype.is_complex:
+            raise ValueError(f"code must be None for complex tensors, got {self._dtype}")
+        return x.to(self._dtype)
+
+    def decode(self, values: list[Tensor], out: Tensor) -> None:
+        """Write the mean of the rounded tensors into ``out``."""
+        out.copy_(torch.stack(values).to(out.dtype).mean(0))
+
+
 Combine = Callable[[Group, Tensor], Any]
 """Function that replaces a tensor with its mean or sum over all members."""
 
 _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_CODES: dict[str, Callable[[], Code]] = {"topk": TopK}
+_CODES: dict[str, Callable[[], Code]] = {"topk": TopK, "qsgd": QSGD}
+
+
+def code_maker(codes: Any) -> Callable[[], Code]:
+    """Return the function that creates a code object, given a name or that function."""
+    if isinstance(codes, str) and codes in _TYPES:
+        return lambda: HalfPrecision(_TYPES[codes])
+    made = _CODES.get(codes) if isinstance(codes, str) else codes
+    if not callable(made):
+        names = ", ".join(map(repr, [*_TYPES, *_CODES]))
+        raise ValueError(
+            f"push: codes must be {names}, a Code or a function that returns one, got {shown(codes)}"
+        )
+    return made
 
 
 def combine_by(op: str, compress: str | Callable[[], Code] | None, dtype: torch.dtype) -> Combine:

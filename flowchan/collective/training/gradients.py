@@ -22,12 +22,21 @@ from torch import Tensor, nn
 from flowchan.collective.array_access import check_writable, contiguous, described, memory
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
-from flowchan.collective.training.codes import Code, TopK, combine_by
+from flowchan.collective.training.codes import QSGD, Code, TopK, combine_by
 from flowchan.errors import Mismatch
 from flowchan.items.arguments import whole
 from flowchan.items.text import shown
 
-__all__ = ["AllReduceSGD", "Code", "ElasticAverage", "Gradients", "TopK", "check_equal", "synchronize"]
+__all__ = [
+    "QSGD",
+    "AllReduceSGD",
+    "Code",
+    "ElasticAverage",
+    "Gradients",
+    "TopK",
+    "check_equal",
+    "synchronize",
+]
 
 _BUCKET = 1 << 20
 """Bytes of gradients that are averaged together, while backward computes the gradients of earlier layers."""
@@ -134,9 +143,8 @@ class Gradients:
         module: The replica of this member.
         group: The group of the replicas.
         op: ``"mean"`` (default) or ``"sum"``, for a loss that is a sum over samples.
-        compress: ``"fp16"``, ``"bf16"``, ``"topk"``, or a function that creates a :class:`Code` for each
-            buffer
-            (default None: no compression).
+        compress: ``"fp16"``, ``"bf16"``, ``"topk"``, ``"qsgd"``, or a function that creates a
+            :class:`Code` for each buffer (default None: no compression).
 
     Raises:
         ValueError: ``op`` or ``compress`` is unknown, or a complex parameter cannot be compressed.

@@ -22,7 +22,7 @@ UNKNOWN_EXIT = (
 )
 
 
-class Child:
+class AgentProcess:
     """A child process that holds an agent.
 
     The child has its own session, so that Ctrl-C in a terminal does not end it: the driver decides when it

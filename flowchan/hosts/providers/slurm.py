@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from flowchan.errors import HostError
-from flowchan.hosts.providers.child import Child
+from flowchan.hosts.providers.child import AgentProcess
 from flowchan.hosts.providers.output import ProcessOutput
 from flowchan.hosts.providers.provider import Launch
 from flowchan.hosts.providers.shell import around, explainer
@@ -79,13 +79,13 @@ class Slurm:
         found = dict(NODE.findall(line))
         return address_towards("slurm", {host: found.get(host, host) for host in hosts})
 
-    def start(self, number: int, launch: Launch) -> Child:
+    def start(self, number: int, launch: Launch) -> AgentProcess:
         host = self.hosts[number]
         command = ("srun", *OPTIONS, f"--nodelist={host}", *around(sys.executable, launch.arguments))
         explain = explainer(
             host, sys.executable, REMEDY, partial(_unstarted, host), partial(_ended_by_slurm, host)
         )
-        return Child(host, command, launch, explain, kill_by=signal.SIGTERM)
+        return AgentProcess(host, command, launch, explain, kill_by=signal.SIGTERM)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from flowchan.errors import HostError
-from flowchan.hosts.providers.child import Child
+from flowchan.hosts.providers.child import AgentProcess
 from flowchan.hosts.providers.output import ProcessOutput
 from flowchan.hosts.providers.provider import Launch
 from flowchan.hosts.providers.shell import around, as_text, explainer
@@ -59,11 +59,11 @@ class Ssh:
         hosts = self.hosts if hosts is None else hosts
         return self.address or address_towards("ssh", {host: _machine(host) for host in hosts})
 
-    def start(self, number: int, launch: Launch) -> Child:
+    def start(self, number: int, launch: Launch) -> AgentProcess:
         host = self.hosts[number]
         command = as_text(around(self.python, launch.arguments))
         explain = explainer(host, self.python, REMEDY, partial(_unreached, host))
-        return Child(host, ("ssh", *OPTIONS, "--", host, f"exec {command}"), launch, explain)
+        return AgentProcess(host, ("ssh", *OPTIONS, "--", host, f"exec {command}"), launch, explain)
 
 
 def _machine(host: str) -> str:

@@ -33,6 +33,9 @@ class RunChannels(Protocol):
     def stop_sources(self) -> None:
         """Close the channels of all sources and inputs."""
 
+    def end_services(self) -> None:
+        """Close the channels from which the services take their requests."""
+
     def drop_queued(self) -> None:
         """Discard the items that are now waiting in the channels of :meth:`Plan.queues`."""
 
@@ -100,6 +103,11 @@ class RunPorts:
             if edge.writer in self.plan.sources:
                 self.channels[edge.name].close()
 
+    def end_services(self) -> None:
+        """See :class:`RunChannels`."""
+        for inbox, _ in self.plan.graph._services.values():
+            inbox.close()
+
     def drop_queued(self) -> None:
         """See :class:`RunChannels`. Items put in the meantime are kept: they are behind all others."""
         for name in self.plan.queues():
@@ -137,6 +145,8 @@ class RunPorts:
         for end in self.inputs.values():
             for port in ports_of_end(end):
                 port.channel.close()
+        for _, ended in self.plan.graph._services.values():
+            ended.close()
 
     def broken(self, id: WorkerId | None) -> list[str]:
         """See :class:`RunChannels`."""
@@ -156,6 +166,7 @@ class RunPorts:
         """
         moved, reading, writing = _core._observe(list(self.channels.values()))
         opened = any(not port.channel.closed for end in self.inputs.values() for port in ports_of_end(end))
+        opened = opened or any(not inbox.closed for inbox, _ in self.plan.graph._services.values())
         return Activity(moved, reading + self._remote, writing, opened, frozenset(list(self._unread)))
 
     def snapshots(self) -> tuple[Snapshot, ...]:

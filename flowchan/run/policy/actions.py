@@ -14,6 +14,11 @@ class StopSources:
 
 
 @dataclass(frozen=True, slots=True)
+class EndServices:
+    """Close the channels from which the services take their requests."""
+
+
+@dataclass(frozen=True, slots=True)
 class DropQueued:
     """Discard the items that are waiting in channels for a stage (:meth:`Plan.queues`)."""
 
@@ -83,6 +88,7 @@ class Warn:
 
 Action = (
     StopSources
+    | EndServices
     | DropQueued
     | BreakChannels
     | ReleasePorts

@@ -37,8 +37,8 @@ import math
 from dataclasses import dataclass
 
 from flowchan.errors import MemberLeft, WorkerDied
-from flowchan.run.policy.actions import Action, DropQueued, Replace, StopSources, Warn
-from flowchan.run.policy.events import Death, Ended, Failure, GroupLost, ProcessEnded
+from flowchan.run.policy.actions import Action, DropQueued, EndServices, Replace, StopSources, Warn
+from flowchan.run.policy.events import Death, Ended, Failure, GroupLost, ProcessEnded, WorkerId
 from flowchan.run.policy.gang_decisions import (
     form_groups,
     group_lost,
@@ -112,6 +112,14 @@ class AbortRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class EndWorker:
+    """Request to end the process of one worker, by SIGTERM or, if ``force``, by SIGKILL."""
+
+    worker: WorkerId
+    force: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed without an event."""
 
@@ -128,6 +136,7 @@ SupervisorEvent = (
     | AbortRequested
     | Tick
     | Scale
+    | EndWorker
 )
 
 
@@ -177,6 +186,9 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
             return run_aborted(state, now)
         case Scale():
             return _scale(state, event, now)
+        case EndWorker(worker, force):
+            alive = worker in state.alive & state.processes
+            return state, terminate(frozenset({worker}), force=force) if alive else ()
         case Tick():
             return _tick(state, now)
 
@@ -185,7 +197,10 @@ def next_at(state: PolicyState) -> float:
     """Return the time at which the state changes if no event arrives earlier."""
     if state.phase == "stopping":
         notice = math.inf if state.notified else state.since + STOP_NOTICE_S
-        return min(state.since + GRACE if state.alive <= state.sources else notice, state.stop_by)
+        if not state.services_end and state.alive & state.services and state.alive <= state.services:
+            return state.since
+        only_sources = state.alive - (frozenset() if state.services_end else state.services) <= state.sources
+        return min(state.since + GRACE if only_sources else notice, state.stop_by)
     if state.phase not in ("finishing", "failing", "aborting"):
         return math.inf
     if not state.alive & state.processes or not state.terminated:
@@ -343,6 +358,8 @@ def _tick(state: PolicyState, now: float) -> Decision:
         # all other stages have finished; only blocked sources are left
         if state.alive <= state.sources and waited > GRACE:
             return dataclasses.replace(state, phase="finishing", since=now), ()
+        if not state.services_end and _waits_for_services(state, waited):
+            return dataclasses.replace(state, services_end=True), (EndServices(),)
         if now >= state.stop_by:
             return run_aborted(state, now)
         return (state, ()) if state.notified or waited <= STOP_NOTICE_S else _notify(state)
@@ -356,6 +373,12 @@ def _tick(state: PolicyState, now: float) -> Decision:
             return dataclasses.replace(state, killed=True), terminate(stuck, force=True)
         return state, ()
     return dataclasses.replace(state, phase="ended", alive=frozenset(), abandoned=state.alive), ()
+
+
+def _waits_for_services(state: PolicyState, waited: float) -> bool:
+    """Return whether a stopping run has nothing left but services, and sources that do not end."""
+    others = state.alive - state.services
+    return bool(state.alive & state.services) and others <= state.sources and (not others or waited > GRACE)
 
 
 def _notify(state: PolicyState) -> Decision:

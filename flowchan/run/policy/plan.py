@@ -175,13 +175,20 @@ class Plan:
     @property
     def sources(self) -> frozenset[str]:
         """Return the names of the stages at the beginning of the graph."""
-        return frozenset(stage.name for stage in self.graph.stages if stage.begins)
+        return frozenset(stage.name for stage in self.graph.stages if stage.begins and not stage.service)
 
     @property
     def ends(self) -> frozenset[str]:
         """Return the names of the stages without readers; the run is complete once they have ended."""
         read = {edge.writer for edge in self.edges if edge.reader is not None}
-        return frozenset(stage.name for stage in self.graph.stages if stage.name not in read)
+        return frozenset(
+            stage.name for stage in self.graph.stages if stage.name not in read and not stage.service
+        )
+
+    @property
+    def services(self) -> frozenset[str]:
+        """Return the names of the stages that end after all other stages."""
+        return frozenset(stage.name for stage in self.graph.stages if stage.service)
 
 
 def plan(
@@ -197,7 +204,9 @@ def plan(
     inputs: dict[str, tuple[str, ...]] = {}
     taken: Taken = Counter()
     for stage in graph.stages:
-        if stage.operator.outside:
+        if stage.operator.outside and stage.service:
+            pass  # the requests come from outside of the run
+        elif stage.operator.outside:
             inputs[stage.name] = tuple(edge.name for edge in edges if edge.writer == stage.name)
         else:
             workers += _on_hosts(_workers(stage, edges), stage.placement, taken)

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flowchan.declare.fixed_workers import fixed_workers
-from flowchan.run.policy.actions import Action, BreakChannels, ReleasePorts, Replace, StopSources, Terminate
+from flowchan.run.policy.actions import (
+    Action,
+    BreakChannels,
+    EndServices,
+    ReleasePorts,
+    Replace,
+    StopSources,
+    Terminate,
+)
 from flowchan.run.policy.events import Failure, WorkerId
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.plan import Plan
@@ -60,6 +68,8 @@ class PolicyState:
         began: When the run began.
         sizes: Sizes of the stages that can be scaled.
         leaving: Workers that must end after their current item.
+        services: Workers of the services, which end after all other workers.
+        services_end: True if the services were told to end.
     """
 
     alive: frozenset[WorkerId]
@@ -93,6 +103,8 @@ class PolicyState:
     began: float = 0.0
     sizes: Mapping[str, Size] = field(default_factory=dict)
     leaving: frozenset[WorkerId] = frozenset()
+    services: frozenset[WorkerId] = frozenset()
+    services_end: bool = False
 
     @property
     def goes_on(self) -> bool:
@@ -119,6 +131,7 @@ def first_state(plan: Plan, now: float) -> PolicyState:
         processes=frozenset(worker.id for worker in plan.workers if worker.stage.placement.own_process),
         sources=frozenset(id for id in ids if id.stage in plan.sources),
         ends=frozenset(id for id in ids if id.stage in plan.ends),
+        services=frozenset(id for id in ids if id.stage in plan.services),
         limits=plan.limits(),
         explicit=plan.explicit,
         stateful=plan.stateful,
@@ -142,11 +155,17 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
     actions: tuple[Action, ...] = (ReleasePorts(worker),)
     if not alive:
         phase = "ended"
+    elif state.goes_on and alive <= state.services:
+        if not state.services_end:
+            actions = (*actions, EndServices())
+        state = dataclasses.replace(state, services_end=True)
     elif state.goes_on and state.ends and not (alive & state.ends):
         # a stage that is waiting for an item does not notice that the readers of its outputs have left
         if phase == "running":
             actions = (*actions, StopSources())
         phase, since = "finishing", now
+        if alive & state.services:  # they end after the other workers, which therefore end like stopped ones
+            phase, state = "stopping", dataclasses.replace(state, notified=True)
     leaving = state.leaving - {worker}
     return dataclasses.replace(state, alive=alive, phase=phase, since=since, leaving=leaving), actions
 

@@ -30,7 +30,7 @@ SEND_EVERY_NS = 500_000_000
 """Minimum time between two reports from a worker with fewer than ``MOST_SPANS`` spans."""
 MOST_SPANS = 256
 """Maximum number of spans that a worker keeps before it sends them."""
-CLOSEST_NS, FARTHEST_NS = 10_000_000, 40_000_000
+CLOSEST_NS, FARTHEST_NS = 100_000_000, 400_000_000
 """Interval between samples below which a source samples less often, and above which more often."""
 RAREST = 1 << 20
 """Largest number of items between two samples of a source."""

@@ -164,7 +164,11 @@ def open_ports(
 
 def _open_channel(edge: Edge, plan: Plan) -> Channel[Any]:
     most = min(plan.memory, most_bytes()) if edge.transport.copies else None
-    channel: Channel[Any] = Channel(edge.capacity, across=edge.transport.name, max_bytes=most)
+    channel: Channel[Any]
+    if edge.writer in plan.graph._services and plan.graph.stage_named(edge.writer).operator.outside:
+        channel, _ = plan.graph._services[edge.writer]
+    else:
+        channel = Channel(edge.capacity, across=edge.transport.name, max_bytes=most)
     channel._name = edge.name
     if edge.to_worker:
         if edge.routed:

@@ -1,0 +1,21 @@
+"""Channels of this program that the workers on the hosts of a pool can reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flowchan.channel.channel import Channel
+from flowchan.hosts.host_pool import Pool
+from flowchan.remote.channel_server import ChannelServer
+from flowchan.transport.tcp import joined
+
+
+def channel_maker(pool: Pool) -> Callable[[int], Channel[Any]]:
+    """Return a function that creates a channel across hosts, given the capacity.
+
+    All these channels have one server. It listens at the address at which the pool's agents reach this
+    program, and ends when its last channel has been released.
+    """
+    address = joined((pool.provider.listen_at(), 0))
+    return ChannelServer(address, tls=pool.tls, peer_timeout=pool.peer_timeout).make

@@ -1,0 +1,212 @@
+"""Calls to several children at once.
+
+A call meets every child that is alive, and then raises the error of the first child that could not be met.
+The deaths come before the other errors; the other errors are notes of the one that is raised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pickle import PickleBuffer
+from typing import Any
+
+from flowchan import ChildDied, Closed, Empty, Full, pack
+from flowchan.items.arguments import pause as checked_pause
+from flowchan.items.codec import Opening
+from flowchan.pipelines.children.child_links import SentOnce
+from flowchan.pipelines.children.child_state import ChildState
+from flowchan.pipelines.children.code_for_hosts import CodeForHosts
+from flowchan.pipelines.fill_into import fill
+from flowchan.remote.joining import sealed_once
+
+States = Sequence[ChildState]
+
+_LARGE = 1 << 20
+"""Number of bytes from which all children on this machine read a value from the same memory."""
+_SMALL = (str, int, float, bool, type(None))
+"""Types that a channel encodes without pickle."""
+
+
+class _Misses:
+    """Children that a call has not met, and why."""
+
+    def __init__(self, call: str, timeout: float | None) -> None:
+        self._call, self._timeout = call, timeout
+        self._late: list[int] = []
+        self._errors: list[Exception] = []
+
+    def late(self, child: ChildState) -> None:
+        self._late.append(child.number)
+
+    def gone(self, child: ChildState) -> None:
+        self._errors.append(child.gone(self._call))
+
+    def add(self, error: Exception | None) -> None:
+        if error is not None:
+            self._errors.append(error)
+
+    def check(self) -> None:
+        """Raise the first error, or ``TimeoutError`` if children were only late."""
+        if self._errors:
+            self._errors.sort(key=lambda error: not isinstance(error, ChildDied))
+            first, *others = self._errors
+            for other in others:
+                first.add_note(f"also: {other}")
+            self._errors.clear()
+            try:
+                raise first
+            finally:
+                del first  # a frame that refers to its own exception keeps it alive
+        if self._late:
+            which = ", ".join(map(str, self._late))
+            who = f"child {which} was" if len(self._late) == 1 else f"children {which} were"
+            text = f"{self._call}: {who} not ready within {self._timeout} s"
+            raise TimeoutError(text)
+
+
+def deadline(call: str, timeout: float | None) -> float | None:
+    """Check ``timeout``, and return its end on the monotonic clock."""
+    limit = checked_pause(call, "timeout", timeout)
+    return None if limit is None else time.monotonic() + limit
+
+
+def need_programs(call: str, children: States) -> None:
+    """Raise ``RuntimeError`` if a child has no program, because the call would wait for it forever."""
+    for child in children:
+        if not (child.has_program or child.closing or child.ended.is_set()):
+            raise RuntimeError(f"{call}: child {child.number} has no program; call run() first")
+
+
+def shared(value: Any, children: States, remote: bool) -> Any:
+    """Serialise a value once for all children."""
+    if len(children) < 2 or type(value) in _SMALL:
+        return value
+    return sealed_once(value) if remote else _local(pack(value))
+
+
+def _local(packed: Any) -> Any:
+    """Return the item for a value that is sent to several children on this machine."""
+    once = Opening(packed)
+    buffers = packed[1:] if isinstance(packed, list) else []
+    if not all(isinstance(one, PickleBuffer) for one in buffers):  # channels have one receiver per item
+        return once
+    return SentOnce(once) if sum(one.raw().nbytes for one in buffers) >= _LARGE else once
+
+
+def run(children: States, program: tuple[Any, ...], remote: bool) -> None:
+    """Send a program, which is serialised once, to each child."""
+    for child in children:
+        if child.has_program:
+            raise RuntimeError(f"run: child {child.number} already has a program; start another child")
+    function, args, kwargs = program
+    if remote and callable(function):
+        function = CodeForHosts(function)
+    packed: Any = pack((function, args, kwargs))
+    misses = _Misses("run", None)
+    if len(children) > 1 and not remote and isinstance(once := _local(packed), SentOnce):
+        packed = once
+    for child in children:
+        child.has_program = True
+        try:
+            child.put(packed, None)
+        except Closed:
+            misses.gone(child)
+    misses.check()
+
+
+def join(children: States, message: Any, timeout: float | None, remote: bool) -> None:
+    """Meet ``pause`` in each child. All messages are put before the first answer is awaited."""
+    need_programs("join", children)
+    until, misses = deadline("join", timeout), _Misses("join", timeout)
+    text = shared(message, children, remote)
+    joined: list[ChildState] = []
+    try:
+        asked = []
+        for child in children:
+            if child.begin_join(until):
+                joined.append(child)
+            else:
+                misses.late(child)
+        for child in joined:
+            try:
+                asked.append((child, child.ask(text)))
+            except Closed:
+                misses.gone(child)
+        for child, number in asked:
+            try:
+                child.answered(number, until)
+            except Empty:
+                misses.late(child)
+            except Closed:
+                misses.gone(child)
+    finally:
+        for child in joined:
+            child.end_join()
+    misses.check()
+
+
+def send(call: str, values: Iterable[tuple[ChildState, Any]], timeout: float | None) -> None:
+    """Send each child its value."""
+    until, misses = deadline(call, timeout), _Misses(call, timeout)
+    for child, value in values:
+        try:
+            child.put(value, until)
+        except Full:
+            misses.late(child)
+        except Closed:
+            if not child.links.down.closed:  # pickling the value raised this error
+                raise
+            misses.gone(child)
+    misses.check()
+
+
+def receive(children: States, timeout: float | None, into: Mapping[int, Any]) -> dict[int, Any]:
+    """Receive one value from each child. If the call fails, the next one returns these values."""
+    need_programs("receive", children)
+    until, misses = deadline("receive", timeout), _Misses("receive", timeout)
+    found: list[tuple[ChildState, Any]] = []
+    try:
+        for child in children:
+            try:
+                found.append((child, child.get(until)))
+            except Empty:
+                misses.late(child)
+            except Closed:
+                if not child.links.up.closed:  # unpickling the value raised this error
+                    raise
+                misses.gone(child)
+        misses.check()
+        for child, value in found:
+            if child.number in into:
+                fill("receive", into[child.number], value)
+    except BaseException:
+        for child, value in found:
+            child.give_back(value)
+        raise
+    return {child.number: into.get(child.number, value) for child, value in found}
+
+
+def wait(children: States, timeout: float | None, ended: Callable[[], None]) -> dict[int, Any]:
+    """Wait until the children have ended, and return the values of their functions.
+
+    If a child dies, do not wait for the others, because they may wait for it.
+    """
+    need_programs("wait", children)
+    until, misses = deadline("wait", timeout), _Misses("wait", timeout)
+    if children:
+        children[0].alive.wait_for(
+            lambda: any(map(_has_died, children)) or all(child.ended.is_set() for child in children), until
+        )
+    for child in children:
+        if child.ended.is_set():
+            misses.add(child.failure("wait"))
+        else:
+            misses.late(child)
+    ended()
+    misses.check()
+    return {child.number: child.value for child in children}
+
+
+def _has_died(child: ChildState) -> bool:
+    return child.ended.is_set() and isinstance(child.failure("wait"), ChildDied)

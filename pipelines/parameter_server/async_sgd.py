@@ -1,0 +1,226 @@
+"""AsySG-InCon: workers push gradients and read the parameters while the server changes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from flowchan.items.arguments import refuses_misspelt, whole
+from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
+from flowchan.pipelines.parameter_server.replica import Replica, ReplicaOptions, Values
+
+Make = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+class AsySGInCon(Replica):
+    """Train a replica by asynchronous SGD with inconsistent reads.
+
+    In each step, the replica pushes its gradients and pulls the parameters. It does not wait for other
+    workers. The server may change the parameters during the pull, so some of the pulled tensors can be newer
+    than the others. The server adds up 32 gradients, from any workers, and then takes one step with the sum.
+
+    AsySGInCon replaces the optimizer: compute the gradients, and call :meth:`step`. The constructor copies
+    the server's parameters into the model. Buffers of the model, such as running means, stay local.
+
+    The algorithm is AsySG-InCon by Lian et al., "Asynchronous Parallel Stochastic Gradient for Nonconvex
+    Optimization" (2015). The number 32 is that of pytorch_ps_mpi.
+
+    Args:
+        client: Client of a server with the model's parameters and the optimizer from :meth:`optimizer`.
+        model: The model of this worker.
+        **options: Keyword options:
+            group (Group): Group whose members have equal replicas and average their gradients (default:
+                None). Only its rank 0 uses ``client``.
+            timeout (float): Maximum seconds for each wait for the server (default: no limit).
+
+    Raises:
+        ValueError: ``timeout`` is out of range, or the model has no parameters that require gradients.
+        TypeError: An argument has the wrong type.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.pipelines import AsySGInCon, ParameterServer
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> sgd = AsySGInCon.optimizer(lambda params: torch.optim.SGD(params, lr=0.5), gradients=2)
+        >>> with ParameterServer({"weight": torch.zeros(1, 1)}, optimizer=sgd, on="thread") as server:
+        ...     training = AsySGInCon(server.client(), model)
+        ...     for batch in [torch.ones(1, 1), 2 * torch.ones(1, 1)]:
+        ...         model.zero_grad()
+        ...         model(batch).sum().backward()
+        ...         training.step()
+        ...     training.finish()
+        >>> model.weight.item()
+        -1.5
+    """
+
+    @refuses_misspelt("AsySGInCon", ReplicaOptions.__annotations__)
+    def __init__(
+        self,
+        client: ParameterClient,
+        model: nn.Module,
+        **options: Unpack[ReplicaOptions],
+    ) -> None:
+        super().__init__(client, model, options)
+
+    @staticmethod
+    def optimizer(make: Make, *, gradients: int = 32) -> Callable[[Iterable[Tensor]], SummedGradients]:
+        """Return the server's optimizer: one step with the sum of several gradients.
+
+        Args:
+            make: Function that creates the optimizer of this step for a list of parameters.
+            gradients: Number of gradients in a sum, at least 1 (default 32).
+
+        Returns:
+            The ``optimizer=`` of :class:`ParameterServer`.
+
+        Raises:
+            TypeError: ``gradients`` is not an int.
+            ValueError: ``gradients`` is less than 1.
+
+        Example:
+            >>> import torch
+            >>> from flowchan.pipelines import AsySGInCon
+            >>> weight = torch.zeros(1, requires_grad=True)
+            >>> sgd = AsySGInCon.optimizer(lambda params: torch.optim.SGD(params, lr=1.0), gradients=2)
+            >>> optimizer = sgd([weight])
+            >>> for _ in range(3):
+            ...     weight.grad = torch.ones(1)
+            ...     optimizer.step()
+            >>> weight.item()
+            -2.0
+        """
+        return functools.partial(
+            SummedGradients, make=make, gradients=whole("AsySGInCon.optimizer", "gradients", gradients, 1)
+        )
+
+    def step(self) -> None:
+        """Push the model's gradients, and pull the parameters.
+
+        Raises:
+            TimeoutError: The server did not answer in time.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import AsySGInCon, ParameterServer
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> sgd = AsySGInCon.optimizer(lambda params: torch.optim.SGD(params, lr=0.5), gradients=1)
+            >>> with ParameterServer({"weight": torch.zeros(1, 1)}, optimizer=sgd, on="thread") as server:
+            ...     training = AsySGInCon(server.client(), model)
+            ...     model(torch.ones(1, 1)).sum().backward()
+            ...     training.step()
+            ...     training.finish()
+            ...     server.client().pull()["weight"].item()
+            -0.5
+        """
+        self._adopt(self._exchange)
+
+    def finish(self) -> None:
+        """Wait until the server has counted the last gradients, and pull one version of its parameters.
+
+        Gradients of an incomplete sum have no effect on the parameters.
+
+        Raises:
+            TimeoutError: The server did not answer in time.
+
+        Example:
+            >>> from torch import nn
+            >>> import torch
+            >>> from flowchan.pipelines import AsySGInCon, ParameterServer
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> sgd = AsySGInCon.optimizer(lambda params: torch.optim.SGD(params, lr=0.5))
+            >>> with ParameterServer({"weight": torch.ones(1, 1)}, optimizer=sgd, on="thread") as server:
+            ...     training = AsySGInCon(server.client(), model)
+            ...     model(torch.ones(1, 1)).sum().backward()
+            ...     training.step()
+            ...     training.finish()
+            >>> model.weight.item()
+            1.0
+        """
+        self._adopt(self._pull)
+
+    def _exchange(self) -> Values:
+        self._send(
+            {
+                name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+                for name, parameter in self._parameters.items()
+            },
+            rule="gradient",
+        )
+        pulled: Values = self._client.pull(
+            names=list(self._parameters), consistent=False, timeout=self._timeout
+        )
+        return pulled
+
+
+_INNER = "inner."
+"""First part of the keys in ``SummedGradients.state`` that belong to the inner optimizer."""
+
+
+class SummedGradients(torch.optim.Optimizer):
+    """Add up gradients, and take a step of another optimizer after each ``gradients`` of them.
+
+    All state is in ``self.state``, in tensors and numbers, because the server keeps only these. The tensors
+    of the inner optimizer's state exist from the start, since the server looks for them after a first step.
+    """
+
+    def __init__(self, params: Iterable[Tensor], make: Make, gradients: int) -> None:
+        super().__init__(params, {})
+        self._gradients = gradients
+        self._own: list[Tensor] = self.param_groups[0]["params"]
+        self._inner = make(self._own)
+        first = {p: dict(self._inner.state.get(p, {})) for p in self._own}
+        for p, state in zip(self._own, _states_after_a_step(make, self._own), strict=True):
+            zeros = {key: torch.zeros_like(value) for key, value in state.items()}
+            self.state[p].update(sum=torch.zeros_like(p), count=0, steps=0)
+            self.state[p].update({_INNER + key: value for key, value in {**zeros, **first[p]}.items()})
+        self._first = first
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Add the gradients to the sums, and take a step of the inner optimizer with each complete sum."""
+        complete = []
+        for p in self._own:
+            if p.grad is not None:
+                state = self.state[p]
+                state["sum"].add_(p.grad)
+                state["count"] += 1
+                if state["count"] == self._gradients:
+                    complete.append(p)
+            p.grad = None
+        self._inner.state.clear()
+        for p in complete:
+            state = self.state[p]
+            kept = {key.removeprefix(_INNER): x for key, x in state.items() if key.startswith(_INNER)}
+            # optimizers create their state in the first step
+            self._inner.state[p] = kept if state["steps"] else self._first[p]
+            p.grad = state["sum"].clone()
+        if complete:
+            self._inner.step()
+        for p in complete:
+            state = self.state[p]
+            state.update({_INNER + key: value for key, value in self._inner.state[p].items()})
+            state["sum"].zero_()
+            state["count"] = 0
+            state["steps"] += 1
+            p.grad = None
+
+
+def _states_after_a_step(make: Make, parameters: list[Tensor]) -> list[dict[str, Tensor]]:
+    """Return the tensors that an optimizer keeps for each parameter."""
+    copies: list[Tensor] = [nn.Parameter(p.detach().clone()) for p in parameters]
+    optimizer = make(copies)
+    for p in copies:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    return [
+        {key: value for key, value in optimizer.state[p].items() if isinstance(value, Tensor)} for p in copies
+    ]
+
+
+AsySGInCon.__module__ = "flowchan.pipelines"  # the module that users import

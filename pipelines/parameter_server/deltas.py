@@ -1,0 +1,115 @@
+"""Differences between two versions of a block of bytes.
+
+The block is divided into units of two bytes, the size of a ``bfloat16``, and into buckets of 65,536 units.
+A delta contains the position and the value of each changed unit, which are four bytes, and no other units. If
+more than half of a bucket has changed, the delta contains the whole bucket, which is then smaller.
+
+Units are compared as integers, so all bits arrive, also those of NaNs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+_BUCKET = 1 << 16
+"""Units in a bucket; the position of a unit in its bucket fits into 16 bits."""
+_DENSE = _BUCKET // 2
+"""Number of changed units above which a bucket is sent as a whole."""
+_CHUNK = 64 * _BUCKET
+"""Units that are compared at a time, so that temporary arrays stay small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Changed units of a block, as NumPy arrays.
+
+    Attributes:
+        buckets: Numbers of the buckets whose changed units follow.
+        counts: Number of changed units in each of these buckets.
+        positions: Positions of the changed units in their buckets.
+        values: Values of the changed units.
+        whole: Numbers of the buckets that are sent as a whole.
+        contents: All units of these buckets.
+    """
+
+    buckets: Any
+    counts: Any
+    positions: Any
+    values: Any
+    whole: Any
+    contents: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return sum(int(getattr(self, field.name).nbytes) for field in fields(self))
+
+
+def changed_units(old: memoryview, new: memoryview) -> Any:
+    """Return a NumPy array with one bit for each unit, which is 1 if the unit differs.
+
+    Args:
+        old: The block before. Its size must be a multiple of 16 bytes.
+        new: The block after.
+    """
+    import numpy as np
+
+    before, after = np.frombuffer(old, np.uint16), np.frombuffer(new, np.uint16)
+    bits = np.empty(len(after) // 8, np.uint8)
+    for begin, end in _chunks(len(after)):
+        bits[begin // 8 : end // 8] = np.packbits(before[begin:end] != after[begin:end])
+    return bits
+
+
+def delta_of(bits: Any, new: memoryview) -> Delta:
+    """Return the delta with the units of ``new`` whose bit in ``bits`` is 1."""
+    import numpy as np
+
+    after = np.frombuffer(new, np.uint16)
+    parts: list[tuple[Any, ...]] = []
+    for begin, end in _chunks(len(after)):
+        chunk = bits[begin // 8 : end // 8]
+        if not chunk.any():
+            continue
+        found = np.flatnonzero(np.unpackbits(chunk))
+        count = np.bincount(found // _BUCKET, minlength=_CHUNK // _BUCKET)
+        is_whole = count > _DENSE
+        found = found[~is_whole[found // _BUCKET]]
+        sparse, whole = np.flatnonzero((count > 0) & ~is_whole), np.flatnonzero(is_whole)
+        units = after[begin:end]
+        contents = [units[number * _BUCKET : (number + 1) * _BUCKET] for number in whole]
+        first = begin // _BUCKET
+        parts.append(
+            (
+                (first + sparse).astype(np.uint32),
+                count[sparse].astype(np.uint32),
+                (found % _BUCKET).astype(np.uint16),
+                units[found],
+                (first + whole).astype(np.uint32),
+                np.concatenate([*contents, units[:0]]),
+            )
+        )
+    types = (np.uint32, np.uint32, np.uint16, np.uint16, np.uint32, np.uint16)
+    empty = tuple(np.empty(0, dtype) for dtype in types)
+    return Delta(*(np.concatenate(arrays) for arrays in zip(empty, *parts, strict=True)))
+
+
+def apply_delta(delta: Delta, block: bytearray) -> None:
+    """Change a block from the old version of a delta to the new one."""
+    import numpy as np
+
+    units = np.frombuffer(block, np.uint16)
+    units[np.repeat(delta.buckets.astype(np.int64) * _BUCKET, delta.counts) + delta.positions] = delta.values
+    at = 0
+    for number in delta.whole.tolist():
+        target = units[number * _BUCKET : (number + 1) * _BUCKET]
+        target[:] = delta.contents[at : at + len(target)]
+        at += len(target)
+
+
+def _chunks(units: int) -> Iterator[tuple[int, int]]:
+    """Yield the first unit and the end of each chunk."""
+    for begin in range(0, units, _CHUNK):
+        yield begin, min(begin + _CHUNK, units)

@@ -1,0 +1,335 @@
+"""DiLoCo: replicas train for many steps between two rounds, and an outer optimizer combines their results.
+
+*State.* The server holds the parameters, the sums of the replicas' differences, the state of the outer
+optimizer, and the counts of the round. So a replica that is killed takes nothing with it.
+
+*Contribution.* A replica adds its differences to the sums, and 1 to the count, in one push.
+
+*Closing.* One replica pulls this whole state, takes the outer step, and pushes the result with zeroed sums.
+The server drops this push if any other push came first (``max_staleness=0``). So a round is closed once, with
+each contribution that it counts, and it does not matter which replica closes it. The last contributor closes
+it at once, and the others only if it does not.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from flowchan.items.arguments import pause, refuses_misspelt, whole
+from flowchan.pipelines.parameter_server.optimizer_state import OptimizerState
+from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
+from flowchan.pipelines.parameter_server.replica import Replica, ReplicaOptions, Values, trainable
+
+Outer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+TAKEOVER_S = 5.0
+"""Seconds after which a replica closes a round that a later contributor should have closed."""
+_SUM, _OUTER, _ROUND = "diloco.sum/", "diloco.outer", "diloco.round"
+"""Names of the server's additional tensors."""
+
+
+def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Create the outer optimizer that the paper recommends."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class Counts(NamedTuple):
+    """Counts of the current round: ``sent`` contributions, and ``left`` replicas that have finished.
+
+    ``closed`` is the version that closed the last round.
+    """
+
+    rounds: int
+    sent: int
+    left: int
+    closed: int
+
+
+class DiLoCo(Replica):
+    """Train a replica by DiLoCo.
+
+    Every ``every`` steps, a round ends. Each replica pushes the difference between the parameters with which
+    it began the round and those it has now. The outer optimizer uses the mean of these differences as the
+    gradient of the server's parameters, and the replicas continue with the result. A contribution that comes
+    after the end of its round counts in the next one.
+
+    A round ends when all replicas have contributed, except for those that have called :meth:`finish`. With
+    ``quorum`` and ``grace``, it also ends ``grace`` seconds after ``quorum`` replicas have contributed. So a
+    replica that was killed does not stop the others.
+
+    Train the model with any optimizer, and call :meth:`step` after each of its steps. The constructor copies
+    the server's parameters into the model. Buffers of the model, such as running means, stay local.
+
+    The algorithm is by Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models"
+    (2023).
+
+    Args:
+        client: Client of a server that was created with :meth:`tensors`.
+        model: The model of this worker.
+        every: Number of steps in a round, at least 1 (default 100).
+        outer: Function that creates the outer optimizer for a list of parameters (default: SGD with
+            ``lr=0.7``, ``momentum=0.9`` and ``nesterov=True``). All replicas and :meth:`tensors` must use the
+            same.
+        workers: Number of replicas; a group counts as one.
+        quorum: Number of replicas with which a round can end, from 1 to ``workers`` (default: ``workers``).
+        grace: Seconds to wait for the other replicas after the quorum (default: no limit).
+        **options: Keyword options:
+            group (Group): Group whose members have equal replicas and average their gradients (default:
+                None). Only its rank 0 uses ``client``.
+            timeout (float): Maximum seconds for each round, and for each other wait for the server (default:
+                no limit).
+
+    Raises:
+        ValueError: An argument is out of range, ``grace`` is missing, the server was not created with
+            :meth:`tensors`, or the model has no parameters that require gradients.
+        TypeError: An argument has the wrong type.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.pipelines import DiLoCo, ParameterServer
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        >>> with ParameterServer(DiLoCo.tensors(model), on="thread") as server:
+        ...     training = DiLoCo(server.client(), model, every=2, workers=1)
+        ...     for batch in [torch.ones(4, 2), torch.zeros(4, 2)]:
+        ...         optimizer.zero_grad()
+        ...         model(batch).square().mean().backward()
+        ...         optimizer.step()
+        ...         training.step()
+        ...     training.finish()
+        ...     training.rounds
+        1
+    """
+
+    @refuses_misspelt("DiLoCo", ReplicaOptions.__annotations__)
+    def __init__(
+        self,
+        client: ParameterClient,
+        model: nn.Module,
+        *,
+        every: int = 100,
+        outer: Outer = nesterov,
+        workers: int,
+        quorum: int | None = None,
+        grace: float | None = None,
+        **options: Unpack[ReplicaOptions],
+    ) -> None:
+        self._every = whole("DiLoCo", "every", every, 1)
+        self._workers = whole("DiLoCo", "workers", workers, 1)
+        self._quorum = workers if quorum is None else whole("DiLoCo", "quorum", quorum, 1, workers)
+        grace = pause("DiLoCo", "grace", grace)
+        if self._quorum < workers and grace is None:
+            raise ValueError(
+                f"DiLoCo: grace must be a number of seconds with quorum={quorum}, got None; "
+                "pass grace=0 to end a round with the quorum"
+            )
+        self._grace = math.inf if grace is None else grace
+        self._outer = OptimizerState(outer, _copies("DiLoCo", model), _OUTER)
+        self._counts = Counts(0, 0, 0, 0)
+        self._contributed = False  # to a round that has not ended yet
+        self._finished = False
+        super().__init__(client, model, options)
+
+    @staticmethod
+    def tensors(model: nn.Module, *, outer: Outer = nesterov) -> dict[str, Tensor]:
+        """Return the tensors for the server: the parameters, and the state of the rounds.
+
+        Args:
+            model: The model.
+            outer: Function that creates the outer optimizer, as in :class:`DiLoCo`.
+
+        Returns:
+            Tensors by name. The parameters are copies with their own names.
+
+        Raises:
+            TypeError: The model is not a module, or the optimizer keeps its state neither in tensors nor in
+                numbers.
+            ValueError: The model has no parameters that require gradients.
+
+        Example:
+            >>> from torch import nn
+            >>> from flowchan.pipelines import DiLoCo
+            >>> sorted(DiLoCo.tensors(nn.Linear(2, 1, bias=False)))[-2:]
+            ['diloco.sum/weight', 'weight']
+        """
+        values = _copies("DiLoCo.tensors", model)
+        slots = OptimizerState(outer, values, _OUTER).slots
+        return {
+            **values,
+            **{_SUM + name: torch.zeros_like(value) for name, value in values.items()},
+            **{name: torch.as_tensor(slot) for name, slot in slots.items()},
+            _ROUND: torch.zeros(len(Counts._fields), dtype=torch.int64),
+        }
+
+    @property
+    def rounds(self) -> int:
+        """Return the number of rounds that had ended at this replica's last exchange with the server.
+
+        In a group, only rank 0 knows this number.
+        """
+        return self._counts.rounds
+
+    def step(self) -> None:
+        """Count a step of the optimizer, and take part in a round if due. Call this after each step.
+
+        Raises:
+            TimeoutError: The round did not end in time. The next call continues to wait for it.
+            RuntimeError: This replica has finished.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import DiLoCo, ParameterServer
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> plain = lambda parameters: torch.optim.SGD(parameters, lr=0.5)
+            >>> with ParameterServer(DiLoCo.tensors(model, outer=plain), on="thread") as server:
+            ...     training = DiLoCo(server.client(), model, every=1, outer=plain, workers=1)
+            ...     before = model.weight.item()
+            ...     with torch.no_grad():
+            ...         _ = model.weight.add_(4.0)
+            ...     training.step()
+            >>> round(model.weight.item() - before, 3)
+            2.0
+        """
+        if self._finished:
+            raise RuntimeError("DiLoCo: step() must not be called after finish(); create a new DiLoCo")
+        self._steps += 1
+        if self._steps >= self._every:
+            self._adopt(self._round)
+            self._steps = 0
+
+    def finish(self) -> None:
+        """Contribute the remaining steps, leave the rounds, and copy the server's parameters into the model.
+
+        Later rounds do not wait for this replica.
+
+        Raises:
+            TimeoutError: The round did not end in time. The next call continues to wait for it.
+
+        Example:
+            >>> from torch import nn
+            >>> from flowchan.pipelines import DiLoCo, ParameterServer
+            >>> model = nn.Linear(2, 1)
+            >>> with ParameterServer(DiLoCo.tensors(model), on="thread") as server:
+            ...     training = DiLoCo(server.client(), model, workers=1)
+            ...     training.step()
+            ...     training.finish()
+            ...     training.rounds
+            1
+        """
+        self._adopt(self._leave)
+        self._steps, self._finished = 0, True
+
+    def _leave(self) -> Values:
+        if self._steps:
+            self._round()
+            self._steps = 0
+        if not self._finished:
+            self._send({_ROUND: torch.tensor(Counts(0, 0, 1, 0))})
+            self._finished = True
+        return self._pull()
+
+    def _pull(self) -> Values:
+        """Return the server's parameters, and remember them as the beginning of the round."""
+        self._finish_push()
+        try:
+            found = self._pulled([*self._parameters, _ROUND], self._version, self._limit())
+        except KeyError as error:
+            raise ValueError(
+                "DiLoCo: client must belong to a server created with DiLoCo.tensors(model), got another "
+                "server"
+            ) from error
+        self._counts = _counts(found)
+        self._began = {name: found[name] for name in self._parameters}
+        return self._began
+
+    def _round(self) -> Values:
+        """Contribute to a round, wait for its end, and return the new parameters."""
+        if not self._contributed:
+            self._send({**self._differences(), _ROUND: torch.tensor(Counts(0, 1, 0, 0))})
+            self._contributed = True
+        self._finish_push()
+        self._wait_for_end(self._version)
+        self._contributed = False
+        return self._pull()
+
+    def _differences(self) -> dict[str, Tensor]:
+        return {
+            _SUM + name: self._began[name] - parameter.detach().cpu()
+            for name, parameter in self._parameters.items()
+        }
+
+    def _wait_for_end(self, sent_at: int) -> None:
+        """Wait until a round that contains the push with this version has ended."""
+        limit = self._limit()
+        counts = _counts(self._pulled([_ROUND], sent_at, limit))
+        place, complete, quorum = counts.sent, math.inf, math.inf
+        while counts.closed <= sent_at:
+            version, now = self._client.version, time.monotonic()
+            remaining = self._workers - counts.left
+            if counts.sent >= remaining:
+                complete = min(complete, now)
+            if counts.sent >= min(self._quorum, remaining):
+                quorum = min(quorum, now)
+            closes = min(complete, quorum + self._grace) + TAKEOVER_S * (counts.sent - place)
+            if now >= limit:
+                raise TimeoutError(
+                    f"DiLoCo: {counts.sent} of {remaining} replicas contributed to round {counts.rounds} "
+                    f"within {self._timeout} s; pass quorum= and grace= to continue without the others"
+                )
+            if now >= closes:
+                self._close(sent_at, limit)
+                closes = math.inf  # a push by this or another replica has raised the version
+            try:
+                counts = _counts(self._pulled([_ROUND], version + 1, min(closes, limit)))
+            except TimeoutError:
+                continue  # the time to close the round has come, or that of the limit
+
+    def _close(self, sent_at: int, limit: float) -> None:
+        """Take the outer step, unless another push comes first."""
+        names = [*self._parameters, *(_SUM + name for name in self._parameters), *self._outer.slots, _ROUND]
+        state = {name: value.clone() for name, value in self._pulled(names, sent_at, limit).items()}
+        counts, version = _counts(state), self._client.version
+        if counts.closed > sent_at:
+            return
+        # the optimizer works in place, and some of its slots are arrays of bytes
+        bytes_slots = [name for name, slot in self._outer.slots.items() if not isinstance(slot, Tensor)]
+        means = {name: state[_SUM + name] / counts.sent for name in self._parameters}
+        self._outer.step({**state, **{name: state[name].numpy() for name in bytes_slots}}, means)
+        for name in self._parameters:
+            state[_SUM + name].zero_()
+        state[_ROUND] = torch.tensor(Counts(counts.rounds + 1, 0, counts.left, version + 1))
+        self._client.push(state, rule="copy", at=version, max_staleness=0, timeout=_until(limit)).wait(
+            timeout=_until(limit)
+        )
+
+    def _limit(self) -> float:
+        """Return the time on the monotonic clock at which this call must have ended."""
+        return math.inf if self._timeout is None else time.monotonic() + self._timeout
+
+    def _pulled(self, names: list[str], at_least: int, limit: float) -> Values:
+        found: Values = self._client.pull(names=names, at_least=at_least, timeout=_until(limit))
+        return found
+
+
+def _copies(call: str, model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().cpu().clone() for name, p in trainable(call, model).items()}
+
+
+def _counts(state: Values) -> Counts:
+    return Counts(*state[_ROUND].tolist())
+
+
+def _until(limit: float) -> float | None:
+    """Return the seconds until a time on the monotonic clock, or ``None`` for infinity."""
+    return None if limit == math.inf else max(limit - time.monotonic(), 0.001)
+
+
+DiLoCo.__module__ = "flowchan.pipelines"  # the module that users import

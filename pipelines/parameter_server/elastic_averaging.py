@@ -1,0 +1,139 @@
+"""Asynchronous elastic averaging SGD: replicas and the centre on a parameter server attract each other."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from torch import nn
+
+from flowchan.items.arguments import refuses_misspelt, whole
+from flowchan.items.text import shown
+from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
+from flowchan.pipelines.parameter_server.replica import Replica, ReplicaOptions, Values, prefetch_steps
+
+
+class ElasticAveraging(Replica):
+    """Train a replica by asynchronous elastic averaging SGD.
+
+    The server holds the *centre*. Every ``every`` steps, the replica computes its difference from the centre,
+    times ``alpha``. It moves by this much towards the centre, and the centre moves by as much towards the
+    replica. No replica waits for another.
+
+    Train the model with any optimizer, and call :meth:`step` after each of its steps. The constructor copies
+    the centre into the model. Buffers of the model, such as running means, stay local.
+
+    The algorithm is asynchronous EASGD by Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging
+    SGD" (2015). Its moving rate is ``alpha``; the paper recommends 0.9 divided by the number of replicas.
+    ``flowchan.collective.training.gradients.ElasticAverage`` is the synchronous form, without a server.
+
+    Args:
+        client: Client of a server with the model's parameters: ``ParameterServer(model.state_dict())``.
+        model: The model of this worker.
+        every: Number of steps between two exchanges, at least 1 (default 10).
+        alpha: Share of the difference by which replica and centre move, between 0 and 1 (default 0.1).
+        prefetch: Number of steps before an exchange at which the pull of the centre begins, less than
+            ``every`` (default 0).
+        start: Number of steps before the first interval begins (default 0).
+        **options: Keyword options:
+            group (Group): Group whose members have equal replicas and average their gradients (default:
+                None). Only its rank 0 uses ``client``.
+            timeout (float): Maximum seconds for each wait for the server (default: no limit).
+
+    Raises:
+        ValueError: An argument is out of range, or the model has no parameters that require gradients.
+        TypeError: An argument has the wrong type.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.pipelines import ElasticAveraging, ParameterServer
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with ParameterServer(model.state_dict(), on="thread") as server:
+        ...     training = ElasticAveraging(server.client(), model, every=2)
+        ...     for batch in [torch.ones(4, 2), torch.zeros(4, 2)]:
+        ...         optimizer.zero_grad()
+        ...         model(batch).square().mean().backward()
+        ...         optimizer.step()
+        ...         training.step()
+        ...     training.finish()
+        ...     server.stats().pushes
+        1
+    """
+
+    @refuses_misspelt("ElasticAveraging", ReplicaOptions.__annotations__)
+    def __init__(
+        self,
+        client: ParameterClient,
+        model: nn.Module,
+        *,
+        every: int = 10,
+        alpha: float = 0.1,
+        prefetch: int = 0,
+        start: int = 0,
+        **options: Unpack[ReplicaOptions],
+    ) -> None:
+        if not 0 < alpha < 1:
+            raise ValueError(f"ElasticAveraging: alpha must be between 0 and 1, got {shown(alpha)}")
+        self._alpha = alpha
+        self._every = whole("ElasticAveraging", "every", every, 1)
+        self._lead = prefetch_steps("ElasticAveraging", prefetch, every)
+        super().__init__(client, model, options, start)
+
+    def step(self) -> None:
+        """Count a step of the optimizer, and exchange with the centre if due. Call this after each step.
+
+        Raises:
+            TimeoutError: The server did not answer in time. The exchange is repeated when it is next due.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import ElasticAveraging, ParameterServer
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> with ParameterServer({"weight": torch.zeros(1, 1)}, on="thread") as server:
+            ...     training = ElasticAveraging(server.client(), model, every=1, alpha=0.25)
+            ...     with torch.no_grad():
+            ...         _ = model.weight.fill_(4.0)
+            ...     training.step()
+            >>> model.weight.item()
+            3.0
+        """
+        self._steps += 1
+        if self._due(self._every):
+            self._adopt(self._attracted)
+        elif self._lead and self._leads and self._due(self._every, self._lead):
+            self._begin_prefetch()
+
+    def finish(self) -> None:
+        """Wait until the server has applied the last push, and copy the centre into the model.
+
+        Raises:
+            TimeoutError: The server did not answer in time.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import ElasticAveraging, ParameterServer
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> with ParameterServer({"weight": torch.zeros(1, 1)}, on="thread") as server:
+            ...     training = ElasticAveraging(server.client(), model, every=1, alpha=0.25)
+            ...     with torch.no_grad():
+            ...         _ = model.weight.fill_(4.0)
+            ...     training.step()
+            ...     training.finish()
+            >>> model.weight.item()
+            1.0
+        """
+        self._adopt(self._pull)
+
+    def _attracted(self) -> Values:
+        """Push the elastic difference to the centre, and return the replica's new parameters."""
+        centre = self._fetched()
+        own = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        pulls = {name: (x - centre[name].to(x.device)) * self._alpha for name, x in own.items()}
+        self._send(pulls)
+        return {name: x - pulls[name] for name, x in own.items()}
+
+
+ElasticAveraging.__module__ = "flowchan.pipelines"  # the module that users import

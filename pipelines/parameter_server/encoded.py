@@ -1,0 +1,120 @@
+"""Encoded tensors: a client compresses what it pushes, and the server decodes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flowchan.pipelines.parameter_server.tensor_kinds import as_tensor
+
+Codes = Any
+"""``"fp16"``, ``"bf16"``, ``"topk"``, ``"qsgd"``, a function that creates a ``Code``, or a ``Code``."""
+
+
+class Encoded:
+    """One encoded tensor, or the encodings of one tensor by several workers.
+
+    Args:
+        codes: The code of the tensor.
+        values: The encoded values.
+        shape: Shape of the tensor.
+        dtype: Type of the tensor's elements.
+    """
+
+    def __init__(self, codes: Codes, values: list[Any], shape: tuple[int, ...], dtype: Any) -> None:
+        self._codes, self.values, self.shape, self.dtype = codes, values, shape, dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the encoded values in bytes."""
+        return sum(map(_size, self.values))
+
+    def decoded(self) -> Any:
+        """Decode all values at once.
+
+        Returns:
+            A new tensor: the mean of the encoded values.
+        """
+        import torch
+
+        out = torch.empty(self.shape, dtype=self.dtype)
+        _made(self._codes).decode(self.values, out.view(-1))
+        return out
+
+    def joined(self, others: Iterable[Encoded]) -> Encoded:
+        """Return the encodings of this worker and of other workers as one."""
+        values = [value for one in (self, *others) for value in one.values]
+        return Encoded(self._codes, values, self.shape, self.dtype)
+
+
+class Encoder:
+    """Code objects of one client: one per tensor, which may store the elements that were not sent yet."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Codes, Any]] = {}
+
+    def encode(self, values: Mapping[str, Any], codes: Codes) -> dict[str, Encoded]:
+        """Encode each tensor by its code object.
+
+        The code objects are kept while ``codes`` is the same object.
+
+        Args:
+            values: The tensors by name.
+            codes: The code.
+
+        Returns:
+            The encoded tensors by name.
+
+        Raises:
+            ValueError: The code is unknown.
+        """
+        return {name: self._encoded(name, as_tensor(value).detach(), codes) for name, value in values.items()}
+
+    def _encoded(self, name: str, x: Any, codes: Codes) -> Encoded:
+        used, code = self._made.get(name, (None, None))
+        if code is None or used is not codes:
+            code = _made(codes)
+            self._made[name] = codes, code
+        return Encoded(codes, [code.encode(x.reshape(-1))], tuple(x.shape), x.dtype)
+
+
+def gathered(encodings: Iterable[Mapping[str, Encoded]]) -> dict[str, Encoded]:
+    """Combine the encoded tensors of several workers, so that the server decodes them in one push.
+
+    The server applies the mean of the encoded values. ``push(…, scale=n)`` makes a sum of n workers.
+
+    Args:
+        encodings: The encoded tensors of each worker, with equal names.
+
+    Returns:
+        Values for ``push``.
+
+    Raises:
+        ValueError: The names differ.
+
+    Example:
+        >>> import torch
+        >>> from flowchan.pipelines import ParameterServer, gathered
+        >>> with ParameterServer({"w": torch.zeros(2)}, on="thread") as server:
+        ...     client = server.client()
+        ...     workers = [client.encode({"w": torch.full((2,), x)}, "fp16") for x in (1.0, 3.0)]
+        ...     version = client.push(gathered(workers)).wait()
+        ...     client.pull()
+        {'w': tensor([2., 2.])}
+    """
+    first, *others = encodings
+    if any(other.keys() != first.keys() for other in others):
+        raise ValueError("gathered: encodings must have equal names, got different names")
+    return {name: one.joined(other[name] for other in others) for name, one in first.items()}
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, tuple | list):
+        return sum(map(_size, value))
+    return int(getattr(value, "nbytes", 0))
+
+
+def _made(codes: Codes) -> Any:
+    from flowchan.collective.training.codes import code_maker
+
+    return codes if hasattr(codes, "encode") and not isinstance(codes, str | type) else code_maker(codes)()

@@ -1,0 +1,372 @@
+"""Client of a parameter server."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from flowchan import Channel, pack
+from flowchan.items.arguments import refuses_misspelt, whole
+from flowchan.items.codec import dumps_in_one
+from flowchan.items.text import shown
+from flowchan.pipelines.parameter_server.encoded import Codes
+from flowchan.pipelines.parameter_server.push_rules import Rule, check_rule, check_values
+from flowchan.pipelines.parameter_server.row_client import RowClient
+from flowchan.pipelines.parameter_server.server_connection import PushHandle, ServerConnection, copy_of
+from flowchan.pipelines.parameter_server.shard import Push
+from flowchan.pipelines.parameter_server.shard_memory import ShardMemory
+from flowchan.pipelines.parameter_server.tensor_layout import (
+    ONLY,
+    Form,
+    chosen,
+    form_of,
+    named,
+    plain,
+    pushed_size,
+)
+from flowchan.transport.descriptors import is_for_another_host
+
+Stale = Literal["drop", "wait"]
+"""What happens if values would be too old: the server drops the push, or the client waits."""
+
+
+class PullHandle:
+    """Handle of a pull in the background, returned by ``ParameterClient.prefetch``.
+
+    Args:
+        pull: Function that pulls.
+        fill: Function that copies the result into ``out``.
+
+    Example:
+        >>> import numpy as np
+        >>> from flowchan.pipelines import ParameterServer
+        >>> with ParameterServer({"w": np.ones(2)}, on="thread") as server:
+        ...     server.client().prefetch().wait(timeout=60)
+        {'w': array([1., 1.])}
+    """
+
+    def __init__(self, pull: Callable[[], Any], fill: Callable[[Any, Any], Any]) -> None:
+        self._fill, self._result, self._error = fill, None, None
+        self._thread = threading.Thread(target=self._run, args=(pull,), name="flowchan pull", daemon=True)
+        self._thread.start()
+
+    def _run(self, pull: Callable[[], Any]) -> None:
+        try:
+            self._result = pull()
+        except BaseException as error:
+            self._error = error  # type: ignore[assignment]
+
+    def wait(self, out: Any = None, timeout: float | None = None) -> Any:
+        """Wait for the pull.
+
+        Args:
+            out: Mapping of tensors, or module, to fill in place (default: none).
+            timeout: Maximum seconds to wait (default: no limit).
+
+        Returns:
+            The tensors, like ``pull``.
+
+        Raises:
+            TimeoutError: ``timeout`` expired.
+            Exception: The error that the pull raised.
+        """
+        late = None if timeout is None else time.monotonic() + timeout
+        while self._thread.is_alive():  # in short waits, so that Ctrl-C interrupts them
+            left = 0.1 if late is None else min(0.1, late - time.monotonic())
+            if left <= 0:
+                raise TimeoutError(f"prefetch: the pull did not end within {timeout:g} s")
+            self._thread.join(left)
+        if self._error is not None:
+            raise self._error
+        return self._result if out is None else self._fill(self._result, out)
+
+
+class ParameterClient(RowClient):
+    """Client of a parameter server, from ``ParameterServer.client()``.
+
+    A client can be passed to another process or host as an argument or an item. In each process, it counts
+    as another client. Threads may share a client, but then also share its ``version``.
+
+    Args:
+        form: Form of the server's state.
+        memories: Memory of each shard.
+        inbox: Channel of the pushes.
+        ended: Channel that closes when the server has ended.
+
+    Example:
+        >>> import numpy as np
+        >>> from flowchan.pipelines import ParameterServer
+        >>> with ParameterServer({"w": np.zeros(2)}, on="thread") as server:
+        ...     client = server.client()
+        ...     handle = client.push({"w": np.ones(2)}, scale=0.5)
+        ...     client.pull(at_least=handle.wait()), client.version
+        ({'w': array([0.5, 0.5])}, 1)
+    """
+
+    def __init__(
+        self, form: Form, memories: Sequence[ShardMemory], inbox: Channel[Push], ended: Channel[None]
+    ) -> None:
+        self._form, self._memories, self._inbox, self._ended = form, tuple(memories), inbox, ended
+        super().__init__({entry.name: entry for memory in memories for entry in memory.layout.entries})
+        self._connection: ServerConnection | None = None
+        self._pulled: int | None = None
+        self._entrance: Any = None  # makes clients for other hosts; only in the program
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not is_for_another_host():
+            return ParameterClient, (self._form, self._memories, self._inbox, self._ended)
+        if self._entrance is None:
+            raise TypeError(f"{self!r} must be sent to another host by the program that has the server")
+        entries = tuple(entry for memory in self._memories for entry in memory.layout.entries)
+        reduced: tuple[Any, ...] = self._entrance.reduced(self._form, entries)
+        return reduced
+
+    @property
+    def version(self) -> int | None:
+        """Return the version of the last pull, or None before the first pull."""
+        return self._pulled
+
+    def _connected(self) -> ServerConnection:
+        found = self._connection
+        if found is None or found.pid != os.getpid():
+            found = self._connection = ServerConnection(self._memories, self._inbox, self._ended)
+        return found
+
+    @refuses_misspelt("push")
+    def push(
+        self,
+        values: Any,
+        rule: Rule = "add",
+        scale: float = 1.0,
+        at: int | None = None,
+        max_staleness: int | None = None,
+        stale: Stale = "drop",
+        timeout: float | None = None,
+        codes: Codes | None = None,
+    ) -> PushHandle:
+        """Send values to the server, which applies them with a rule, exactly once.
+
+        The call returns when the server's channel has the values. It waits if the channel is full.
+
+        Args:
+            values: Mapping from names to tensors (some of the server's names suffice), one tensor, or an
+                object, like the server's.
+            rule: ``"add"`` (default), ``"copy"``, ``"zero"``, ``"gradient"`` for a step of the server's
+                optimizer, or a function ``(current, given) -> new`` that the server calls for each tensor.
+            scale: Factor of the values (default: 1).
+            at: Version on which the values were computed (default: the version of the last pull).
+            max_staleness: Largest number of versions between ``at`` and the version to which the values are
+                applied (default: no limit).
+            stale: ``"drop"`` (default): the server drops a push whose values are too old. ``"wait"``: the
+                call waits until each other client has pulled a version that is at most ``max_staleness``
+                versions older than the current one.
+            timeout: Maximum seconds to wait (default: no limit).
+            codes: Code that compresses the values, see :meth:`encode` (default: none).
+
+        Returns:
+            The handle of the push.
+
+        Raises:
+            Closed: The server has ended.
+            KeyError: The server has no tensor with a name in ``values``.
+            TimeoutError: ``timeout`` expired. The values were not sent.
+            TypeError: A value or the rule has the wrong type, or cannot be sent to another process.
+            ValueError: A value has the wrong shape, or an argument is out of range.
+
+        Example:
+            >>> import numpy as np
+            >>> from flowchan.pipelines import ParameterServer
+            >>> with ParameterServer(np.array([1.0, 5.0]), on="thread") as server:
+            ...     client = server.client()
+            ...     version = client.push(np.array([3.0, 3.0]), rule=np.maximum).wait()
+            ...     client.pull()
+            array([3., 5.])
+        """
+        check_rule("push", rule, self._optimized)
+        if stale not in ("drop", "wait"):
+            raise ValueError(f"push: stale must be 'drop' or 'wait', got {stale!r}")
+        if max_staleness is not None:
+            whole("push", "max_staleness", max_staleness, 0)
+        started = time.monotonic()
+        given, size = self._checked(values, rule, scale, codes)
+        connection = self._connected()
+        if stale == "wait" and max_staleness is not None:
+            self._wait_for_slower(connection, max_staleness, timeout)
+            max_staleness = None
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
+        at = self._pulled if at is None else at
+        packed = rule if isinstance(rule, str) else pack(rule)
+        return connection.send(
+            lambda slot, number: Push(
+                slot, number, at, max_staleness, packed, float(scale), given, None, size
+            ),
+            left,
+        )
+
+    def _checked(self, values: Any, rule: Rule, scale: float, codes: Codes | None) -> tuple[Any, int]:
+        """Check the values. Return what is sent, and its size in bytes."""
+        if self._form == "object":
+            contents = dumps_in_one(values)
+            return contents, len(contents)
+        if self._form == "mapping" and not isinstance(values, Mapping):
+            raise TypeError(f"push: values must be a mapping from names to tensors, got {shown(values)}")
+        given = dict(values) if self._form == "mapping" else {ONLY: values}
+        check_values("push", given, rule, scale, self._entries, self._tables)
+        given = {name: plain(value) for name, value in given.items()}
+        if rule == "zero":
+            given = dict.fromkeys(given, 0)
+        elif codes is not None:
+            given = self._encoder.encode(given, codes)
+        return given, pushed_size(given, None)
+
+    def _reached(self, at_least: int | None, timeout: float | None) -> ServerConnection:
+        """Wait for a version, and return the connection."""
+        connection = self._connected()
+        if at_least is not None:
+            late = None if timeout is None else time.monotonic() + timeout
+            for shard in connection.shards:
+                connection.await_(
+                    shard, lambda shard=shard: shard.version >= at_least, late, "pull"  # type: ignore[misc]
+                )  # fmt: skip
+        return connection
+
+    def _count(self, connection: ServerConnection, version: int, size: int) -> None:
+        """Count a pull, and keep its version."""
+        connection.shards[0].count_pull(connection.slot, version, size)
+        self._pulled = version
+
+    def _send_rows(
+        self, table: str, ids: Any, values: Any, rule: Rule, scale: float, timeout: float | None
+    ) -> PushHandle:
+        given, rows, at = {table: values}, {table: ids}, self._pulled
+        packed, size = rule if isinstance(rule, str) else pack(rule), pushed_size(given, rows)
+        return self._connected().send(
+            lambda slot, number: Push(slot, number, at, None, packed, scale, given, rows, size), timeout
+        )
+
+    def _read_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Any:
+        connection = self._reached(at_least, timeout)
+        version, found, size = connection.pull_rows(table, ids)
+        self._count(connection, version, size)
+        return found
+
+    def _wait_for_slower(self, connection: ServerConnection, most: int, timeout: float | None) -> None:
+        shard = connection.shards[0]
+
+        def others_are_near() -> bool:
+            slowest = shard.slowest(connection.slot)
+            return slowest is None or shard.version + 1 - slowest <= most
+
+        late = None if timeout is None else time.monotonic() + timeout
+        connection.await_(shard, others_are_near, late, "push")
+
+    @refuses_misspelt("pull")
+    def pull(
+        self,
+        out: Any = None,
+        *,
+        at_least: int | None = None,
+        names: Iterable[str] | None = None,
+        consistent: bool = True,
+        timeout: float | None = None,
+    ) -> Any:
+        """Copy the server's tensors. All of them have the same version.
+
+        Args:
+            out: Mapping of tensors, one tensor, or ``nn.Module``, to fill in place (default: none).
+            at_least: Wait for this version or a later one (default: do not wait).
+            names: Names of the tensors (default: all).
+            consistent: False to allow tensors of different versions, as AsySG-InCon does (default: True).
+            timeout: Maximum seconds to wait (default: no limit).
+
+        Returns:
+            The tensors by name, one tensor, or the object, like the server's. If ``out`` is given, ``out``.
+
+        Raises:
+            Closed: The server has ended before version ``at_least``.
+            KeyError: The server has no tensor with one of these names.
+            TimeoutError: ``timeout`` expired before version ``at_least``.
+            ValueError: A tensor of ``out`` has another shape.
+
+        Example:
+            >>> import numpy as np
+            >>> from flowchan.pipelines import ParameterServer
+            >>> with ParameterServer({"w": np.ones(2), "b": np.zeros(1)}, on="thread") as server:
+            ...     server.client().pull(names=["b"])
+            {'b': array([0.])}
+        """
+        connection = self._reached(at_least, timeout)
+        if self._form == "object":
+            version, found, size = connection.pull_object()
+        else:
+            wanted = chosen(self._entries, names, "pull")
+            into = None if out is None else self._targets(out, wanted)
+            version, copies, size = connection.pull(wanted, into, consistent)
+            found = copies if self._form == "mapping" else copies[ONLY]
+        self._count(connection, version, size)
+        return found if out is None or self._form == "object" else out
+
+    def _targets(self, out: Any, names: list[str]) -> dict[str, Any]:
+        """Return the tensors to fill, by name."""
+        if hasattr(out, "state_dict"):
+            out = out.state_dict()
+        targets = dict(out) if self._form == "mapping" else named(out, form_of(out))
+        for name in names:
+            if name not in targets:
+                raise KeyError(f"pull: out must have a tensor {name!r}, got {shown(list(targets)[:5])}")
+            if tuple(targets[name].shape) != self._entries[name].shape:
+                raise ValueError(
+                    f"pull: out[{name!r}] must have the shape {self._entries[name].shape}, got "
+                    f"{tuple(targets[name].shape)}"
+                )
+        return {name: _writable(targets[name]) for name in names}
+
+    def prefetch(self, names: Iterable[str] | None = None) -> PullHandle:
+        """Begin a pull on a thread in the background.
+
+        Args:
+            names: Names of the tensors (default: all).
+
+        Returns:
+            The handle, whose ``wait()`` returns the tensors.
+
+        Example:
+            >>> import numpy as np
+            >>> from flowchan.pipelines import ParameterServer
+            >>> with ParameterServer({"w": np.ones(2)}, on="thread") as server:
+            ...     handle = server.client().prefetch()
+            ...     handle.wait()
+            {'w': array([1., 1.])}
+        """
+        if self._form != "object":
+            names = chosen(self._entries, names, "prefetch")
+        return PullHandle(lambda: self.pull(names=names), self._filled)
+
+    def _filled(self, found: Any, out: Any) -> Any:
+        tensors = named(found, self._form)
+        for name, target in self._targets(out, list(tensors)).items():
+            copy_of(tensors[name], {name: target}, name)
+        return out
+
+    def close(self) -> None:
+        """Release the client's place at the server. Its next call connects it again.
+
+        Example:
+            >>> import numpy as np
+            >>> from flowchan.pipelines import ParameterServer
+            >>> with ParameterServer(np.zeros(2), on="thread") as server:
+            ...     client = server.client()
+            ...     client.close()
+            ...     client.pull()
+            array([0., 0.])
+        """
+        if self._connection is not None and self._connection.pid == os.getpid():
+            self._connection.close()
+        self._connection = None
+
+
+def _writable(target: Any) -> Any:
+    return target.detach() if hasattr(target, "detach") else target

@@ -1,0 +1,230 @@
+"""Connection of one client to a parameter server on the same machine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flowchan import Channel, Closed
+from flowchan.pipelines.parameter_server.rows import read_rows
+from flowchan.pipelines.parameter_server.shard import Push
+from flowchan.pipelines.parameter_server.shard_memory import (
+    DROPPED,
+    FAILED,
+    OPTIMISTIC_READS,
+    PENDING,
+    OpenShard,
+    Outcome,
+    ShardMemory,
+)
+from flowchan.pipelines.parameter_server.tensor_kinds import as_kind, copy
+from flowchan.pipelines.parameter_server.tensor_layout import copied, size_of
+
+
+class PushHandle:
+    """Handle of one push, returned by ``ParameterClient.push``.
+
+    Args:
+        connection: Connection of the client that has pushed.
+        number: Number of the push.
+
+    Example:
+        >>> import numpy as np
+        >>> from flowchan.pipelines import ParameterServer
+        >>> with ParameterServer(np.zeros(2), on="thread") as server:
+        ...     handle = server.client().push(np.ones(2))
+        ...     handle.wait(timeout=60), handle.done, handle.dropped
+        (1, True, False)
+    """
+
+    def __init__(self, connection: ServerConnection, number: int) -> None:
+        self._connection, self._number = connection, number
+        self._outcomes: dict[int, Outcome] = {}  # by shard
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the server has applied or dropped the push.
+
+        Args:
+            timeout: Maximum seconds to wait (default: no limit).
+
+        Returns:
+            The version that contains the push. If the push was dropped, the version that was current then.
+
+        Raises:
+            TimeoutError: ``timeout`` expired. The push is still applied later.
+            Closed: The server has ended without the push.
+            Exception: The error that the rule raised at the server.
+        """
+        self._connection.await_outcome(self, timeout)
+        return self._result()
+
+    def _result(self) -> int:
+        for shard, (outcome, value) in self._outcomes.items():
+            if outcome == FAILED:
+                error = self._connection.shards[shard].error(value)
+                error.add_note("raised at the parameter server; the push did not change this shard")
+                raise error
+        return max(outcome.value for outcome in self._outcomes.values())
+
+    @property
+    def done(self) -> bool:
+        """Return whether the server has applied or dropped the push."""
+        return self._connection.look(self)
+
+    @property
+    def version(self) -> int | None:
+        """Return the version that :meth:`wait` returns, or None if the push is not done."""
+        return self._result() if self.done else None
+
+    @property
+    def dropped(self) -> bool:
+        """Return whether the server has dropped the push because its values were too old."""
+        return self.done and any(outcome.outcome == DROPPED for outcome in self._outcomes.values())
+
+
+class ServerConnection:
+    """Mapped memory and slot of one client in one process.
+
+    Args:
+        memories: Memory of each shard.
+        inbox: Channel of the pushes.
+        ended: Channel that closes when the server has ended.
+    """
+
+    def __init__(self, memories: Sequence[ShardMemory], inbox: Channel[Push], ended: Channel[None]) -> None:
+        self.pid = os.getpid()
+        self.shards: list[OpenShard] = [memory.opened() for memory in memories]
+        self._memory, self._inbox, self._ended = memories[0], inbox, ended
+        self.slot = self.shards[0].claim_slot()
+        self.lock = threading.RLock()
+        self._pending: dict[int, PushHandle] = {}
+        _connections.add(self)
+
+    def send(self, push: Callable[[int, int], Push], timeout: float | None) -> PushHandle:
+        """Put a push into the server's channel."""
+        late = None if timeout is None else time.monotonic() + timeout
+        with self.lock:
+            for handle in list(self._pending.values()):
+                if not self.look(handle):
+                    break
+            if len(self._pending) >= PENDING - 1:
+                self.await_outcome(next(iter(self._pending.values())), timeout)
+            number = self.shards[0].next_push(self.slot)
+            left = None if late is None else max(0.0, late - time.monotonic())
+            self._inbox.put(push(self.slot, number), timeout=left)
+            handle = self._pending[number] = PushHandle(self, number)
+            return handle
+
+    def look(self, handle: PushHandle) -> bool:
+        """Read the outcomes of a push, and return whether all shards have one."""
+        for number, shard in enumerate(self.shards):
+            if number not in handle._outcomes:
+                outcome = shard.outcome(self.slot, handle._number)
+                if outcome is None:
+                    return False
+                handle._outcomes[number] = outcome
+        self._pending.pop(handle._number, None)
+        return True
+
+    def await_outcome(self, handle: PushHandle, timeout: float | None) -> None:
+        """Wait until a push has an outcome."""
+        late = None if timeout is None else time.monotonic() + timeout
+        for number, shard in enumerate(self.shards):
+            self.await_(
+                shard,
+                lambda number=number: self.look(handle) or number in handle._outcomes,  # type: ignore[misc]
+                late,
+                "push",
+            )
+
+    def await_(self, shard: OpenShard, done: Callable[[], bool], late: float | None, call: str) -> None:
+        """Wait until ``done()``, which a shard may change."""
+        while True:
+            seen = shard.wakeup.count
+            if done():
+                return
+            self._check_server(done, call)
+            left = 1.0 if late is None else late - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{call}: the parameter server did not answer in time")
+            shard.wakeup.wait(seen, left)
+
+    def _check_server(self, done: Callable[[], bool], call: str) -> None:
+        """Raise ``Closed`` if the server has ended and ``done()`` is still false."""
+        if (self._ended.closed or self._memory.gone) and not done():
+            raise Closed(f"{call}: the parameter server has ended")
+
+    def pull(
+        self, names: list[str], into: Mapping[str, Any] | None, consistent: bool
+    ) -> tuple[int, dict[str, Any], int]:
+        """Copy tensors of one version. Return the version, the tensors and their bytes."""
+        for attempt in itertools.count():
+            version = min(shard.version for shard in self.shards)
+            lock = attempt >= OPTIMISTIC_READS
+            copies, size = {}, 0
+            for shard in self.shards:
+                with shard.reading(version, lock):
+                    for name in names:
+                        source = shard.blocks[version % 2].get(name)
+                        if source is not None and (shard.is_version(version) or not consistent):
+                            copies[name] = copy_of(source, into, name)
+                            size += size_of(source)
+            whole = all(shard.is_version(version) for shard in self.shards)
+            if not consistent or (whole and len(copies) == len(names)):
+                return version, copies, size
+        raise AssertionError
+
+    def pull_rows(self, table: str, ids: Any) -> tuple[int, Any, int]:
+        """Copy rows of one version. Return the version, the rows and their bytes."""
+        shard = next(shard for shard in self.shards if table in shard.blocks[0])
+        for attempt in itertools.count():
+            version = shard.version
+            with shard.reading(version, attempt >= OPTIMISTIC_READS):
+                found = (
+                    read_rows(shard.blocks[version % 2][table], ids) if shard.is_version(version) else None
+                )
+            if found is not None and shard.is_version(version):
+                return version, found, size_of(found)
+        raise AssertionError
+
+    def pull_object(self) -> tuple[int, Any, int]:
+        """Return the version, the object and its size in bytes."""
+        (shard,) = self.shards
+        for attempt in itertools.count():
+            record = shard.record()
+            with shard.reading(record.version, attempt >= OPTIMISTIC_READS):
+                contents = shard.read_object(record)
+                if shard.is_version(record.version):
+                    return record.version, pickle.loads(contents), len(contents)
+        raise AssertionError
+
+    def close(self) -> None:
+        """Release the slot. Further calls have no effect."""
+        for shard in self.shards:
+            shard.close()
+
+
+_connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    """Close the descriptors of the parent's clients in a forked child; otherwise their locks would remain."""
+    for one in list(_connections):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def copy_of(source: Any, into: Mapping[str, Any] | None, name: str) -> Any:
+    """Copy a tensor into the one of the same name in ``into``, or into a new one."""
+    if into is None:
+        return copied(source)
+    copy(as_kind(source, into[name]), into[name])
+    return into[name]

@@ -1,0 +1,201 @@
+"""Worker of one shard, which applies the pushes in their order.
+
+Every push that is not dropped makes a new version, also one that fails, so all shards have the same versions.
+A shard keeps the versions v and v - 1. It overwrites version v - 1 only when all other shards have version v,
+so a client finds one version in all shards.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flowchan import Broken, In, Out, WorkerDied, unpack, worker
+from flowchan.items.codec import dumps_in_one
+from flowchan.pipelines.parameter_server.block_updates import BlockUpdates, Changes
+from flowchan.pipelines.parameter_server.push_rules import apply_to_object
+from flowchan.pipelines.parameter_server.shard_memory import (
+    APPLIED,
+    DROPPED,
+    FAILED,
+    OpenShard,
+    Record,
+    ShardMemory,
+)
+from flowchan.pipelines.parameter_server.tensor_kinds import copy
+from flowchan.pipelines.parameter_server.tensor_layout import pushed_size
+from flowchan.pipelines.user_calls import call, reason
+
+MAX_DEATHS = 8
+"""Workers that may die while they apply one push. Then the push fails."""
+
+
+class Push(NamedTuple):
+    """One push, as an item of a channel.
+
+    Attributes:
+        slot: Slot of the client.
+        number: Number of the push in its slot.
+        at: Version on which the values were computed, or None if it is unknown.
+        max_staleness: Largest number of versions between ``at`` and the current version, or None.
+        rule: Name of the rule, or a packed function.
+        scale: Factor of the values.
+        values: Tensors by name, or the packed object.
+        rows: Ids of the rows of each table; None for whole tensors.
+        size: Size of the values in bytes.
+    """
+
+    slot: int
+    number: int
+    at: int | None
+    max_staleness: int | None
+    rule: Any
+    scale: float
+    values: Any
+    rows: Any
+    size: int
+
+
+class Shard:
+    """One shard, in its worker.
+
+    Args:
+        memories: Memory of all shards.
+        number: Number of this shard, from 0.
+        updates: Rules and optimizers of this shard.
+        is_over: Returns whether the run has failed, so that the other shards make no new versions.
+    """
+
+    def __init__(
+        self,
+        memories: Sequence[ShardMemory],
+        number: int,
+        updates: BlockUpdates,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._updates, self._is_over = updates, is_over
+        self._own = memories[number].opened()
+        self._others = [memory.opened() for memory in memories if memory is not memories[number]]
+        # unknown at first, because a killed predecessor may have left a half-written shadow
+        self._stale: Changes | None = None
+
+    def serve(self, pushes: Iterable[Push]) -> None:
+        """Apply each push. The channel keeps a push until the next one is taken."""
+        for push in pushes:
+            self._serve(push)
+            del push  # its arrays are views of the channel's memory
+
+    def _serve(self, push: Push) -> None:
+        before = self._own.record()
+        if (before.slot, before.push) == (push.slot + 1, push.number):  # a killed worker has applied it
+            self._own.report(before)
+            return
+        record = before._replace(slot=push.slot + 1, push=push.number)
+        if push.at is not None:
+            staleness = max(0, before.version - push.at)
+            record = record._replace(
+                staleness=record.staleness + staleness,
+                stalest=max(record.stalest, staleness),
+                measured=record.measured + 1,
+            )
+            if push.max_staleness is not None and staleness > push.max_staleness:
+                self._end(record._replace(outcome=DROPPED, value=before.version, dropped=record.dropped + 1))
+                return
+        version = before.version + 1
+        for other in self._others:
+            self._await_version(other, before.version)
+        shadow = self._own.open_shadow(version)
+        try:
+            record = self._changed(push, record, shadow)
+        except Exception as error:
+            self._own.store_error(record.failed, reason(error))
+            self._refresh(shadow, before.version)
+            if before.object_size:
+                self._own.write_object(version, self._own.read_object(before))
+            record = record._replace(
+                version=version, outcome=FAILED, value=record.failed, failed=record.failed + 1
+            )
+        self._end(record)
+
+    def _changed(self, push: Push, record: Record, shadow: dict[str, Any]) -> Record:
+        """Apply a push in the shadow, and return the record with the new version."""
+        attempts = self._own.begin(push.slot, push.number)
+        if attempts > MAX_DEATHS:
+            raise WorkerDied(f"push: {MAX_DEATHS} workers of the server died while they applied this push")
+        version, rule = record.version + 1, push.rule
+        rule = rule if isinstance(rule, str) else unpack(rule)
+        new = record._replace(
+            version=version,
+            outcome=APPLIED,
+            value=version,
+            pushes=record.pushes + 1,
+            bytes_in=record.bytes_in + push.size,
+        )
+        if not isinstance(push.values, Mapping):
+            current = pickle.loads(self._own.read_object(record))
+            contents = dumps_in_one(call(apply_to_object, rule, current, unpack(push.values), push.scale))
+            self._own.write_object(version, contents)
+            return new._replace(object_size=len(contents))
+        current, self._stale, stale = self._own.blocks[record.version % 2], None, self._stale
+        self._stale = call(
+            self._updates.apply, rule, push.values, push.rows, push.scale, current, shadow, stale
+        )
+        return new
+
+    def _refresh(self, shadow: dict[str, Any], version: int) -> None:
+        """Make the shadow equal to a version."""
+        for name, value in self._own.blocks[version % 2].items():
+            copy(value, shadow[name])
+        self._stale = {}
+
+    def _end(self, record: Record) -> None:
+        self._own.commit(record)
+        self._own.report(record)
+
+    def _await_version(self, other: OpenShard, version: int) -> None:
+        while True:
+            seen = other.wakeup.count
+            if other.version >= version:
+                return
+            if self._is_over():
+                raise Broken("the run of the parameter server has ended")
+            other.wakeup.wait(seen, 1.0)
+
+
+class PushOrder:
+    """Stage that sends each push to all shards, in one order.
+
+    Args:
+        names: Names of the tensors of each shard.
+    """
+
+    def __init__(self, names: Sequence[Sequence[str]]) -> None:
+        self.names = [frozenset(share) for share in names]
+
+    def __call__(self, pushes: In[Any], out: Out[Any]) -> None:
+        """Send all pushes until the channel is closed."""
+        for push in pushes:
+            for shard, names in enumerate(self.names, 1):
+                part = {name: value for name, value in push.values.items() if name in names}
+                size = pushed_size(part, push.rows)
+                out.put((shard, push._replace(values=part, size=size)))
+            del push
+
+
+class ShardStage:
+    """Stage whose workers serve one shard each.
+
+    Args:
+        memories: Memory of each shard.
+        updates: Rules and optimizers of each shard.
+    """
+
+    def __init__(self, memories: Sequence[ShardMemory], updates: Sequence[BlockUpdates]) -> None:
+        self.memories, self.updates = tuple(memories), tuple(updates)
+
+    def __call__(self, pushes: In[Any]) -> None:
+        """Apply all pushes until the channel is closed."""
+        number = worker().number - 1
+        shard = Shard(self.memories, number, self.updates[number], lambda: bool(pushes.channel.broken))
+        shard.serve(pushes)

@@ -1,0 +1,51 @@
+"""Arrays of NumPy and tensors of torch, treated alike. Neither library is imported before it is needed."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether the value is a torch tensor."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def as_tensor(array: Any) -> Any:
+    """Return a tensor in the memory of an array. A tensor is returned unchanged."""
+    if is_tensor(array):
+        return array
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a received array is read-only, and rules only read it
+        return torch.from_numpy(array)
+
+
+def as_kind(value: Any, like: Any) -> Any:
+    """Return the value as a tensor if ``like`` is one, else as an array. The memory is shared."""
+    if is_tensor(like):
+        return as_tensor(value)
+    return value.numpy() if is_tensor(value) else value
+
+
+def copy(value: Any, out: Any) -> None:
+    """Copy an array or a tensor into one of the same kind."""
+    if out is value:
+        return
+    if is_tensor(out):
+        out.copy_(value)
+    else:
+        out[...] = value
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of an element type of torch or NumPy, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_inexact(dtype: Any) -> bool:
+    """Return whether an element type is real or complex, and not an integer or bool."""
+    return dtype_name(dtype).startswith(("float", "bfloat", "complex"))

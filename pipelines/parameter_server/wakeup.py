@@ -1,0 +1,51 @@
+"""Wait until another process changes a word of shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+import time
+
+MOST_SECONDS = 0.1
+"""Longest single wait. The caller then looks again, so a missed wake-up or a dead waker costs only this."""
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+_WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Wakeup:
+    """Counter in shared memory that processes wait for.
+
+    Args:
+        memory: Mapped memory.
+        offset: Offset of the counter in bytes. The counter has 32 bits.
+    """
+
+    def __init__(self, memory: mmap.mmap, offset: int) -> None:
+        self._count = ctypes.c_uint32.from_buffer(memory, offset)
+
+    @property
+    def count(self) -> int:
+        """Return the counter."""
+        return self._count.value
+
+    def wake(self) -> None:
+        """Increase the counter, and wake all waiting threads."""
+        self._count.value = (self._count.value + 1) & 0xFFFFFFFF
+        if _FUTEX is not None:
+            _libc.syscall(_FUTEX, ctypes.byref(self._count), _WAKE, _ALL, None, None, 0)
+
+    def wait(self, seen: int, seconds: float) -> None:
+        """Sleep until the counter differs from ``seen``, at most ``seconds`` and ``MOST_SECONDS``."""
+        seconds = min(seconds, MOST_SECONDS)
+        if _FUTEX is None:
+            time.sleep(min(seconds, 0.001))
+            return
+        limit = _Timespec(0, max(0, int(seconds * 1e9)))
+        _libc.syscall(_FUTEX, ctypes.byref(self._count), _WAIT, seen, ctypes.byref(limit), None, 0)

@@ -1,0 +1,275 @@
+"""Memory in which a trainer publishes its weights for readers on the same machine.
+
+Algorithm. Each version is in an in-memory file of the trainer, its slot. One descriptor of the trainer, the
+front, always refers to the slot of the latest version. Readers open the front by its path in ``/proc``. A
+reader that copies a version has a shared lock (``flock``) on its slot. To publish, the trainer takes the
+exclusive lock of any slot that is neither the latest nor locked, writes the version into it, releases the
+lock, and moves the front to this slot in one step (``dup2``). If all slots are locked, the trainer makes
+another one. It frees the slots that it does not need.
+
+Invariants. A slot does not change while a reader has its lock, so a reader copies one whole version. The
+trainer never waits for a lock. A reader does not wait either: if the trainer is writing into the slot that
+the reader has opened, the front has moved to another slot. The kernel releases the lock of a reader that is
+killed. All memory belongs to the trainer, and the kernel frees it when the trainer ends.
+
+``LatestValue`` publishes broadcast values in a similar way, but its readers keep the memory mapped, so it
+needs a new file for each version. Here, slots are reused, because new memory costs as much as a copy.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flowchan import Broken
+from flowchan.transport.interrupts import interrupts_deferred
+
+_HEADER = struct.Struct("=16sQq?")  # token of the memory, version, step, whether a step was given
+_PAYLOAD = mmap.PAGESIZE
+"""Offset of the weights in a slot."""
+_UNFINISHED = 2**64 - 1
+"""Version of a slot into which the trainer is writing."""
+_GONE = {errno.ENOENT, errno.ENXIO, errno.ESRCH}
+"""Errors from opening the front after its process has ended or closed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsAddress:
+    """Path by which processes on the trainer's machine reach the latest version.
+
+    Args:
+        name: Name of the weights, for errors.
+        pid: Process ID of the trainer.
+        path: Path of the front.
+        token: Random bytes at the start of each slot, which identify the memory.
+        size: Size of the weights in bytes.
+    """
+
+    name: str
+    pid: int
+    path: str
+    token: bytes
+    size: int
+
+    def latest(self) -> int:
+        """Return the number of the latest version; 0 if no version was published.
+
+        Raises ``Broken`` if the trainer has ended or closed the weights.
+        """
+        while True:
+            fd = self._open()
+            try:
+                version = self._header(fd)[0]
+            finally:
+                os.close(fd)
+            if version != _UNFINISHED:
+                return version
+
+    def pin(self) -> PinnedVersion:
+        """Return the latest version, which does not change until it is closed.
+
+        Raises ``Broken`` if the trainer has ended or closed the weights.
+        """
+        while True:
+            fd = self._open()
+            try:
+                self._header(fd)  # before the lock, because the path may belong to another file by now
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                version, step = self._header(fd)
+                if version != _UNFINISHED:
+                    return PinnedVersion(fd, self.size, version, step)
+            except BlockingIOError:
+                pass  # the front has moved on
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _open(self) -> int:
+        try:
+            return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno in _GONE:
+                raise self.gone() from error
+            raise
+
+    def _header(self, fd: int) -> tuple[int, int | None]:
+        """Return the version and the step of a slot."""
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise self.gone()
+        header = os.pread(fd, _HEADER.size, 0)
+        if len(header) != _HEADER.size:
+            raise self.gone()
+        token, version, step, has_step = _HEADER.unpack(header)
+        if token != self.token:
+            raise self.gone()
+        return version, step if has_step else None
+
+    def gone(self) -> Broken:
+        """Return the error for readers after the trainer has ended."""
+        return Broken(f"weights {self.name!r}: the trainer (process {self.pid}) has ended or closed them")
+
+
+class PinnedVersion:
+    """A version that stays unchanged until :meth:`close`.
+
+    Args:
+        fd: Descriptor of the slot, with a shared lock. This object closes it.
+        size: Size of the weights in bytes.
+        version: Number of the version.
+        step: Training step that the trainer passed to ``publish``.
+    """
+
+    def __init__(self, fd: int, size: int, version: int, step: int | None) -> None:
+        self._fd, self._size = fd, size
+        self.version, self.step = version, step
+        self.inode = os.fstat(fd).st_ino
+
+    def read(self, into: memoryview, offset: int) -> None:
+        """Fill ``into`` with the bytes from ``offset`` of the weights."""
+        offset += _PAYLOAD
+        while into:
+            count = os.preadv(self._fd, [into], offset)
+            if not count:
+                raise EOFError(f"a slot of the weights has no bytes at {offset}")
+            into, offset = into[count:], offset + count
+
+    def close(self) -> None:
+        """Allow the trainer to write into the slot again."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)  # a forked child may have the descriptor open
+        os.close(self._fd)
+
+    def __enter__(self) -> PinnedVersion:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Slot:
+    """In-memory file for one version."""
+
+    def __init__(self, token: bytes, size: int) -> None:
+        self._token = token
+        self.fd = os.memfd_create("flowchan weights")
+        try:
+            # Allocate now. Otherwise, a write for which the machine has no memory would kill the trainer.
+            os.posix_fallocate(self.fd, 0, _PAYLOAD + size)
+            self._map = mmap.mmap(self.fd, _PAYLOAD + size)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.inode = os.fstat(self.fd).st_ino
+        self.payload = memoryview(self._map)[_PAYLOAD:]
+
+    def lock(self) -> bool:
+        """Take the exclusive lock. Return False if a reader has the slot."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+    def label(self, version: int, step: int | None = None) -> None:
+        """Write the header."""
+        _HEADER.pack_into(self._map, 0, self._token, version, step or 0, step is not None)
+
+
+class WeightsMemory:
+    """The trainer's side of the memory.
+
+    Args:
+        name: Name of the weights, for errors.
+        size: Size of the weights in bytes.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        self._lock = threading.Lock()
+        self._token, self._size = os.urandom(16), size
+        self._front = os.memfd_create("flowchan weights")
+        os.write(self._front, _HEADER.pack(self._token, 0, 0, False))
+        self._slots: list[_Slot] = []
+        self._latest: _Slot | None = None
+        pid = os.getpid()
+        self.address = WeightsAddress(name, pid, f"/proc/{pid}/fd/{self._front}", self._token, size)
+        _live.add(self)
+
+    def publish(self, version: int, step: int | None, fill: Callable[[memoryview], None]) -> None:
+        """Publish a version. If ``fill`` raises, the version before it stays the latest.
+
+        Args:
+            version: Number of the version.
+            step: Training step of the version.
+            fill: Function that writes the weights into the memory that it gets.
+
+        Raises:
+            OSError: There is not enough memory.
+        """
+        with self._lock:
+            slot = self._free_slot()
+            try:
+                slot.label(_UNFINISHED)
+                fill(slot.payload)
+            except BaseException:
+                slot.unlock()
+                raise
+            with interrupts_deferred():
+                slot.label(version, step)
+                # Unlock first: if this process is stopped here, readers still find the version before it.
+                slot.unlock()
+                os.dup2(slot.fd, self._front, inheritable=False)
+                self._latest = slot
+
+    def _free_slot(self) -> _Slot:
+        """Return a slot with its exclusive lock, and release the other slots that are not in use."""
+        free = [slot for slot in self._slots if slot is not self._latest and slot.lock()]
+        for extra in free[1:]:
+            self._slots.remove(extra)
+            os.close(extra.fd)
+        if free:
+            return free[0]
+        slot = _Slot(self._token, self._size)
+        slot.lock()
+        self._slots.append(slot)
+        return slot
+
+    def payload(self, pinned: PinnedVersion) -> memoryview:
+        """Return the memory of a version that this process has pinned."""
+        return next(slot.payload for slot in list(self._slots) if slot.inode == pinned.inode).toreadonly()
+
+    def count(self) -> int:
+        """Return the number of slots."""
+        return len(self._slots)
+
+    def close(self) -> None:
+        """Close the memory. Later reads raise ``Broken``."""
+        with self._lock:
+            if self._front >= 0:
+                os.close(self._front)
+            for slot in self._slots:
+                os.close(slot.fd)
+            self._front, self._slots, self._latest = -1, [], None
+
+
+_live: weakref.WeakSet[WeightsMemory] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Close the files in a forked child, so that they do not outlive the trainer."""
+    for memory in list(_live):
+        memory._lock = threading.Lock()
+        memory.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,79 @@
+"""Test that tensors and the state of optimizers have one version, wherever the server's worker is killed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from shard_blocks import bits
+from test_server_kills import KillAtLine
+from torch import nn, optim
+
+from flowchan import worker
+from flowchan.pipelines import ParameterServer, RowOptimizer
+from flowchan.pipelines.parameter_server.shard import Push, Shard
+
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
+STRIDE = 5
+"""Lines between two points at which a worker is killed."""
+PUSHES = 60
+
+
+def die_at_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill worker n while it applies push n, before line ``STRIDE * n``."""
+    serve = Shard._serve
+
+    def serve_and_die(self: Shard, push: Push) -> None:
+        if push.number == worker().incarnation:
+            sys.settrace(KillAtLine(STRIDE * push.number))
+        try:
+            serve(self, push)
+        finally:
+            sys.settrace(None)
+
+    monkeypatch.setattr(Shard, "_serve", serve_and_die)
+
+
+def restarts(server: Any) -> int:
+    (stage,) = [stage for stage in server._run.stats().stages if stage.name == server.name]
+    return int(stage.restarts)
+
+
+def test_gradients_equal_torch_if_the_worker_dies_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    die_at_lines(monkeypatch)
+    torch.manual_seed(1)
+    start = {"w": torch.randn(20, 3), "b": torch.randn(3)}
+    params = {name: nn.Parameter(value.clone()) for name, value in start.items()}
+    optimizer = optim.Adam(params.values(), lr=0.1)
+    with ParameterServer(start, optimizer=lambda params: optim.Adam(params, lr=0.1)) as server:
+        client = server.client()
+        for version in range(1, PUSHES + 1):
+            for p in params.values():
+                p.grad = torch.randn_like(p)
+            assert (
+                client.push({name: p.grad for name, p in params.items()}, rule="gradient").wait() == version
+            )
+            optimizer.step()
+            assert {name: bits(x) for name, x in client.pull().items()} == {
+                n: bits(p) for n, p in params.items()
+            }
+        assert restarts(server) > 20
+
+
+def test_row_gradients_equal_torch_if_the_worker_dies_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    die_at_lines(monkeypatch)
+    torch.manual_seed(1)
+    param = nn.Parameter(torch.randn(30, 2))
+    optimizer = optim.SparseAdam([param], lr=0.1)
+    with ParameterServer({"t": param.detach()}, rows={"t": RowOptimizer.adam(lr=0.1)}) as server:
+        client = server.client()
+        for version in range(1, PUSHES + 1):
+            ids, values = torch.randint(0, 30, (5,)), torch.randn(5, 2)
+            assert client.push_rows("t", ids, values, rule="gradient").wait() == version
+            param.grad = torch.sparse_coo_tensor(ids[None], values, param.shape).coalesce()
+            optimizer.step()
+            assert bits(client.pull()["t"]) == bits(param)
+        assert restarts(server) > 20

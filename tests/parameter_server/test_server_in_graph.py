@@ -1,0 +1,155 @@
+"""Test a parameter server that is a stage of the user's graph."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.waiting import WAIT_LIMIT_S, wait_until
+
+from flowchan import Closed, Graph, Run, RunError
+from flowchan.pipelines import ParameterServer
+
+everywhere = pytest.mark.parametrize("on", ["thread", "process"])
+
+
+def state() -> dict[str, Any]:
+    return {"a": np.zeros(1), "b": np.zeros(1)}
+
+
+def one() -> dict[str, Any]:
+    return {"a": np.ones(1), "b": np.ones(1)}
+
+
+def pids_of(run: Run, stage: str) -> tuple[int, ...]:
+    return next(tuple(one.pids) for one in run.stats().stages if one.name == stage)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@everywhere
+def test_server_ends_after_all_other_stages(on: str, shards: int) -> None:
+    graph = Graph()
+    server = ParameterServer(state(), graph=graph, on=on, shards=shards)
+    client = server.client()
+
+    def work(number: int) -> int:
+        client.push(one())
+        return number
+
+    out = graph.source(range(20)).map(work, on="process", workers=2).collect()
+    run = graph.start()
+    assert run.wait()[out] == list(range(20))
+    assert client.pull() == {"a": 20, "b": 20}
+    assert client.version == 20
+    assert run.state == "done"
+    with pytest.raises(Closed):
+        client.push(one())
+
+
+@everywhere
+def test_server_outlives_its_object_in_the_program(on: str) -> None:
+    """The program may keep only the graph and the clients."""
+    graph = Graph()
+    client = ParameterServer(state(), graph=graph, on=on).client()
+    gc.collect()
+    graph.source(range(5)).sink(lambda _: client.push(one()).wait(WAIT_LIMIT_S))
+    graph.run()
+    assert client.pull() == {"a": 5, "b": 5}
+
+
+@everywhere
+def test_pushes_of_the_last_stage_are_applied(on: str) -> None:
+    graph = Graph()
+    server = ParameterServer(state(), graph=graph, on=on)
+    client = server.client()
+    graph.source(range(50)).sink(lambda _: client.push(one()), on="process")
+    graph.run()
+    assert client.pull() == {"a": 50, "b": 50}
+
+
+def test_killed_server_is_replaced_within_the_graph() -> None:
+    graph = Graph()
+    server = ParameterServer(state(), graph=graph)
+    client = server.client()
+    numbers = graph.input()
+    numbers.sink(lambda _: client.push(one()).wait(WAIT_LIMIT_S), on="process")
+    with graph.start() as run:
+        for number in range(5):
+            run[numbers].put(number)
+            wait_until(lambda: server.stats().pushes > number and bool(pids_of(run, "parameters")))  # noqa: B023
+            os.kill(pids_of(run, "parameters")[0], signal.SIGKILL)
+    assert client.pull() == {"a": 5, "b": 5}
+
+
+@everywhere
+def test_failure_of_another_stage_ends_the_server(on: str) -> None:
+    graph = Graph()
+    server = ParameterServer(state(), graph=graph, on=on)
+    client = server.client()
+
+    def fail(number: int) -> None:
+        client.push(one()).wait(WAIT_LIMIT_S)
+        raise ZeroDivisionError
+
+    graph.source(range(5)).sink(fail, on="process")
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    assert [type(error.__cause__) for error in caught.value.exceptions] == [ZeroDivisionError]
+    with pytest.raises(Closed, match="the parameter server has ended"):
+        client.pull(at_least=2)
+
+
+@everywhere
+def test_early_end_stops_a_source_that_pushes_without_an_error(on: str) -> None:
+    graph = Graph()
+    server = ParameterServer(state(), graph=graph, on=on)
+    client = server.client()
+
+    def numbers() -> Iterator[int]:
+        for number in itertools.count():
+            client.push(one()).wait(WAIT_LIMIT_S)
+            yield number
+
+    taken = graph.source(numbers).take(5).collect()
+    assert graph.run()[taken] == [0, 1, 2, 3, 4]
+    assert client.pull()["a"] >= 5
+
+
+@everywhere
+def test_stopped_run_ends_the_server(on: str) -> None:
+    graph = Graph()
+    server = ParameterServer(state(), graph=graph, on=on)
+    numbers = graph.input()
+    numbers.sink(print)
+    run = graph.start()
+    client = server.client()
+    client.push(one()).wait(WAIT_LIMIT_S)
+    run.stop()
+    assert run.wait(WAIT_LIMIT_S) is not None
+    assert client.pull() == {"a": 1, "b": 1}
+
+
+@everywhere
+def test_aborted_run_ends_the_server(on: str) -> None:
+    graph = Graph()
+    server = ParameterServer(state(), graph=graph, on=on)
+    graph.input().sink(print)
+    run = graph.start()
+    run.abort()
+    run.wait(WAIT_LIMIT_S)
+    with pytest.raises(Closed):
+        server.client().pull(at_least=1)
+
+
+def test_server_of_a_graph_is_not_closed_by_the_user() -> None:
+    graph = Graph()
+    server = ParameterServer(state(), graph=graph)
+    with pytest.raises(RuntimeError, match="it ends with the graph"):
+        server.close()
+    assert graph.check() == ()
