@@ -32,7 +32,7 @@ def rounds_per_core(cores: int, interval: float = INTERVAL_S) -> float:
     for _ in range(cores):
         child = os.fork()
         if child == 0:
-            _count_and_exit(writing, begin, begin + interval)
+            _count_and_exit(writing, begin, interval)
         children.append(child)
     os.close(writing)
     with open(reading, "rb") as counts:
@@ -43,13 +43,16 @@ def rounds_per_core(cores: int, interval: float = INTERVAL_S) -> float:
     return sum(rounds) / cores / interval
 
 
-def _count_and_exit(writing: int, begin: float, end: float) -> NoReturn:
-    """Write the number of rounds between ``begin`` and ``end``, and end the process."""
+def _count_and_exit(writing: int, begin: float, interval: float) -> NoReturn:
+    """Write the number of rounds, at least 1, in an interval that starts at ``begin``; end the process.
+
+    The interval starts later if the process does.
+    """
     try:
         while time.monotonic() < begin:
             one_round()
-        rounds = 0
-        while time.monotonic() < end:
+        rounds, end = 0, time.monotonic() + interval
+        while rounds == 0 or time.monotonic() < end:
             one_round()
             rounds += 1
         while time.monotonic() < end + MARGIN_S:
