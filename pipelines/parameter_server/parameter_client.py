@@ -15,7 +15,7 @@ from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.encoded import Codes
 from flowchan.pipelines.parameter_server.push_rules import Rule, check_rule, check_values
 from flowchan.pipelines.parameter_server.row_client import RowClient
-from flowchan.pipelines.parameter_server.server_connection import Connection, PushHandle, copy_of
+from flowchan.pipelines.parameter_server.server_connection import PushHandle, ServerConnection, copy_of
 from flowchan.pipelines.parameter_server.shard import Push
 from flowchan.pipelines.parameter_server.shard_memory import ShardMemory
 from flowchan.pipelines.parameter_server.tensor_layout import (
@@ -111,7 +111,7 @@ class ParameterClient(RowClient):
     ) -> None:
         self._form, self._memories, self._inbox, self._ended = form, tuple(memories), inbox, ended
         super().__init__({entry.name: entry for memory in memories for entry in memory.layout.entries})
-        self._connection: Connection | None = None
+        self._connection: ServerConnection | None = None
         self._pulled: int | None = None
         self._entrance: Any = None  # makes clients for other hosts; only in the program
 
@@ -129,10 +129,10 @@ class ParameterClient(RowClient):
         """Return the version of the last pull, or None before the first pull."""
         return self._pulled
 
-    def _connected(self) -> Connection:
+    def _connected(self) -> ServerConnection:
         found = self._connection
         if found is None or found.pid != os.getpid():
-            found = self._connection = Connection(self._memories, self._inbox, self._ended)
+            found = self._connection = ServerConnection(self._memories, self._inbox, self._ended)
         return found
 
     @refuses_misspelt("push")
@@ -222,7 +222,7 @@ class ParameterClient(RowClient):
             given = self._encoder.encode(given, codes)
         return given, pushed_size(given, None)
 
-    def _reached(self, at_least: int | None, timeout: float | None) -> Connection:
+    def _reached(self, at_least: int | None, timeout: float | None) -> ServerConnection:
         """Wait for a version, and return the connection."""
         connection = self._connected()
         if at_least is not None:
@@ -233,7 +233,7 @@ class ParameterClient(RowClient):
                 )  # fmt: skip
         return connection
 
-    def _count(self, connection: Connection, version: int, size: int) -> None:
+    def _count(self, connection: ServerConnection, version: int, size: int) -> None:
         """Count a pull, and keep its version."""
         connection.shards[0].count_pull(connection.slot, version, size)
         self._pulled = version
@@ -253,7 +253,7 @@ class ParameterClient(RowClient):
         self._count(connection, version, size)
         return found
 
-    def _wait_for_slower(self, connection: Connection, most: int, timeout: float | None) -> None:
+    def _wait_for_slower(self, connection: ServerConnection, most: int, timeout: float | None) -> None:
         shard = connection.shards[0]
 
         def others_are_near() -> bool:

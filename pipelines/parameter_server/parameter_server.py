@@ -19,8 +19,8 @@ from flowchan.pipelines.parameter_server.optimizer_state import Factory
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
 from flowchan.pipelines.parameter_server.remote_client import Entrance
 from flowchan.pipelines.parameter_server.rows import RowOptimizer
-from flowchan.pipelines.parameter_server.server_connection import Connection
-from flowchan.pipelines.parameter_server.shard import Order, Push, ShardStage
+from flowchan.pipelines.parameter_server.server_connection import ServerConnection
+from flowchan.pipelines.parameter_server.shard import Push, PushOrder, ShardStage
 from flowchan.pipelines.parameter_server.shard_memory import ShardMemory
 from flowchan.pipelines.parameter_server.stored import StoredState, check_slots, load_state, save_state
 from flowchan.pipelines.parameter_server.tensor_layout import (
@@ -172,7 +172,7 @@ class ParameterServer:
         pushes: Stream[Any] = graph.input(f"{self.name} pushes", capacity=CAPACITY)
         graph._serve(*ends)
         if len(shares) > 1:
-            pushes = graph.stage(Order(shares), pushes, name=f"{self.name} order", capacity=CAPACITY)
+            pushes = graph.stage(PushOrder(shares), pushes, name=f"{self.name} order", capacity=CAPACITY)
             graph._serve(*ends)
         graph.stage(
             ShardStage(self._memories, updates), pushes, name=self.name, on=on, workers=len(shares),
@@ -258,7 +258,7 @@ class ParameterServer:
                 f"{self!r}: save requires tensors, but the server holds an object; pull and pickle it"
             )
         entries = {entry.name: entry for memory in self._memories for entry in memory.layout.entries}
-        connection = Connection(self._memories, self._inbox, self._ended)
+        connection = ServerConnection(self._memories, self._inbox, self._ended)
         try:
             version, found, _ = connection.pull(list(entries), None, consistent=True)
         finally:

@@ -90,9 +90,7 @@ class Killed(optim.Adam):
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before the step", "after the step"])
-def test_kill_in_a_step_leaves_tensors_and_state_equal_to_torch(
-    tmp_path: Path, after: bool
-) -> None:
+def test_kill_in_a_step_leaves_tensors_and_state_equal_to_torch(tmp_path: Path, after: bool) -> None:
     make = lambda params: Killed(params, tmp_path / "killed", 5, after)  # noqa: E731
     with ParameterServer(start(), optimizer=make) as server:
         client = server.client()

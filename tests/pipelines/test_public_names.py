@@ -39,6 +39,8 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
 SHARED = {
     "flowchan.channel.transports",
     "flowchan.items.arguments",
+    "flowchan.items.codec",
+    "flowchan.items.program_file",
     "flowchan.declare.callables",
     "flowchan.declare.options",
     "flowchan.declare.placements",
