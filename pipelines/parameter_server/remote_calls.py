@@ -40,7 +40,7 @@ SHORT_WAIT_S = 0.05
 
 Perform = Callable[[Any, tuple[Any, ...]], Any]
 """Function ``(client, call)`` that performs a call with a client in the program, and returns the answer or
-:class:`Pending`."""
+:class:`Unfinished`."""
 
 
 class Gateway(Shared):
@@ -106,7 +106,7 @@ def _welcome(
         del calls, answers, thread
 
 
-class Pending:
+class Unfinished:
     """Answer of a call that is not finished.
 
     Args:
@@ -122,7 +122,7 @@ def _serve(
 ) -> None:
     with contextlib.suppress(ChannelError):  # the remote client has died
         client = make_client()
-        started: deque[tuple[int, Pending]] = deque()
+        started: deque[tuple[int, Unfinished]] = deque()
         try:
             while True:
                 if started and not len(calls):
@@ -133,7 +133,7 @@ def _serve(
                 while started and (call[0] != "push" or len(started) == MOST_STARTED):
                     _answer_first(started, answers)
                 found, error = _outcome(functools.partial(perform, client, call))
-                if isinstance(found, Pending):
+                if isinstance(found, Unfinished):
                     started.append((number, found))
                 else:
                     answers.put((number, found, error))
@@ -143,9 +143,9 @@ def _serve(
             answers.close()  # a call that arrives later gets no answer
 
 
-def _answer_first(started: deque[tuple[int, Pending]], answers: Channel[Any]) -> None:
-    number, later = started.popleft()
-    answers.put((number, *_outcome(later.finish)))
+def _answer_first(started: deque[tuple[int, Unfinished]], answers: Channel[Any]) -> None:
+    number, unfinished = started.popleft()
+    answers.put((number, *_outcome(unfinished.finish)))
 
 
 def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
