@@ -36,6 +36,7 @@ NAMES = (
     "autoscale",
     "page",
     "parameter_server",
+    "remote_parameters",
 )
 
 

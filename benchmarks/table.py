@@ -54,6 +54,7 @@ TITLES = {
     "autoscale": "Automatic number of workers",
     "page": "The live page",
     "parameter_server": "Parameter server",
+    "remote_parameters": "Parameter server: clients on hosts",
 }
 """Heading of each benchmark."""
 

@@ -22,6 +22,7 @@ import cloudpickle
 
 from flowchan.declare.values import Stage
 from flowchan.items.main_code import ByValuePickler
+from flowchan.transport.descriptors import for_another_host
 
 _INSTALLED = tuple(
     Path(path).resolve() for path in {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
@@ -32,7 +33,7 @@ _PACKAGE = __name__.partition(".")[0]
 def pack_stage(stage: Any, by_value: Iterable[str]) -> bytes:
     """Pickle a stage with everything that it uses from the main script and from the modules ``by_value``."""
     modules = [sys.modules[name] for name in by_value]
-    with _by_value(modules):
+    with _by_value(modules), for_another_host():
         classes = {module.__name__: _classes(module) for module in (*modules, sys.modules["__main__"])}
         out = io.BytesIO()
         _StagePickler(out, protocol=5).dump(_Bundle(classes, stage))

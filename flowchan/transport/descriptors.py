@@ -100,6 +100,8 @@ class Parcel:
     """Whether channels across hosts are sent next to the pickle; otherwise the pickle has their addresses."""
     on_device = True
     """Whether a tensor stays on its device; otherwise it is sent through host memory."""
+    leaves = False
+    """Whether the item goes to another host."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
@@ -126,6 +128,7 @@ class Leaving(Parcel):
     """Collect the descriptors of an item for another host; an item with descriptors is rejected."""
 
     on_device = False
+    leaves = True
 
 
 class Companions(Parcel):
@@ -146,6 +149,7 @@ class DuplicatedDescriptors(Companions):
     """Collect the channels of a value for another host, and copy its shared memory."""
 
     shares = keeps_far = False
+    leaves = True
 
 
 class Unopened(Companions):
@@ -185,6 +189,8 @@ class _Now(threading.local):
     for_several: bool = False
     """Whether several processes will get the value that this thread pickles."""
     beside: list[Any] | None = None
+    for_host: bool = False
+    """Whether this thread pickles a stage for another host."""
 
 
 now = _Now()
@@ -199,6 +205,21 @@ def for_several_processes(several: bool) -> Iterator[None]:
         yield
     finally:
         now.for_several = False
+
+
+@contextlib.contextmanager
+def for_another_host() -> Iterator[None]:
+    """Mark what is pickled in this block as a value that another host will get."""
+    outer, now.for_host = now.for_host, True
+    try:
+        yield
+    finally:
+        now.for_host = outer
+
+
+def is_for_another_host() -> bool:
+    """Return whether another host will get what this thread is pickling."""
+    return now.for_host or (now.packing is not None and now.packing.leaves)
 
 
 def hand_over(memory: int, socket: int, owner: Any) -> Handle:

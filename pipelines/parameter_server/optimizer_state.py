@@ -105,7 +105,7 @@ class OptimizerState:
                 f"{type(self._optimizer).__name__}"
             )
         # explicitly, because torch warns if its sparse optimizers leave the choice open
-        with torch.sparse.check_sparse_tensor_invariants(enable=False):
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
             self._optimizer.step()
 
     def step(self, block: MutableMapping[str, Any], gradients: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Client of a parameter server, for the processes on the server's machine."""
+"""Client of a parameter server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.encoded import Codes
 from flowchan.pipelines.parameter_server.push_rules import Rule, check_rule, check_values
 from flowchan.pipelines.parameter_server.row_client import RowClient
-from flowchan.pipelines.parameter_server.server_connection import Connection, PushHandle, copy_of
+from flowchan.pipelines.parameter_server.server_connection import PushHandle, ServerConnection, copy_of
 from flowchan.pipelines.parameter_server.shard import Push
 from flowchan.pipelines.parameter_server.shard_memory import ShardMemory
 from flowchan.pipelines.parameter_server.tensor_layout import (
@@ -27,6 +27,7 @@ from flowchan.pipelines.parameter_server.tensor_layout import (
     plain,
     pushed_size,
 )
+from flowchan.transport.descriptors import is_for_another_host
 
 Stale = Literal["drop", "wait"]
 """What happens if values would be too old: the server drops the push, or the client waits."""
@@ -86,8 +87,8 @@ class PullHandle:
 class ParameterClient(RowClient):
     """Client of a parameter server, from ``ParameterServer.client()``.
 
-    A client can be passed to another process as an argument or an item. In each process, it counts as
-    another client. Threads may share a client, but then also share its ``version``.
+    A client can be passed to another process or host as an argument or an item. In each process, it counts
+    as another client. Threads may share a client, but then also share its ``version``.
 
     Args:
         form: Form of the server's state.
@@ -110,21 +111,28 @@ class ParameterClient(RowClient):
     ) -> None:
         self._form, self._memories, self._inbox, self._ended = form, tuple(memories), inbox, ended
         super().__init__({entry.name: entry for memory in memories for entry in memory.layout.entries})
-        self._connection: Connection | None = None
+        self._connection: ServerConnection | None = None
         self._pulled: int | None = None
+        self._entrance: Any = None  # makes clients for other hosts; only in the program
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ParameterClient, (self._form, self._memories, self._inbox, self._ended)
+        if not is_for_another_host():
+            return ParameterClient, (self._form, self._memories, self._inbox, self._ended)
+        if self._entrance is None:
+            raise TypeError(f"{self!r} must be sent to another host by the program that has the server")
+        entries = tuple(entry for memory in self._memories for entry in memory.layout.entries)
+        reduced: tuple[Any, ...] = self._entrance.reduced(self._form, entries)
+        return reduced
 
     @property
     def version(self) -> int | None:
         """Return the version of the last pull, or None before the first pull."""
         return self._pulled
 
-    def _connected(self) -> Connection:
+    def _connected(self) -> ServerConnection:
         found = self._connection
         if found is None or found.pid != os.getpid():
-            found = self._connection = Connection(self._memories, self._inbox, self._ended)
+            found = self._connection = ServerConnection(self._memories, self._inbox, self._ended)
         return found
 
     @refuses_misspelt("push")
@@ -214,7 +222,7 @@ class ParameterClient(RowClient):
             given = self._encoder.encode(given, codes)
         return given, pushed_size(given, None)
 
-    def _reached(self, at_least: int | None, timeout: float | None) -> Connection:
+    def _reached(self, at_least: int | None, timeout: float | None) -> ServerConnection:
         """Wait for a version, and return the connection."""
         connection = self._connected()
         if at_least is not None:
@@ -225,7 +233,7 @@ class ParameterClient(RowClient):
                 )  # fmt: skip
         return connection
 
-    def _count(self, connection: Connection, version: int, size: int) -> None:
+    def _count(self, connection: ServerConnection, version: int, size: int) -> None:
         """Count a pull, and keep its version."""
         connection.shards[0].count_pull(connection.slot, version, size)
         self._pulled = version
@@ -245,7 +253,7 @@ class ParameterClient(RowClient):
         self._count(connection, version, size)
         return found
 
-    def _wait_for_slower(self, connection: Connection, most: int, timeout: float | None) -> None:
+    def _wait_for_slower(self, connection: ServerConnection, most: int, timeout: float | None) -> None:
         shard = connection.shards[0]
 
         def others_are_near() -> bool:
@@ -344,7 +352,17 @@ class ParameterClient(RowClient):
         return out
 
     def close(self) -> None:
-        """Release the client's place at the server. Its next call connects it again."""
+        """Release the client's place at the server. Its next call connects it again.
+
+        Example:
+            >>> import numpy as np
+            >>> from flowchan.pipelines import ParameterServer
+            >>> with ParameterServer(np.zeros(2), on="thread") as server:
+            ...     client = server.client()
+            ...     client.close()
+            ...     client.pull()
+            array([0., 0.])
+        """
         if self._connection is not None and self._connection.pid == os.getpid():
             self._connection.close()
         self._connection = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Mapping
@@ -16,9 +17,10 @@ from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.block_updates import BlockUpdates, updates_of_shards
 from flowchan.pipelines.parameter_server.optimizer_state import Factory
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
+from flowchan.pipelines.parameter_server.remote_client import Entrance
 from flowchan.pipelines.parameter_server.rows import RowOptimizer
-from flowchan.pipelines.parameter_server.server_connection import Connection
-from flowchan.pipelines.parameter_server.shard import Order, Push, ShardStage
+from flowchan.pipelines.parameter_server.server_connection import ServerConnection
+from flowchan.pipelines.parameter_server.shard import Push, PushOrder, ShardStage
 from flowchan.pipelines.parameter_server.shard_memory import ShardMemory
 from flowchan.pipelines.parameter_server.stored import StoredState, check_slots, load_state, save_state
 from flowchan.pipelines.parameter_server.tensor_layout import (
@@ -76,10 +78,11 @@ class ParameterServerStats:
 
 
 class ParameterServer:
-    """Tensors that many workers push to and pull from, from any process of the machine.
+    """Tensors that many workers push to and pull from, from any process or host.
 
     Each push is applied exactly once, even if workers of the server are killed. A pull returns one version of
-    all tensors. A client on the server's machine reads the tensors without asking the server.
+    all tensors. A client on the server's machine reads the tensors without asking the server; a client on
+    another host asks the program that has the server.
 
     Args:
         tensors: Mapping from names to tensors or arrays (such as ``model.state_dict()``), one tensor or
@@ -125,7 +128,10 @@ class ParameterServer:
         text("ParameterServer", "name", name)
         placement = placement_argument("ParameterServer", on)
         if placement.hosts or placement.nowhere:
-            raise ValueError(f"ParameterServer: on must be 'process' or 'thread', got {shown(on)}")
+            raise ValueError(
+                f"ParameterServer: on must be 'process' or 'thread', got {shown(on)}; clients may be on any "
+                "host, but the server is on the machine of its program"
+            )
         stored = tensors if isinstance(tensors, StoredState) else None
         tensors = tensors if stored is None else stored.given
         self.name, self._form = name, form_of(tensors)
@@ -159,6 +165,10 @@ class ParameterServer:
         self._declare(own, shares, updates, on)
         self._run = own.start() if graph is None else None
         self._finalizer = weakref.finalize(self, self._inbox.close)
+        self._new_client = functools.partial(
+            ParameterClient, self._form, self._memories, self._inbox, self._ended
+        )
+        self._entrance = Entrance(self._new_client)
 
     def _declare(
         self, graph: Graph, shares: list[list[str]], updates: list[BlockUpdates], on: PlacementOption
@@ -167,7 +177,7 @@ class ParameterServer:
         pushes: Stream[Any] = graph.input(f"{self.name} pushes", capacity=CAPACITY)
         graph._serve(*ends)
         if len(shares) > 1:
-            pushes = graph.stage(Order(shares), pushes, name=f"{self.name} order", capacity=CAPACITY)
+            pushes = graph.stage(PushOrder(shares), pushes, name=f"{self.name} order", capacity=CAPACITY)
             graph._serve(*ends)
         graph.stage(
             ShardStage(self._memories, updates), pushes, name=self.name, on=on, workers=len(shares),
@@ -176,7 +186,7 @@ class ParameterServer:
         graph._serve(*ends)
 
     def client(self) -> ParameterClient:
-        """Return a new client, which can be passed to any process of the machine.
+        """Return a new client, which can be passed to any process or host.
 
         Returns:
             The client.
@@ -191,7 +201,9 @@ class ParameterServer:
             ...     client.pull()
             {'step': 0, 'notes': ['begun']}
         """
-        return ParameterClient(self._form, self._memories, self._inbox, self._ended)
+        client = self._new_client()
+        client._entrance = self._entrance
+        return client
 
     def stats(self) -> ParameterServerStats:
         """Return the statistics of the server.
@@ -251,7 +263,7 @@ class ParameterServer:
                 f"{self!r}: save requires tensors, but the server holds an object; pull and pickle it"
             )
         entries = {entry.name: entry for memory in self._memories for entry in memory.layout.entries}
-        connection = Connection(self._memories, self._inbox, self._ended)
+        connection = ServerConnection(self._memories, self._inbox, self._ended)
         try:
             version, found, _ = connection.pull(list(entries), None, consistent=True)
         finally:
@@ -332,6 +344,7 @@ class ParameterServer:
             raise RuntimeError(
                 f"{self!r}: close must not be called for a stage of a graph; it ends with the graph"
             )
+        self._entrance.close()
         self._inbox.close()
         self._run.wait(timeout)
 

@@ -22,7 +22,7 @@ def check_rule(call: str, rule: Any, optimized: bool = True) -> None:
     Args:
         call: Name of the call, for messages.
         rule: The rule.
-        optimized: Whether the server has an optimizer for what is pushed (default True).
+        optimized: Whether the pushed tensors have an optimizer at the server (default True).
 
     Raises:
         TypeError: The rule is neither a string nor a function of two arguments.

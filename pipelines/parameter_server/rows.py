@@ -59,6 +59,11 @@ class RowOptimizer:
 
         Returns:
             The optimizer.
+
+        Example:
+            >>> from flowchan.pipelines import RowOptimizer
+            >>> RowOptimizer.adagrad(lr=0.1)
+            RowOptimizer(name='Adagrad', options=(('lr', 0.1), ('eps', 1e-10)))
         """
         return cls("Adagrad", (("lr", lr), ("eps", eps)))
 
@@ -77,6 +82,11 @@ class RowOptimizer:
 
         Returns:
             The optimizer.
+
+        Example:
+            >>> from flowchan.pipelines import RowOptimizer
+            >>> RowOptimizer.adam(eps=0.1)
+            RowOptimizer(name='SparseAdam', options=(('lr', 0.001), ('betas', (0.9, 0.999)), ('eps', 0.1)))
         """
         return cls("SparseAdam", (("lr", lr), ("betas", betas), ("eps", eps)))
 

@@ -43,7 +43,7 @@ class PushHandle:
         (1, True, False)
     """
 
-    def __init__(self, connection: Connection, number: int) -> None:
+    def __init__(self, connection: ServerConnection, number: int) -> None:
         self._connection, self._number = connection, number
         self._outcomes: dict[int, Outcome] = {}  # by shard
 
@@ -88,7 +88,7 @@ class PushHandle:
         return self.done and any(outcome.outcome == DROPPED for outcome in self._outcomes.values())
 
 
-class Connection:
+class ServerConnection:
     """Mapped memory and slot of one client in one process.
 
     Args:
@@ -210,7 +210,7 @@ class Connection:
             shard.close()
 
 
-_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
 
 
 def _close_inherited() -> None:

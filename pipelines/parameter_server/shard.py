@@ -163,7 +163,7 @@ class Shard:
             other.wakeup.wait(seen, 1.0)
 
 
-class Order:
+class PushOrder:
     """Stage that sends each push to all shards, in one order.
 
     Args:

@@ -10,6 +10,7 @@ from collections import deque
 from typing import Any
 
 import numpy
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -26,6 +27,9 @@ from flowchan import Channel, Drained, Full
 MAX_BYTES = 300_000
 HEADROOM = 4096
 """Bytes that an item may need in addition to its array."""
+
+WASTE = 1.25
+"""Largest ratio of a block to its contents."""
 
 SIZES = st.one_of(st.integers(1, 2000), st.integers(4000, 20_000), st.integers(20_000, MAX_BYTES - HEADROOM))
 
@@ -63,12 +67,19 @@ class Machine(RuleBasedStateMachine):
     def is_in_use(self) -> bool:
         return bool(self.held or self.lent or self.released or any(hand for _, hand in self.readers))
 
+    def room(self) -> float:
+        """Return a size that fits: the free bytes, or the largest gap if the items inside are scattered."""
+        used = sum(size + HEADROOM for _, size, _ in self.inside)
+        largest_gap = (4 * MAX_BYTES - WASTE * used) / (len(self.inside) + 1)
+        return min(MAX_BYTES - used, largest_gap / WASTE)
+
     def put_now(self, to: Any, array: Any, number: int) -> bool:
         try:
             to.put_nowait(array)
         except Full:
-            room = MAX_BYTES - sum(size + HEADROOM for _, size, _ in self.inside)
-            assert len(self.inside) >= self.capacity or array.nbytes + HEADROOM > room or self.is_in_use()
+            assert (
+                len(self.inside) >= self.capacity or array.nbytes + HEADROOM > self.room() or self.is_in_use()
+            )
             return False
         self.puts += 1
         self.inside.append((number, array.nbytes, self.puts))
@@ -221,3 +232,22 @@ def test_c1_arrays_in_shared_memory_keep_their_contents(
         Machine,
         settings=histories(long_walk, 25, 200),
     )
+
+
+def test_put_waits_if_items_between_dropped_loans_leave_no_gap() -> None:
+    """Seven small items divide the memory, which has room for a large one."""
+    channel: Any = Channel(8, across="processes", max_bytes=MAX_BYTES)
+    loans = []
+    for number in range(7):
+        loans.append(channel.loan(140_000, "uint8", timeout=0))
+        channel.put_nowait(numpy.full(1000, number, "uint8"))
+    loans.clear()
+    large = numpy.full(250_000, 7, "uint8")
+    with pytest.raises(Full):
+        channel.put_nowait(large)
+    for number in range(3):
+        check(channel.get_nowait(), number)
+    channel.put_nowait(large)
+    channel.close()
+    for number, array in enumerate(channel, 3):
+        check(array, number)

@@ -42,7 +42,7 @@ def restarts(server: Any) -> int:
     return int(stage.restarts)
 
 
-def test_gradients_equal_torch_if_the_worker_dies_at_any_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_equal_torch_if_the_worker_dies_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     die_at_lines(monkeypatch)
     torch.manual_seed(1)
     start = {"w": torch.randn(20, 3), "b": torch.randn(3)}
@@ -63,7 +63,7 @@ def test_gradients_equal_torch_if_the_worker_dies_at_any_line(monkeypatch: pytes
         assert restarts(server) > 20
 
 
-def test_row_gradients_equal_torch_if_the_worker_dies_at_any_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_gradients_equal_torch_if_the_worker_dies_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     die_at_lines(monkeypatch)
     torch.manual_seed(1)
     param = nn.Parameter(torch.randn(30, 2))

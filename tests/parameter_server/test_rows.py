@@ -72,7 +72,7 @@ def test_push_of_rows_changes_only_these_rows_and_their_state(name: str) -> None
         assert changed.tolist() == [3, 7]
 
 
-def test_next_push_copies_only_the_changed_rows_to_the_other_block() -> None:
+def test_next_push_copies_only_changed_rows_to_the_other_block() -> None:
     """The cost of a push does not depend on the number of rows in the table."""
     blocks = Blocks({"users": table()}, rows={"users": RowOptimizer.adagrad()})
     for step in range(3):
@@ -119,7 +119,7 @@ def test_rows_accept_every_rule() -> None:
         max_size=12,
     )
 )
-def test_pushes_of_rows_and_tensors_in_any_order_equal_one_array(pushes: list[Any]) -> None:
+def test_mixed_pushes_of_rows_and_tensors_equal_one_array(pushes: list[Any]) -> None:
     blocks, plain = Blocks({"t": np.zeros((10, 2)), "u": np.zeros(3)}), np.zeros((10, 2))
     for number, (whole, ids, rule) in enumerate(pushes, 1):
         if whole:

@@ -90,9 +90,7 @@ class Killed(optim.Adam):
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before the step", "after the step"])
-def test_kill_in_a_gradient_push_leaves_parameters_and_state_of_one_version(
-    tmp_path: Path, after: bool
-) -> None:
+def test_kill_in_a_step_leaves_tensors_and_state_equal_to_torch(tmp_path: Path, after: bool) -> None:
     make = lambda params: Killed(params, tmp_path / "killed", 5, after)  # noqa: E731
     with ParameterServer(start(), optimizer=make) as server:
         client = server.client()
@@ -181,7 +179,7 @@ class KilledInRows(optim.Adagrad):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_kill_in_a_push_of_rows_keeps_rows_and_their_state(tmp_path: Path) -> None:
+def test_kill_in_a_push_of_rows_keeps_their_state(tmp_path: Path) -> None:
     """torchrec#481: rows and the state of their optimizer live on a server, which may be replaced."""
 
     class Killing(RowOptimizer):

@@ -39,6 +39,8 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
 SHARED = {
     "flowchan.channel.transports",
     "flowchan.items.arguments",
+    "flowchan.items.codec",
+    "flowchan.items.program_file",
     "flowchan.declare.callables",
     "flowchan.declare.options",
     "flowchan.declare.placements",
@@ -51,6 +53,7 @@ SHARED = {
     "flowchan.collective.training.codes",
     "flowchan.viz.gantt",
     "flowchan.transport.interrupts",
+    "flowchan.transport.descriptors",
 }
 # Uses of the core itself, for operations that must be atomic in C or must access memory without a copy.
 NATIVE = {"inference.py": {"_core"}, "wire_format.py": {"View"}}

@@ -1,0 +1,304 @@
+"""Calls of a parameter server's client from a process on another machine.
+
+Algorithm. The program has one thread for each remote client, its *session*. Each session has a pair of
+channels: the remote client sends calls, and the session sends answers. The session performs the calls in
+order, with a client in the program. Both channels belong to the program, so a connection that breaks neither
+loses nor repeats a call. A session ends when its remote client closes its ports or dies.
+
+Invariants. A remote client has at most ``MOST_OPEN`` calls without an answer. The channel of answers has room
+for all of them, so a session never waits for a client that does not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import pickle
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from flowchan import Channel, ChannelError, Closed, Drained, Empty
+from flowchan.pipelines.channel_backed import Shared
+
+MOST_OPEN = 32
+"""Maximum number of calls of one client that have no answer yet."""
+
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds that closing waits for calls that have arrived."""
+
+MOST_STARTED = 2
+"""Maximum number of pushes of one client whose outcome the session does not know yet."""
+
+SHORT_WAIT_S = 0.05
+"""Longest time for which one thread that waits for its answer keeps other threads from sending calls."""
+
+Perform = Callable[[Any, tuple[Any, ...]], Any]
+"""Function ``(client, call)`` that performs a call with a client in the program, and returns the answer or
+:class:`Unfinished`."""
+
+
+class Gateway(Shared):
+    """Entrance of a parameter server for clients on other machines.
+
+    The program creates this object. Another process that receives it can open a session.
+
+    Args:
+        make_client: Function that returns a new client in the program.
+        perform: Function that performs a call with this client.
+    """
+
+    def __init__(self, make_client: Callable[[], Any], perform: Perform) -> None:
+        arrivals: Channel[Any] = Channel(across="hosts")
+        self._open((arrivals,))
+        self._sessions: list[tuple[weakref.ref[Channel[Any]], threading.Thread]] = []
+        self._welcoming = threading.Thread(
+            target=_welcome, args=(arrivals, self._sessions, make_client, perform),
+            name="flowchan parameters", daemon=True,
+        )  # fmt: skip
+        self._welcoming.start()
+
+    def _renew(self) -> None:
+        """Do nothing, because a process has no state except the channel."""
+
+    def session(self) -> Session:
+        """Open a session of this process.
+
+        Raises:
+            Broken: The program has died.
+            Closed: The server was closed.
+        """
+        return Session(self)
+
+    def close(self) -> None:
+        """Refuse new sessions, and end the sessions once they have performed the calls that have arrived.
+
+        A session that still waits after ``CLOSE_TIMEOUT_S`` ends later.
+        """
+        self.channels[0].close()
+        late = time.monotonic() + CLOSE_TIMEOUT_S
+        self._welcoming.join(CLOSE_TIMEOUT_S)
+        for reference, thread in self._sessions:
+            calls = reference()
+            if calls is not None:
+                calls.close()
+            thread.join(max(0.0, late - time.monotonic()))
+
+
+def _welcome(
+    arrivals: Channel[Any],
+    sessions: list[tuple[weakref.ref[Channel[Any]], threading.Thread]],
+    make_client: Callable[[], Any],
+    perform: Perform,
+) -> None:
+    for calls, answers in arrivals:
+        sessions[:] = [one for one in sessions if one[1].is_alive()]
+        thread = threading.Thread(
+            target=_serve, args=(calls, answers, make_client, perform), name="flowchan session", daemon=True
+        )
+        thread.start()
+        sessions.append((weakref.ref(calls), thread))
+        del calls, answers, thread
+
+
+class Unfinished:
+    """Answer of a call that is not finished.
+
+    Args:
+        finish: Function that waits for the end of the call and returns the answer.
+    """
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self.finish = finish
+
+
+def _serve(
+    calls: Channel[Any], answers: Channel[Any], make_client: Callable[[], Any], perform: Perform
+) -> None:
+    with contextlib.suppress(ChannelError):  # the remote client has died
+        client = make_client()
+        started: deque[tuple[int, Unfinished]] = deque()
+        try:
+            while True:
+                if started and not len(calls):
+                    _answer_first(started, answers)
+                    continue
+                number, call = calls.get()
+                # the server may still apply the last push while the next one is received
+                while started and (call[0] != "push" or len(started) == MOST_STARTED):
+                    _answer_first(started, answers)
+                found, error = _outcome(functools.partial(perform, client, call))
+                if isinstance(found, Unfinished):
+                    started.append((number, found))
+                else:
+                    answers.put((number, found, error))
+                del call, found
+        finally:
+            client.close()
+            answers.close()  # a call that arrives later gets no answer
+
+
+def _answer_first(started: deque[tuple[int, Unfinished]], answers: Channel[Any]) -> None:
+    number, unfinished = started.popleft()
+    answers.put((number, *_outcome(unfinished.finish)))
+
+
+def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return None, RuntimeError(f"{type(error).__name__}: {error}")
+        return None, error
+
+
+class Session:
+    """Session of a remote client, in the client's process.
+
+    Args:
+        gateway: Entrance of the server.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        calls, answers = gateway._another(2 * MOST_OPEN), gateway._another(2 * MOST_OPEN)
+        # The ports are open before the program can use the channels, so it notices when this process dies.
+        self._calls, self._answers = calls.writer(), answers.reader()
+        gateway.channels[0].put((calls, answers))
+        gateway.channels[0].flush()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._sent = self._answered = 0
+        self._unread: deque[tuple[int, Any, BaseException | None]] = deque()
+        self._waiting: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
+        self.pid = os.getpid()
+
+    def send(self, call: tuple[Any, ...], timeout: float | None = None) -> Call:
+        """Send a call, and return its handle.
+
+        Raises:
+            Empty: ``timeout`` expired while too many calls had no answer.
+            Broken: The program has died.
+        """
+        late = _late(timeout)
+        with _locked(self._lock, timeout):
+            while self._sent - self._answered >= MOST_OPEN:
+                self._read(late)
+            while self._answered < self._sent and self._read_now():
+                pass
+            handle = Call(self, next(self._numbers))
+            self._waiting[handle.number] = handle
+            self._calls.put((handle.number, call), _left(late))
+            self._sent += 1
+            return handle
+
+    def wait(self, handle: Call, timeout: float | None) -> None:
+        """Read answers until the call has its own."""
+        late = _late(timeout)
+        while not handle.answered:
+            with _locked(self._lock, _left(late)):
+                if handle.answered:
+                    return
+                # in short waits, so that other threads can send calls
+                soon = time.monotonic() + SHORT_WAIT_S
+                try:
+                    self._read(soon if late is None else min(soon, late))
+                except Empty:
+                    if late is not None and time.monotonic() >= late:
+                        raise
+
+    def poll(self, handle: Call) -> None:
+        """Read the answers that have arrived."""
+        if self._lock.acquire(blocking=False):
+            try:
+                while not handle.answered and self._read_now():
+                    pass
+            finally:
+                self._lock.release()
+
+    def _read(self, late: float | None) -> None:
+        if not self._unread:
+            try:
+                # in one step of the interpreter, so that Ctrl-C does not lose an answer
+                self._unread.extend(map(self._answers.get, (_left(late),)))
+            except Drained:
+                raise Closed("the parameter server has ended") from None
+            except Empty:
+                raise Empty("the parameter server did not answer in time") from None
+        number, value, error = self._unread[0]
+        handle = self._waiting.pop(number, None)
+        if handle is not None:
+            handle.value, handle.error, handle.answered = value, error, True
+        self._answered += 1
+        self._unread.popleft()
+
+    def _read_now(self) -> bool:
+        try:
+            self._read(time.monotonic())
+        except Empty:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the session after the calls that were sent. Further calls have no effect."""
+        self._calls.close()
+        self._answers.close()
+
+
+class Call:
+    """A call that was sent.
+
+    Args:
+        session: Session of the call.
+        number: Number of the call in its session.
+    """
+
+    def __init__(self, session: Session, number: int) -> None:
+        self._session, self.number = session, number
+        self.answered = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Return whether the answer has arrived."""
+        if not self.answered:
+            self._session.poll(self)
+        return self.answered
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the answer, and return it or raise the error of the call.
+
+        Raises:
+            Empty: ``timeout`` expired.
+            Broken: The program has died.
+            Closed: The server was closed.
+        """
+        if not self.answered:
+            self._session.wait(self, timeout)
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+def _late(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def _left(late: float | None) -> float | None:
+    return None if late is None else max(0.0, late - time.monotonic())
+
+
+@contextlib.contextmanager
+def _locked(lock: threading.Lock, timeout: float | None) -> Any:
+    if not lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+        raise Empty("another thread of this process is waiting for an answer of the parameter server")
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,184 @@
+"""Test that calls of remote clients are performed once and in order, and that sessions end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.waiting import wait_until
+
+from benchmarks.slow_connections import cut
+from flowchan import Closed, Empty, RunError, hosts, pipelines
+from flowchan.pipelines.parameter_server.remote_calls import MOST_OPEN, Gateway
+
+
+class Counter:
+    """Client in the program, whose calls are added to a list that all clients share."""
+
+    def __init__(self, made: list[Counter], calls: list[Any]) -> None:
+        made.append(self)
+        self.calls, self.closed = calls, threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def perform(client: Counter, call: tuple[Any, ...]) -> Any:
+    client.gate.wait()
+    client.calls.append(call)
+    if call[0] == "fail":
+        raise ValueError(call[1])
+    if call[0] == "strange":
+        raise Strange(threading.Lock())
+    return call[0] * 2
+
+
+class Strange(Exception):
+    """Exception that cannot be pickled."""
+
+
+class World:
+    """A gateway, with the clients and calls of its sessions."""
+
+    def __init__(self) -> None:
+        self.made: list[Counter] = []
+        self.calls: list[Any] = []
+        self.gateway = Gateway(lambda: Counter(self.made, self.calls), perform)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.gateway.close()
+    del world.gateway  # pytest keeps the world until all fixtures have ended
+
+
+def test_answers_belong_to_their_calls_in_any_order_of_waiting(world: World) -> None:
+    session = world.gateway.session()
+    handles = [session.send((number,)) for number in range(10)]
+    assert [handle.result(60) for handle in reversed(handles)] == [2 * number for number in range(9, -1, -1)]
+    assert world.calls == [(number,) for number in range(10)]
+    session.close()
+    wait_until(world.made[0].closed.is_set)
+
+
+def test_error_of_a_call_is_raised_by_each_result(world: World) -> None:
+    session = world.gateway.session()
+    handle = session.send(("fail", "why"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="why"):
+            handle.result(60)
+    with pytest.raises(RuntimeError, match="Strange"):
+        session.send(("strange",)).result(60)
+    assert session.send((1,)).result(60) == 2
+    session.close()
+
+
+def test_calls_without_a_waiting_caller_do_not_block_the_session(world: World) -> None:
+    session = world.gateway.session()
+    for number in range(5 * MOST_OPEN):
+        session.send((number,))
+    assert session.send((7,)).result(60) == 14
+    assert len(world.calls) == 5 * MOST_OPEN + 1
+    session.close()
+
+
+def test_done_is_true_after_the_answer_has_arrived(world: World) -> None:
+    session = world.gateway.session()
+    session.send((1,)).result(60)
+    world.made[0].gate.clear()
+    handle = session.send((2,))
+    assert not handle.done()
+    with pytest.raises(Empty):
+        handle.result(timeout=0)
+    world.made[0].gate.set()
+    wait_until(handle.done)
+    assert handle.result() == 4
+    session.close()
+
+
+def test_send_raises_empty_at_the_limit_of_open_calls(world: World) -> None:
+    session = world.gateway.session()
+    session.send((1,)).result(60)
+    world.made[0].gate.clear()
+    handles = [session.send((number,)) for number in range(MOST_OPEN)]
+    with pytest.raises(Empty):
+        session.send((0,), timeout=0)
+    world.made[0].gate.set()
+    assert [handle.result(60) for handle in handles] == [2 * number for number in range(MOST_OPEN)]
+    assert session.send((0,)).result(60) == 0
+    session.close()
+
+
+def test_calls_after_the_server_was_closed_raise_closed() -> None:
+    world = World()
+    session = world.gateway.session()
+    assert session.send((1,)).result(60) == 2
+    world.gateway.close()
+    with pytest.raises(Closed):
+        session.send((2,)).result(60)
+    with pytest.raises(Closed):
+        world.gateway.session()
+
+
+def use_session(gateway: Gateway, worker: int) -> Any:
+    session = gateway.session()
+    handles = [session.send((f"{worker} {number} ",)) for number in range(100)]
+    return [handle.result(60) for handle in handles]
+
+
+def expected(workers: int) -> list[list[str]]:
+    return [[f"{worker} {number} " * 2 for number in range(100)] for worker in range(1, workers + 1)]
+
+
+@pytest.mark.parametrize("place", [lambda: "process", lambda: hosts.local(2)], ids=["process", "hosts"])
+def test_processes_and_hosts_open_sessions(world: World, place: Callable[[], Any]) -> None:
+    found = pipelines.map(3, use_session, world.gateway, on=place()).join()
+    assert found == expected(3)
+    assert len(world.made) == 3
+    wait_until(lambda: all(client.closed.is_set() for client in world.made))
+
+
+def test_each_call_is_performed_once_while_connections_are_cut(world: World) -> None:
+    over = threading.Event()
+
+    def cut_often() -> None:
+        while not over.wait(0.02):
+            cut()
+
+    thread = threading.Thread(target=cut_often)
+    workers = pipelines.map(2, use_session, world.gateway, on=hosts.local(2))
+    thread.start()
+    try:
+        assert workers.join(60) == expected(2)
+    finally:
+        over.set()
+        thread.join()
+    assert len(world.calls) == len(set(world.calls)) == 200
+
+
+def hold_session(gateway: Gateway, folder: Path, worker: int) -> None:
+    session = gateway.session()
+    session.send((str(worker),)).result(60)
+    (folder / str(os.getpid())).touch()
+    while True:
+        time.sleep(60)
+
+
+def test_session_of_a_killed_client_ends(world: World, tmp_path: Path) -> None:
+    workers = pipelines.map(2, hold_session, world.gateway, tmp_path, on=hosts.local(2))
+    wait_until(lambda: len([*tmp_path.iterdir()]) == 2)
+    for path in tmp_path.iterdir():
+        os.kill(int(path.name), signal.SIGKILL)
+    wait_until(lambda: all(client.closed.is_set() for client in world.made))
+    with pytest.raises(RunError, match="2 of 2 workers"):
+        workers.join(60)
