@@ -16,8 +16,8 @@ from flowchan.hosts import local
 from flowchan.pipelines import ParameterServer
 
 ISOLATES = (
-    "A client behind a link pulls or pushes 64 MB of float32 values several times. Two pulls are under way at "
-    "a time, as with prefetch. The link's own rate is that of a channel across hosts, which carries the same "
+    "A client behind a link pulls or pushes 64 MB of float32 values several times. Two pulls are under way "
+    "at once, as with prefetch. The link's own rate is that of a channel across hosts, which sends the same "
     "array in the same direction. Both ends of the link are on this machine, so memory bandwidth limits the "
     "link; a network is slower."
 )

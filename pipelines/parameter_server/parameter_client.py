@@ -352,7 +352,17 @@ class ParameterClient(RowClient):
         return out
 
     def close(self) -> None:
-        """Release the client's place at the server. Its next call connects it again."""
+        """Release the client's place at the server. Its next call connects it again.
+
+        Example:
+            >>> import numpy as np
+            >>> from flowchan.pipelines import ParameterServer
+            >>> with ParameterServer(np.zeros(2), on="thread") as server:
+            ...     client = server.client()
+            ...     client.close()
+            ...     client.pull()
+            array([0., 0.])
+        """
         if self._connection is not None and self._connection.pid == os.getpid():
             self._connection.close()
         self._connection = None

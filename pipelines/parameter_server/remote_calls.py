@@ -40,7 +40,7 @@ SHORT_WAIT_S = 0.05
 
 Perform = Callable[[Any, tuple[Any, ...]], Any]
 """Function ``(client, call)`` that performs a call with a client in the program, and returns the answer or
-:class:`Later`."""
+:class:`Unfinished`."""
 
 
 class Gateway(Shared):
@@ -106,7 +106,7 @@ def _welcome(
         del calls, answers, thread
 
 
-class Later:
+class Unfinished:
     """Answer of a call that is not finished.
 
     Args:
@@ -122,7 +122,7 @@ def _serve(
 ) -> None:
     with contextlib.suppress(ChannelError):  # the remote client has died
         client = make_client()
-        started: deque[tuple[int, Later]] = deque()
+        started: deque[tuple[int, Unfinished]] = deque()
         try:
             while True:
                 if started and not len(calls):
@@ -133,7 +133,7 @@ def _serve(
                 while started and (call[0] != "push" or len(started) == MOST_STARTED):
                     _answer_first(started, answers)
                 found, error = _outcome(functools.partial(perform, client, call))
-                if isinstance(found, Later):
+                if isinstance(found, Unfinished):
                     started.append((number, found))
                 else:
                     answers.put((number, found, error))
@@ -143,9 +143,9 @@ def _serve(
             answers.close()  # a call that arrives later gets no answer
 
 
-def _answer_first(started: deque[tuple[int, Later]], answers: Channel[Any]) -> None:
-    number, later = started.popleft()
-    answers.put((number, *_outcome(later.finish)))
+def _answer_first(started: deque[tuple[int, Unfinished]], answers: Channel[Any]) -> None:
+    number, unfinished = started.popleft()
+    answers.put((number, *_outcome(unfinished.finish)))
 
 
 def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -229,6 +229,8 @@ class Session:
                 self._unread.extend(map(self._answers.get, (_left(late),)))
             except Drained:
                 raise Closed("the parameter server has ended") from None
+            except Empty:
+                raise Empty("the parameter server did not answer in time") from None
         number, value, error = self._unread[0]
         handle = self._waiting.pop(number, None)
         if handle is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from flowchan.items.arguments import refuses_misspelt
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient, PullHandle
-from flowchan.pipelines.parameter_server.remote_calls import Call, Gateway, Later, Session
+from flowchan.pipelines.parameter_server.remote_calls import Call, Gateway, Session, Unfinished
 from flowchan.pipelines.parameter_server.row_client import RowClient
 from flowchan.pipelines.parameter_server.server_connection import PushHandle
 from flowchan.pipelines.parameter_server.shard import Push
@@ -158,7 +158,7 @@ def perform(client: ParameterClient, call: tuple[Any, ...]) -> Any:
     if what == "push":
         connection = client._connected()
         handle = connection.send(lambda slot, number: argument._replace(slot=slot, number=number), None)
-        return Later(lambda: (handle.wait(), handle.dropped))
+        return Unfinished(lambda: (handle.wait(), handle.dropped))
     if what == "pull":
         found = client.pull(**argument)
         return client.version, found

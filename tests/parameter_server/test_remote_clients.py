@@ -172,7 +172,7 @@ def test_client_travels_to_a_host_as_an_item() -> None:
         assert sorted(graph.run()[versions]) == [1, 2, 3, 4]
 
 
-def test_stage_on_hosts_pushes_to_a_server_of_the_same_graph() -> None:
+def test_stage_on_hosts_pushes_to_a_server_in_its_graph() -> None:
     graph = Graph("training")
     server = ParameterServer(np.zeros(3), graph=graph)
     push = functools.partial(push_item, server.client())
@@ -187,7 +187,7 @@ def push_item(client: Any, item: int) -> int:
     return version
 
 
-def test_client_that_another_process_received_is_not_sent_to_a_host() -> None:
+def test_client_is_not_forwarded_to_a_host_by_another_process() -> None:
     with ParameterServer(np.zeros(3)) as server:
         graph = Graph("forwarded")
         clients = graph.source([server.client()]).map(unchanged, on="process")
