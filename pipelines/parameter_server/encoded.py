@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.tensor_kinds import as_tensor
 
 Codes = Any
@@ -66,6 +67,7 @@ class Encoder:
             The encoded tensors by name.
 
         Raises:
+            TypeError: ``codes`` is a function that does not return a code.
             ValueError: The code is unknown.
         """
         return {name: self._encoded(name, as_tensor(value).detach(), codes) for name, value in values.items()}
@@ -117,4 +119,11 @@ def _size(value: Any) -> int:
 def _made(codes: Codes) -> Any:
     from flowchan.collective.training.codes import code_maker
 
-    return codes if hasattr(codes, "encode") and not isinstance(codes, str | type) else code_maker(codes)()
+    if hasattr(codes, "encode") and not isinstance(codes, str | type):
+        return codes
+    made = code_maker(codes)()
+    if not (hasattr(made, "encode") and hasattr(made, "decode")):
+        raise TypeError(
+            f"push: codes must create objects with encode(x) and decode(values, out), got {shown(made)}"
+        )
+    return made

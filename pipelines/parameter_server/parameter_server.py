@@ -33,6 +33,8 @@ from flowchan.pipelines.parameter_server.tensor_layout import (
 
 CAPACITY = 16
 """Maximum number of pushes that wait for the server."""
+LEAST_ROOM = 64 << 20
+"""Bytes of pushes that may wait for the server, in addition to three pushes of the whole state."""
 RESTARTS = 1000
 """Maximum number of replacements of dead workers within 60 seconds."""
 
@@ -154,7 +156,10 @@ class ParameterServer:
         for shard in self._shards:
             given = {name: (slots if name in slots else values)[name] for name in shard.memory.layout.names}
             shard.fill(given, contents, 0 if stored is None else stored.version)
-        self._inbox: Channel[Push] = Channel(CAPACITY, across="processes")
+        # A push of a large state uses memory that the server has read, because new memory takes longer.
+        size = sum(memory.layout.size for memory in self._memories)
+        room = None if self._form == "object" else 3 * size + LEAST_ROOM
+        self._inbox: Channel[Push] = Channel(CAPACITY, across="processes", max_bytes=room)
         self._ended: Channel[None] = Channel(1, across="processes")
         self._run: Run | None = None
         if graph is None:

@@ -52,6 +52,7 @@ class RowClient(ABC):
             The encoded tensors by name.
 
         Raises:
+            TypeError: ``codes`` is a function that does not return a code.
             ValueError: The code is unknown.
 
         Example:

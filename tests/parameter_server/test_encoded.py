@@ -120,3 +120,8 @@ def test_unknown_code_is_rejected_at_the_client(codes: Any) -> None:
         ValueError, match="push: codes must be 'fp16', 'bf16', 'topk', 'qsgd', a Code or a function"
     ):
         Encoder().encode(values(), codes)
+
+
+def test_function_that_returns_no_code_is_rejected() -> None:
+    with pytest.raises(TypeError, match=r"push: codes must create objects with encode\(x\) and decode"):
+        Encoder().encode(values(), lambda: 3)
