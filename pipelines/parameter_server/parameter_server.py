@@ -153,7 +153,8 @@ class ParameterServer:
         own = Graph(name) if graph is None else graph
         self._declare(own, shares, updates, on)
         self._run = own.start() if graph is None else None
-        self._finalizer = weakref.finalize(self, self._inbox.close)
+        if graph is None:  # a graph of the user keeps its server, even if the program drops this object
+            self._finalizer = weakref.finalize(self, self._inbox.close)
 
     def _declare(
         self, graph: Graph, shares: list[list[str]], updates: list[BlockUpdates], on: PlacementOption

@@ -1,4 +1,4 @@
-"""Run the parameter server example as a user would: it trains, answers, and survives the death of a trainer."""
+"""Run the parameter server example: it trains, answers, and survives the death of a trainer."""
 
 from __future__ import annotations
 
