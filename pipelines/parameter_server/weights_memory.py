@@ -8,9 +8,9 @@ the lock, and moves the front to this slot in one step (``dup2``). If all slots 
 another one. It frees the slots that it does not need.
 
 Invariants. A slot does not change while a reader has its lock, so a reader copies one whole version. The
-trainer never waits for a lock. A reader does not wait either: if its slot is locked, the
-front has moved to another slot. The kernel releases the lock of a reader that is
-killed. All memory belongs to the trainer, and the kernel frees it when the trainer ends.
+trainer never waits for a lock. A reader does not wait either: if its slot is locked, the front has moved to
+another slot. The kernel releases the lock of a reader that is killed. All memory belongs to the trainer, and
+the kernel frees it when the trainer ends.
 
 ``LatestValue`` publishes broadcast values in a similar way, but its readers keep the memory mapped, so it
 needs a new file for each version. Here, slots are reused, because new memory costs as much as a copy.
