@@ -86,9 +86,8 @@ def training(trainers: int = 2, epochs: int = 8) -> tuple[Stream[tuple[float, in
     graph = Graph("training")
     server = ParameterServer(network().state_dict(), graph=graph)
     read = graph.source(batches, epochs, capacity=8)
-    return read.map(
-        partial(Trainer, server.client()), on="process", workers=trainers, name="train"
-    ).collect(), server
+    model = partial(Trainer, server.client())
+    return read.map(model, on="process", workers=trainers, name="train").collect(), server
 
 
 def inference(weights: Weights) -> tuple[Input[Tensor], Stream[tuple[Tensor, int]]]:

@@ -15,8 +15,6 @@ from typing import Any
 
 _BUCKET = 1 << 16
 """Units in a bucket; the position of a unit in its bucket fits into 16 bits."""
-_DENSE = _BUCKET // 2
-"""Number of changed units above which a bucket is sent as a whole."""
 _CHUNK = 64 * _BUCKET
 """Units that are compared at a time, so that temporary arrays stay small."""
 
@@ -74,8 +72,9 @@ def delta_of(bits: Any, new: memoryview) -> Delta:
         if not chunk.any():
             continue
         found = np.flatnonzero(np.unpackbits(chunk))
-        count = np.bincount(found // _BUCKET, minlength=_CHUNK // _BUCKET)
-        is_whole = count > _DENSE
+        sizes = np.diff([*range(0, end - begin, _BUCKET), end - begin])  # the last bucket may be smaller
+        count = np.bincount(found // _BUCKET, minlength=len(sizes))
+        is_whole = 2 * count > sizes
         found = found[~is_whole[found // _BUCKET]]
         sparse, whole = np.flatnonzero((count > 0) & ~is_whole), np.flatnonzero(is_whole)
         units = after[begin:end]

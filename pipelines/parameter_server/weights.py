@@ -84,8 +84,8 @@ class Weights:
     Create the object in the trainer's process, and send a :meth:`reader` to each worker, on any host. A
     reader always gets one whole version. The trainer never waits for a reader.
 
-    The trainer's machine needs memory for two copies of the weights, one more if a reader on another machine
-    asks, and one for each further version that a reader is copying.
+    The trainer keeps two copies of the weights in memory, and a third one if readers are on other machines.
+    It keeps one more for each older version that a reader is copying.
 
     Readers on another machine connect to the address set by ``flowchan.hosts.serve``.
 

@@ -112,10 +112,11 @@ class WeightsAnswers:
         except Exception as error:
             reply.put_nowait(error)
             return
-        reply.put_nowait(answer)
+        # before the put, so that a reader that has the answer sees it in the statistics
         self.bytes_sent += answer.nbytes
         self.full += answer.full is not None
         self.deltas += answer.delta is not None
+        reply.put_nowait(answer)
 
     def _answer_to(self, request: WeightsRequest) -> WeightsAnswer:
         if self._memory.address.latest() < request.least:

@@ -3,14 +3,14 @@
 Algorithm. Each version is in an in-memory file of the trainer, its slot. One descriptor of the trainer, the
 front, always refers to the slot of the latest version. Readers open the front by its path in ``/proc``. A
 reader that copies a version has a shared lock (``flock``) on its slot. To publish, the trainer takes the
-exclusive lock of any slot that is neither the latest nor locked, writes the version into it, releases the
-lock, and moves the front to this slot in one step (``dup2``). If all slots are locked, the trainer makes
+exclusive lock of a slot that is neither the latest nor locked. It writes the version into the slot, releases
+the lock, and moves the front to this slot in one step (``dup2``). If all slots are locked, the trainer makes
 another one. It frees the slots that it does not need.
 
 Invariants. A slot does not change while a reader has its lock, so a reader copies one whole version. The
-trainer never waits for a lock. A reader does not wait either: if the trainer is writing into the slot that
-the reader has opened, the front has moved to another slot. The kernel releases the lock of a reader that is
-killed. All memory belongs to the trainer, and the kernel frees it when the trainer ends.
+trainer never waits for a lock. A reader does not wait either: if its slot is locked, the front has moved to
+another slot. The kernel releases the lock of a reader that is killed. All memory belongs to the trainer, and
+the kernel frees it when the trainer ends.
 
 ``LatestValue`` publishes broadcast values in a similar way, but its readers keep the memory mapped, so it
 needs a new file for each version. Here, slots are reused, because new memory costs as much as a copy.

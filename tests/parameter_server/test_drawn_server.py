@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -37,8 +39,13 @@ def test_mermaid_shows_parameter_server_as_cylinder() -> None:
 
 
 def test_report_and_stats_list_the_parameter_server() -> None:
-    graph = declared(1)
-    with graph.start() as run:
+    with declared(1).start() as run:
         run.wait()
     assert "parameters" in {stage.name for stage in run.stats().stages}
     assert "parameters" in str(run.report())
+
+
+def test_graph_keeps_its_server_if_the_program_drops_the_object() -> None:
+    graph = declared(1)
+    gc.collect()
+    assert list(graph.run().values()) == [[1, 2]]

@@ -192,13 +192,13 @@ def test_refresh_raises_empty_if_no_such_version_comes_in_time(where: str) -> No
     with Weights(state()) as weights:
         reader = reader_of(weights, where)
         weights.publish()
-        with pytest.raises(Empty, match=r"'weights', version 0>: version 2 was not published within 0.01 s"):
+        with pytest.raises(Empty, match=r"version 2 was not published within 0.01 s|did not answer within"):
             reader.refresh(at_least=2, timeout=0.01)
         assert reader.refresh() == 1
 
 
 @everywhere
-def test_refresh_gets_whole_versions_while_the_trainer_publishes_at_full_speed(where: str) -> None:
+def test_refresh_gets_whole_versions_from_a_trainer_at_full_speed(where: str) -> None:
     """The values of a version are equal, so a mixture of versions has two different values."""
     trained, stop = {"a": np.zeros(30_000), "b": np.zeros(3)}, threading.Event()
     with Weights(trained) as weights:
@@ -271,7 +271,7 @@ def test_refresh_overwrites_nothing_if_the_model_differs(where: str) -> None:
         assert reader.version == 0
 
 
-def test_weights_reject_what_they_cannot_copy() -> None:
+def test_weights_reject_values_without_plain_memory() -> None:
     for source, problem in (
         ([np.ones(3)], "Weights: source must be an nn.Module or a mapping"),
         ({"a": 3}, "Weights: a must be a dense torch tensor or a NumPy array without Python objects, got 3"),
@@ -298,7 +298,7 @@ def test_failed_publish_keeps_the_version_before() -> None:
         assert weights.publish() == 2
 
 
-def test_version_whose_copy_failed_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_never_get_a_failed_version(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = state()
     with Weights(trained) as weights:
         weights.publish()

@@ -67,7 +67,7 @@ def test_remote_readers_equal_the_trainer_bit_for_bit(steps: list[tuple[Any, ...
                     assert equal_bits(reader.values, {"w": block})
 
 
-def test_delta_of_one_percent_is_at_most_three_percent_of_the_bytes() -> None:
+def test_delta_of_one_percent_takes_three_percent_of_bytes() -> None:
     """The changed values are anywhere among two-byte values, as after one step of reinforcement learning."""
     trained, random = {"w": np.zeros(1_000_000, np.uint16)}, np.random.default_rng(0)
     with Weights(trained) as weights:
@@ -111,7 +111,7 @@ def test_refresh_without_news_sends_no_weights() -> None:
         assert weights.stats() == before
 
 
-def test_reader_that_is_too_far_behind_gets_the_full_weights() -> None:
+def test_reader_far_behind_gets_the_full_weights() -> None:
     trained = {"w": np.zeros(1000)}
     with Weights(trained) as weights:
         slow, fast = remote_reader(weights), remote_reader(weights)
