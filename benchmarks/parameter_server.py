@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import tempfile
 import time
@@ -14,13 +15,12 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Case, Effort, Report, at_most
-from benchmarks.peers import CONTEXT
 from flowchan.pipelines import ParameterServer
 
 ISOLATES = (
-    "One client pushes 64 MB of float32 values, which the server adds to its state, and pulls them. The server "
-    "is another process on the same machine, with one thread. A push ends when the server has applied it. The "
-    "row with queued pushes measures several pushes that are sent one after another. memcpy copies 64 MB "
+    "One client pushes 64 MB of float32 values, which the server adds to its state, and pulls them. The "
+    "server is another process on the same machine, with one thread. A push ends when the server has applied it. "
+    "The row with queued pushes measures several pushes that are sent one after another. memcpy copies 64 MB "
     "within the client, into memory that is in use. flowchan and torch.distributed.rpc use tensors of torch; "
     "the Ray actor uses arrays of NumPy. Ray pulls read-only arrays in shared memory, so the client copies "
     "them into its own array, as with the other systems."
@@ -135,7 +135,7 @@ def _rpc() -> Iterator[Calls]:
 
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "rendezvous")
-        child = CONTEXT.Process(target=_serve, args=(file,))
+        child = multiprocessing.get_context("spawn").Process(target=_serve, args=(file,))
         child.start()
         rpc.init_rpc("client", rank=0, world_size=2, rpc_backend_options=_options(file))
         values, out = torch.ones(SIZE // 4), torch.zeros(SIZE // 4)
