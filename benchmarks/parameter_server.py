@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import tempfile
 import time
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Case, Effort, Report, at_most
-from benchmarks.peers import CONTEXT
 from flowchan.pipelines import ParameterServer
 
 ISOLATES = (
@@ -135,7 +135,7 @@ def _rpc() -> Iterator[Calls]:
 
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "rendezvous")
-        child = CONTEXT.Process(target=_serve, args=(file,))
+        child = multiprocessing.get_context("spawn").Process(target=_serve, args=(file,))
         child.start()
         rpc.init_rpc("client", rank=0, world_size=2, rpc_backend_options=_options(file))
         values, out = torch.ones(SIZE // 4), torch.zeros(SIZE // 4)
