@@ -272,7 +272,7 @@ class DiLoCo(Replica):
         counts = _counts(self._pulled([_ROUND], sent_at, limit))
         place, complete, quorum = counts.sent, math.inf, math.inf
         while counts.closed <= sent_at:
-            version, now = self._client.version, time.monotonic()
+            version, now = self._seen, time.monotonic()
             remaining = self._workers - counts.left
             if counts.sent >= remaining:
                 complete = min(complete, now)
@@ -296,7 +296,7 @@ class DiLoCo(Replica):
         """Take the outer step, unless another push comes first."""
         names = [*self._parameters, *(_SUM + name for name in self._parameters), *self._outer.slots, _ROUND]
         state = {name: value.clone() for name, value in self._pulled(names, sent_at, limit).items()}
-        counts, version = _counts(state), self._client.version
+        counts, version = _counts(state), self._seen
         if counts.closed > sent_at:
             return
         # the optimizer works in place, and some of its slots are arrays of bytes

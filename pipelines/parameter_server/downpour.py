@@ -171,9 +171,9 @@ class Downpour(Replica):
     def _merged(self) -> Values:
         """Return the server's parameters plus own updates that they do not contain."""
         fetched = dict(self._fetched())
-        version = self._client.version
+        version = self._seen
         for handle, updates in self._since:  # empty without a prefetch
-            if version is None or handle.wait(timeout=self._timeout) > version:
+            if handle.wait(timeout=self._timeout) > version:
                 _add(fetched, updates)
         self._since = []
         _add(fetched, self._unsent)

@@ -69,6 +69,13 @@ class Replica:
         counted = self._steps - self._start
         return counted > 0 and (counted + lead) % every == 0
 
+    @property
+    def _seen(self) -> int:
+        """Return the version of the last pull; the constructor makes the first one."""
+        version = self._client.version
+        assert version is not None
+        return version
+
     def _send(self, values: Values, rule: str = "add") -> PushHandle:
         """Begin a push, and return its handle. Later changes must not affect ``values``."""
         self._finish_push()
