@@ -22,8 +22,10 @@ ISOLATES = (
     "server is another process on the same machine, with one thread. A push ends when the server has "
     "applied it. The row with queued pushes measures several pushes that are sent one after another. "
     "memcpy copies 64 MB within the client, into memory that is in use. flowchan and "
-    "torch.distributed.rpc use tensors of torch; the Ray actor uses arrays of NumPy. Ray pulls read-only "
-    "arrays in shared memory, so the client copies them into its own array, as with the other systems."
+    "torch.distributed.rpc "
+    "use tensors of torch; the Ray actor uses arrays of NumPy. Ray pulls read-only "
+    "arrays in shared memory, "
+    "so the client copies them into its own array, as with the other systems."
 )
 SIZE = 64 << 20
 PUSH, QUEUED, PULL = "push of 64 MB", "queued pushes of 64 MB", "pull of 64 MB"
