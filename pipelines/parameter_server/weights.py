@@ -310,7 +310,7 @@ class WeightsReader:
             at_least: Lowest version to wait for (default: do not wait for a version).
 
         Returns:
-            The version that was copied, or None if the reader already had the latest version.
+            The version that was copied, or None if no newer version was available.
 
         Raises:
             Broken: The trainer has exited, has closed the weights or cannot be reached.
