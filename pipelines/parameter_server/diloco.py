@@ -32,7 +32,7 @@ Outer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 TAKEOVER_S = 5.0
 """Seconds after which a replica closes a round that a later contributor should have closed."""
 _SUM, _OUTER, _ROUND = "diloco.sum/", "diloco.outer", "diloco.round"
-"""Names, or prefixes of names, of the tensors that DiLoCo adds to the server."""
+"""Names and name prefixes of the tensors that DiLoCo adds to the server."""
 
 
 def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -311,7 +311,7 @@ class DiLoCo(Replica):
         counts, version = _counts(state), self._seen
         if counts.closed > sent_at:
             return
-        # the optimizer modifies its state in place, and it stores part of the state as byte arrays
+        # the optimizer modifies all slots in place, and needs NumPy arrays for slots that are not tensors
         bytes_slots = [name for name, slot in self._outer.slots.items() if not isinstance(slot, Tensor)]
         means = {name: state[_SUM + name] / counts.sent for name in self._parameters}
         self._outer.step({**state, **{name: state[name].numpy() for name in bytes_slots}}, means)

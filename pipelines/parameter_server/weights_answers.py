@@ -73,7 +73,7 @@ class WeightsAnswers:
         self._memory = memory
         self._base: PinnedVersion | None = None
         self._comparisons: list[tuple[int, Any]] = []
-        """Old version and bits of each comparison. Its new version is the old version of the next one."""
+        """Old version and bits of each comparison, without gaps between the comparisons."""
         self._last: tuple[int, WeightsAnswer] | None = None
         """Last delta and the version that it updates, for readers that ask at about the same time."""
         self._requests: Channel[WeightsRequest] | None = requests

@@ -38,7 +38,7 @@ _PAYLOAD = mmap.PAGESIZE
 _UNFINISHED = 2**64 - 1
 """Version number of a slot while the trainer writes into it."""
 _GONE = {errno.ENOENT, errno.ENXIO, errno.ESRCH}
-"""Error codes that open() returns for the front after the trainer has exited or has closed it."""
+"""Error codes for opening the front after the trainer has exited or has closed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,9 @@ class WeightsAddress:
                 return version
 
     def pin(self) -> PinnedVersion:
-        """Pin and return the latest version. The trainer does not overwrite it before it is closed.
+        """Pin and return the latest version.
+
+        The trainer does not overwrite a pinned version before the caller closes it.
 
         Raises ``Broken`` if the trainer has exited or has closed the weights.
         """
@@ -145,7 +147,7 @@ class PinnedVersion:
 
     def close(self) -> None:
         """Allow the trainer to reuse the slot."""
-        # closing may not unlock: a forked child may share the descriptor
+        # unlock explicitly: a forked child may share the descriptor
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
 

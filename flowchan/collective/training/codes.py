@@ -211,7 +211,7 @@ class QSGD:
 
 
 class HalfPrecision:
-    """An encoding that rounds values to a 16-bit type. It averages them in the type of the output."""
+    """An encoding that rounds values to a 16-bit type and averages them in the type of the output."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
