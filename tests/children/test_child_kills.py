@@ -111,7 +111,7 @@ def kill_one(family: Family, on: str, victim: str, chance: random.Random) -> Non
 
 @everywhere
 @pytest.mark.parametrize("end", ["return", "exception", "interrupt", "terminate", "kill"])
-def test_k1_no_process_is_left_however_a_parent_ends(family: Family, on: str, end: str) -> None:
+def test_k1_parent_leaves_no_process_however_it_exits(family: Family, on: str, end: str) -> None:
     family.order(on=on, call="wait", deep=True, end=end, kids=2)
     assert len(family.answer()["kids"]) == 2
     if number := {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}.get(end):
@@ -121,7 +121,7 @@ def test_k1_no_process_is_left_however_a_parent_ends(family: Family, on: str, en
 
 
 @everywhere
-def test_k1_busy_child_ends_with_its_killed_parent(family: Family, on: str) -> None:
+def test_k1_busy_child_exits_when_its_parent_is_killed(family: Family, on: str) -> None:
     """The child never returns to a call of its parent."""
     family.order(on=on, call="busy", kids=2)
     family.answer()
@@ -156,7 +156,7 @@ CALLS = ("join", "group join", "receive", "receive into", "group receive", "send
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_k1_waiting_call_raises_child_died_with_its_details(call: str) -> None:
+def test_k1_waiting_call_raises_child_died_with_details(call: str) -> None:
     with children.start(2) as kids:
         kids[1].run(work, "wait", False)
         kids[2].run(work, {"group join": "join", "group receive": "receive"}.get(call, "wait"), False)
@@ -180,7 +180,7 @@ def exit_with(parent: Any, code: int) -> None:
     os._exit(code)
 
 
-def test_child_that_exits_died_without_a_signal() -> None:
+def test_child_that_exits_is_reported_without_a_signal() -> None:
     with children.start(1) as kids:
         kids.run(exit_with, 3)
         with pytest.raises(ChildDied) as caught:
@@ -189,7 +189,7 @@ def test_child_that_exits_died_without_a_signal() -> None:
 
 
 @pytest.mark.parametrize("call", ["receive", "wait"])
-def test_k1_child_on_a_silent_host_died(call: str) -> None:
+def test_k1_child_on_a_silent_host_counts_as_dead(call: str) -> None:
     wire = Wire()
     with wired(1, wire, peer_timeout=PEER_TIMEOUT_S) as pool, children.start(1, on=pool) as kids:
         kids.run(work, "wait", False)
@@ -215,7 +215,7 @@ def test_k1_children_of_other_agents_survive_a_killed_agent() -> None:
         assert kept.receive(timeout=CALL_TIMEOUT_S) == "still here"
 
 
-def test_group_call_meets_the_living_before_it_raises() -> None:
+def test_group_call_serves_live_children_before_it_raises() -> None:
     with children.start(3) as kids:
         kids.run(work, "talk", False)
         kids.join(timeout=CALL_TIMEOUT_S)

@@ -50,7 +50,7 @@ def test_slices_of_all_ranks_form_one_tensor(shards: int) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_all_ranks_read_the_first_values(shards: int) -> None:
+def test_all_ranks_read_the_initial_values(shards: int) -> None:
     def body(client: Any, barrier: Any, worker: int) -> None:
         for _ in range(ROUNDS):
             assert extremes(client) == (123, 123)
@@ -59,7 +59,7 @@ def test_all_ranks_read_the_first_values(shards: int) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_zero_copy_and_add_of_several_ranks(shards: int) -> None:
+def test_zero_copy_and_add_combine_several_ranks(shards: int) -> None:
     """Run cases 3 (zero by the last rank), 4 (copy), and 5 (copy, then all ranks add)."""
 
     def body(client: Any, barrier: Any, worker: int) -> None:

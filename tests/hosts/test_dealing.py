@@ -50,7 +50,7 @@ def planned(pool: Pool, workers: int) -> list[int]:
 # --- cores ---
 
 
-def test_dealt_gives_workers_in_turn_up_to_the_cores(caplog: pytest.LogCaptureFixture) -> None:
+def test_dealt_takes_turns_until_all_cores_are_used(caplog: pytest.LogCaptureFixture) -> None:
     """This is the example of lua---parallel's ``sfork``: 16 workers on 8, 16 and 4 cores."""
     assert THREE.dealt(7) == ("a", "b", "c", "a", "b", "c", "a")
     assert counts(THREE, 16) == [6, 6, 4]
@@ -58,7 +58,7 @@ def test_dealt_gives_workers_in_turn_up_to_the_cores(caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
-def test_dealt_beyond_the_cores_continues_in_turn_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_dealt_warns_once_and_continues_beyond_the_cores(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "flowchan.hosts"):
         dealt = THREE.dealt(33)
     assert dealt[28:] == ("a", "b", "c", "a", "b")
@@ -73,7 +73,7 @@ def test_dealt_uses_the_selected_hosts_and_their_shares() -> None:
 
 
 @pytest.mark.parametrize(("count", "error"), [(0, ValueError), (1.0, TypeError), (True, TypeError)])
-def test_dealt_refuses_a_count_that_is_not_positive(count: Any, error: type[Exception]) -> None:
+def test_dealt_refuses_an_invalid_count(count: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="count must be"):
         THREE.dealt(count)
 
@@ -108,7 +108,7 @@ def test_slurm_knows_the_cores_of_each_node(
     assert slurm().cores == cores
 
 
-def test_dealt_without_an_allocation_raises_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dealt_raises_with_a_remedy_without_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     for call in (lambda: hosts.slurm().dealt(2), hosts.slurm().calibrate):
         with pytest.raises(HostError, match="start it with 'sbatch' or within 'salloc'"):
@@ -202,7 +202,7 @@ def test_each_worker_runs_on_its_assigned_host() -> None:
     assert found == dict(enumerate(chosen, 1))
 
 
-def test_assigned_hosts_begin_again_after_the_last_worker() -> None:
+def test_assigned_hosts_repeat_for_additional_workers() -> None:
     pool = hosts.local(3).assigned(["local-3", "local-3", "local-1"])
     assert planned(pool, 7) == [2, 0, 5]
     assert pool.dealt(4) == ("local-3", "local-3", "local-1", "local-3")
@@ -248,7 +248,7 @@ def test_calibrated_stage_gets_workers_by_cores_and_speed(tmp_path: Path) -> Non
     assert planned(pool[{"local-1": 1, "local-2": 1}], 16) == [8, 8]  # shares replace the speeds
 
 
-def test_calibrated_slow_host_is_dealt_a_worker_every_second_turn(tmp_path: Path) -> None:
+def test_calibrated_slow_host_gets_a_worker_every_second_turn(tmp_path: Path) -> None:
     pool = asked(tmp_path, (8, 50.0), (8, 100.0))
     pool.calibrate()
     assert pool.dealt(6) == ("local-2", "local-1", "local-2", "local-2", "local-1", "local-2")

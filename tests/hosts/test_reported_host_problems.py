@@ -108,7 +108,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "ipyparallel#211": (
         "killing ssh leaves processes on the host",
-        ("hosts_real/test_dealing_over_ssh.py::test_agent_ends_after_its_ssh_and_its_program_are_killed",),
+        ("hosts_real/test_dealing_over_ssh.py::test_agent_exits_after_its_ssh_and_program_are_killed",),
     ),
     "ipyparallel#62": (
         "the start hangs if ssh fails",

@@ -65,7 +65,7 @@ graph.run()
 """
 
 
-def test_agent_ends_after_its_ssh_and_its_program_are_killed() -> None:
+def test_agent_exits_after_its_ssh_and_program_are_killed() -> None:
     command = (sys.executable, "-c", PROGRAM)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
         assert program.stderr is not None
