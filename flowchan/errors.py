@@ -151,7 +151,7 @@ class ChildDied(FlowchanError):
         number: Number of the child.
         host: Name of the child's host; empty on the program's machine.
         pid: Process id on that host; 0 if unknown.
-        signal: Number of the signal that killed the child; ``None`` if there was no signal or it is unknown.
+        signal: Number of the signal that killed the child; ``None`` without a signal or if it is unknown.
         exitcode: Exit code of the child; ``None`` if a signal killed the child or the code is unknown.
 
     Example:

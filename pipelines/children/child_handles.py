@@ -81,7 +81,7 @@ class Child:
         group_calls.run((self._state,), (_checked("run", function), args, kwargs), self._started.remote)
 
     def join(self, message: Any = "", timeout: float | None = None) -> None:
-        """Wait until the child calls ``parent.pause()``, and pass it a message to return.
+        """Wait until the child calls ``parent.pause()``, which then returns the message.
 
         Args:
             message: Value that ``pause`` returns (default: ``""``).
@@ -306,7 +306,7 @@ class Children:
         group_calls.run(self._states, (_checked("run", function), args, kwargs), self._started.remote)
 
     def join(self, message: Any = "", timeout: float | None = None) -> None:
-        """Wait until each member calls ``parent.pause()``, and pass it a message to return.
+        """Wait until each member calls ``parent.pause()``, which then returns the message.
 
         Args:
             message: Value that ``pause`` returns in each member (default: ``""``).

@@ -1,4 +1,4 @@
-"""Test K1: however a parent or a child ends, no process is left, and waiting calls raise ``ChildDied``."""
+"""Test K1: if a parent or child exits, no process is left and waiting calls raise ``ChildDied``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEEDS = (
     ("ssh", "agent"),
     ("ssh", "ssh"),
 )
-"""Where the children run, and which process is killed; ``interrupt`` sends SIGINT to the parent."""
+"""Placements of the children and the process to kill; ``interrupt`` sends SIGINT to the parent."""
 THIS_HOST = ("", socket.gethostname())
 everywhere = pytest.mark.parametrize("on", PLACEMENTS)
 
@@ -56,7 +56,7 @@ def wait_gone(family: Family) -> None:
 
 @pytest.mark.timeout(3600)
 def test_k1_random_kills_leave_nothing_and_raise_child_died(long_walk: bool) -> None:
-    """A failure names the seed of its round. The same seed kills the same process, but at another time."""
+    """A failure names its seed. The same seed kills the same process again, but the timing may differ."""
     family = None
     try:
         for seed in range(504 if long_walk else 24):
@@ -75,11 +75,11 @@ def test_k1_random_kills_leave_nothing_and_raise_child_died(long_walk: bool) -> 
 
 
 def kill_one(family: Family, on: str, victim: str, chance: random.Random) -> None:
-    """Let the program start children, kill one process, and check the error and the leftovers."""
+    """Start children through the program, kill one process, and check the error and the leaks."""
     call = chance.choice(["join", "send", "receive", "talk", "wait"])
     family.order(on=on, call=call, deep=chance.random() < 0.3)
     pause = threading.Event()
-    if victim in ("parent", "interrupt") and chance.random() < 0.5:  # while the children start
+    if victim in ("parent", "interrupt") and chance.random() < 0.5:  # the children may still be starting
         pause.wait(chance.uniform(0, 0.5))
     else:
         kids = family.answer()["kids"]
@@ -106,7 +106,7 @@ def kill_one(family: Family, on: str, victim: str, chance: random.Random) -> Non
     wait_gone(family)
 
 
-# --- ends of a parent ---
+# --- exits of a parent ---
 
 
 @everywhere
@@ -122,7 +122,7 @@ def test_k1_parent_leaves_no_process_however_it_exits(family: Family, on: str, e
 
 @everywhere
 def test_k1_busy_child_exits_when_its_parent_is_killed(family: Family, on: str) -> None:
-    """The child never returns to a call of its parent."""
+    """The child is busy in its function and makes no call to its parent."""
     family.order(on=on, call="busy", kids=2)
     family.answer()
     family.program.kill()
@@ -130,7 +130,7 @@ def test_k1_busy_child_exits_when_its_parent_is_killed(family: Family, on: str) 
     wait_gone(family)
 
 
-# --- ends of a child ---
+# --- exits of a child ---
 
 
 def blocked_calls(kids: children.Children) -> dict[str, Callable[[], Any]]:
@@ -170,7 +170,7 @@ def test_k1_waiting_call_raises_child_died_with_details(call: str) -> None:
         error = caught.value
         assert (error.number, error.pid, error.signal) == (1, pid, signal.SIGKILL)
         assert error.host in THIS_HOST
-        with pytest.raises(ChildDied):  # later calls too
+        with pytest.raises(ChildDied):  # later calls raise it too
             blocked_calls(kids)[call]()
         assert psutil.pid_exists(kids[2].pid)
     assert not psutil.pid_exists(pid)
@@ -237,11 +237,11 @@ def test_close_ends_children_and_grandchildren(family: Family) -> None:
     wait_gone(family)
 
 
-# --- serialised once ---
+# --- serialisation ---
 
 
 class Counted:
-    """Value that counts how often it is serialised."""
+    """Value whose class counts how often its instances are serialised."""
 
     times = 0
 

@@ -21,7 +21,7 @@ WAIT_S = 60
 
 @pytest.fixture(params=["process", "pool"])
 def kids(request: pytest.FixtureRequest) -> Iterator[Children]:
-    """Return three children."""
+    """Provide three children on each placement."""
     with children.start(3, on="process" if request.param == "process" else local(2)) as made:
         yield made
 
@@ -33,7 +33,7 @@ def echo(parent: Parent) -> None:
 
 
 def pauses(parent: Parent) -> list[Any]:
-    """Return all messages until ``stop``."""
+    """Collect all messages from ``join`` up to ``stop``."""
     seen = []
     while not seen or seen[-1] != "stop":
         seen.append(parent.pause())
@@ -104,7 +104,7 @@ def test_send_each_sends_every_child_its_own_value(kids: Children) -> None:
 
 
 class Counted:
-    """Value that counts in the program how often it is serialised."""
+    """Value whose class counts in the program how often its instances are serialised."""
 
     times = 0
 

@@ -19,7 +19,7 @@ WAIT_S = 60
 
 @pytest.fixture(params=["process", "pool"])
 def kids(request: pytest.FixtureRequest) -> Iterator[Children]:
-    """Return three children."""
+    """Provide three children on each placement."""
     with children.start(3, on="process" if request.param == "process" else local(2)) as made:
         yield made
 

@@ -1,8 +1,8 @@
 """Test ``flowchan.pipelines.children`` with the samples and examples of lua---parallel.
 
-Each test has the name of a section of its README, or of a file in ``examples``, but none of its code. Arrays
-replace Torch's tensors. An endless example ends here after some rounds, so that its results can be
-compared. The following samples look different here:
+Each test is named after a section of lua---parallel's README or a file in ``examples``, but contains none of
+the original code. Arrays replace Torch's tensors. Endless examples end here after a fixed number of rounds, so
+the tests can check their results. The following samples look different here:
 
 ``parallel.children``, ``parallel.nchildren``
     ``start`` returns the children, and ``len(kids)`` and ``kids.alive`` replace the count.
@@ -11,11 +11,11 @@ compared. The following samples look different here:
 code as a string
     ``run`` takes the name of a function.
 ``pcall`` with ``parallel.close()``
-    The ``with`` block of the children.
+    The ``with`` block of the children replaces the protected call.
 ``cloudPBS``
-    ``hosts.slurm()``: tests/hosts_real.
+    ``hosts.slurm()`` replaces it; see tests/hosts_real.
 ``clientStorage``, ``serverStorage``
-    They need ZeroMQ only: tests/pipelines/test_client_server.py.
+    These examples use only ZeroMQ; see tests/pipelines/test_client_server.py.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from flowchan.hosts import Pool
 from flowchan.pipelines import children
 
 PREFIX = r"<child 00{0}( on \S+)?> "
-"""Prefix of a line that a child has printed with ``parent.print``."""
+"""Pattern for the prefix of a line from ``parent.print``."""
 
 
 @pytest.fixture
 def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let ``ssh`` start agents on this machine, which can import this file."""
+    """Make ``ssh`` start agents on this machine, and let the agents import this file."""
     here = Path(__file__).parent
     path = filter(None, (os.environ.get("PYTHONPATH"), str(here), str(here.parent)))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
@@ -53,7 +53,7 @@ def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def lines_of(out: str, number: int) -> list[str]:
-    """Return the lines that the child with this number has printed, without their prefix."""
+    """Return the lines that this child has printed, without their prefixes."""
     prefix = re.compile(PREFIX.format(number))
     return [line[match.end() :] for line in out.splitlines() if (match := prefix.match(line))]
 
@@ -202,7 +202,7 @@ def test_protected_call_closes_children_after_an_error() -> None:
     assert not kids.alive
 
 
-# --- README: complete example, and the same as examples/parallelLocal and parallelRemote ---
+# --- README: complete example, also in examples/parallelLocal and parallelRemote ---
 
 
 def answer(parent: Any) -> int:
@@ -244,7 +244,7 @@ def test_parallel_local_completes_all_rounds(capfd: pytest.CaptureFixture[str]) 
 def test_parallel_remote_runs_children_over_ssh(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A host with two cores gets three children."""
+    """Place three children on a host with two cores."""
     pool = hosts.ssh({"localhost": 2}, python=sys.executable)
     with children.start(3, on=pool) as kids:
         assert "has 2 cores in total, but gets 3 workers" in caplog.text
@@ -321,7 +321,7 @@ saved = 0
 
 
 def save_next_frame(parent: Any, folder: Path) -> None:
-    """Save the next frame under a number that the child keeps."""
+    """Save the next frame under a consecutive number, which the child counts."""
     global saved
     frame = parent.receive(timeout=WAIT_LIMIT_S)
     np.save(folder / f"frame_{saved:05}.npy", frame)
@@ -343,7 +343,7 @@ def test_parallel_process_queue_saves_all_frames(tmp_path: Path) -> None:
 
 
 def receive_in_place(parent: Any) -> tuple[bool, list[float]]:
-    """Receive five arrays into the same memory."""
+    """Receive five arrays into the same memory, and check that it is reused."""
     storage = np.empty(100)
     same = True
     for _ in range(5):
@@ -352,7 +352,7 @@ def receive_in_place(parent: Any) -> tuple[bool, list[float]]:
 
 
 def test_parallel_test_receives_into_the_same_storage() -> None:
-    """The sample of the first README: four workers, which get five storages each."""
+    """Run the sample of the first README: each of four workers receives five storages."""
     with children.start(4) as kids:
         kids.run(receive_in_place)
         for _ in range(5):

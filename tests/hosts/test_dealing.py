@@ -28,7 +28,7 @@ THREE = hosts.ssh({"a": 8, "b": 16, "c": 4})
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each test begin without what other tests have learned about hosts."""
+    """Discard the cores and speeds that other tests have recorded."""
     monkeypatch.setattr(capacity, "_reported", {})
     monkeypatch.setattr(capacity, "_speeds", {})
 
@@ -40,7 +40,7 @@ def counts(pool: Pool, workers: int) -> list[int]:
 
 
 def planned(pool: Pool, workers: int) -> list[int]:
-    """Return how many workers of a stage each host of a pool gets."""
+    """Return the number of workers that each host of a pool gets for one stage."""
     graph = Graph("dealt")
     graph.source(range(3)).map(abs, on=pool, workers=workers).sink(abs)
     names = [one.host for one in plan(graph, 0, 0).workers if one.host]
@@ -51,7 +51,7 @@ def planned(pool: Pool, workers: int) -> list[int]:
 
 
 def test_dealt_takes_turns_until_all_cores_are_used(caplog: pytest.LogCaptureFixture) -> None:
-    """This is the example of lua---parallel's ``sfork``: 16 workers on 8, 16 and 4 cores."""
+    """Check the example of lua---parallel's ``sfork``: 16 workers on hosts with 8, 16 and 4 cores."""
     assert THREE.dealt(7) == ("a", "b", "c", "a", "b", "c", "a")
     assert counts(THREE, 16) == [6, 6, 4]
     assert counts(THREE, 28) == [8, 16, 4]
@@ -115,14 +115,15 @@ def test_dealt_raises_with_a_remedy_without_an_allocation(monkeypatch: pytest.Mo
             call()
 
 
-# --- hosts that must be asked ---
+# --- hosts that report their cores ---
 
 
 @dataclass(frozen=True)
 class Asked(Local):
-    """Provider that does not know the cores of its hosts; ``programs`` replace the probes of some hosts.
+    """Provider that does not know the cores of its hosts.
 
-    Each start of an agent or probe adds a line to the file ``starts``.
+    ``programs`` replaces the probes of some hosts. Each start of an agent or probe adds a line to the file
+    ``starts``.
     """
 
     folder: Path = Path()
@@ -245,7 +246,7 @@ def test_calibrated_stage_gets_workers_by_cores_and_speed(tmp_path: Path) -> Non
     assert planned(pool, 9) == [3, 3, 3]
     pool.calibrate()
     assert planned(pool, 16) == [4, 8, 4]
-    assert planned(pool[{"local-1": 1, "local-2": 1}], 16) == [8, 8]  # shares replace the speeds
+    assert planned(pool[{"local-1": 1, "local-2": 1}], 16) == [8, 8]  # shares take precedence
 
 
 def test_calibrated_slow_host_gets_a_worker_every_second_turn(tmp_path: Path) -> None:
@@ -275,7 +276,7 @@ def test_calibrate_measures_all_local_agents_at_once() -> None:
     ids=["ends", "ends later"],
 )
 def test_calibrate_names_a_host_that_does_not_answer(tmp_path: Path, program: str, message: str) -> None:
-    """The speeds of an earlier calibration stay."""
+    """The pool keeps the speeds of an earlier calibration."""
     good = PROBE.format(cores=1, rate=1.0)
     pool = pool_of("asked", Asked(2, tmp_path, ((0, good), (1, program))))
     capacity.keep_speeds(pool.provider, {"local-1": 1.0, "local-2": 0.5})
@@ -299,7 +300,7 @@ def test_calibrate_refuses_an_invalid_timeout(timeout: Any, error: type[Exceptio
 
 
 def test_benchmark_keeps_each_core_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the processes works, and none remains."""
+    """Each process does some work, and all processes have exited afterwards."""
 
     def note(then: Callable[[], int]) -> int:
         (tmp_path / f"{os.getpid()}").touch()

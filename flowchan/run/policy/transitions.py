@@ -69,7 +69,7 @@ class PolicyState:
         sizes: Sizes of the stages that can be scaled.
         leaving: Workers that must end after their current item.
         services: Workers of the services, which end after all other workers.
-        services_end: True if the run has told the services to end.
+        services_end: True if the run has requested the services to end.
     """
 
     alive: frozenset[WorkerId]
