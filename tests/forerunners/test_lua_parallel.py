@@ -1,8 +1,8 @@
 """Test ``flowchan.pipelines.children`` with the samples and examples of lua---parallel.
 
 Each test is named after a section of lua---parallel's README or a file in ``examples``, but contains none of
-the original code. Arrays replace Torch's tensors. Endless examples end here after a fixed number of rounds, so
-the tests can check their results. The following samples look different here:
+the original code. Arrays replace Torch's tensors. Endless examples end here after a fixed number of rounds,
+so the tests can check their results. The following samples look different here:
 
 ``parallel.children``, ``parallel.nchildren``
     ``start`` returns the children, and ``len(kids)`` and ``kids.alive`` replace the count.

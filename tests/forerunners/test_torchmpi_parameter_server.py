@@ -2,8 +2,7 @@
 
 The ranks are processes. These tests differ from the original in two points:
 
-- In TorchMPI, each server starts with the slice of its own rank. Here, each rank copies its slice to the
-  server.
+- In TorchMPI, each server starts with its rank's slice. Here, each rank copies its slice to the server.
 - The original needs a barrier after each ``syncHandle``, so that all servers have applied a rule. Here,
   ``pull(at_least=version)`` waits for the version of a push.
 """
