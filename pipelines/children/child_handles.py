@@ -20,7 +20,7 @@ class Child:
     ``kids[3]`` returns the handle of child 3. A call that needs the child can raise these errors:
 
     - ``ChildDied`` if the child has died.
-    - ``StageError`` if the child's function has raised an exception. This exception is the cause.
+    - ``StageError`` if the child's function has raised an exception, which becomes the cause.
     - ``Closed`` if the function has returned or the child was closed.
 
     Attributes:
@@ -61,8 +61,8 @@ class Child:
         """Run ``function(parent, *args, **kwargs)`` in the child, and return at once.
 
         Args:
-            function: Function, or its name as ``"module:function"``. If a host lacks the
-                function's module, the function is sent by value.
+            function: Function, or its name as ``"module:function"``. If a host lacks the function's
+                module, the function is sent by value.
             *args: Positional arguments.
             **kwargs: Keyword arguments.
 
@@ -191,8 +191,8 @@ class Child:
         """Shut down the child if it is alive, and discard unreceived values.
 
         The child's calls to its parent raise ``Closed``. If the child's function is still running after
-        2 seconds, the process gets SIGTERM. After 2 more seconds, it gets SIGKILL. Further calls to ``close``
-        have no effect.
+        2 seconds, the process gets SIGTERM. After 2 more seconds, the process gets SIGKILL. Further calls to
+        ``close`` have no effect.
 
         Example:
             >>> from flowchan.pipelines import children
@@ -211,7 +211,7 @@ class Children:
     """Group of children that were started by one call to :func:`start`.
 
     A call to a group serves every live member before it raises an error. If several members failed, the call
-    prefers ``ChildDied`` to the other errors: ``StageError``, ``Closed`` and ``TimeoutError``. Results are
+    raises one of the errors, and prefers ``ChildDied`` to ``StageError``, ``Closed`` and ``TimeoutError``. Results are
     keyed by the child's number.
 
     ``kids[3]`` is one child. ``kids[1, 2]`` and ``kids[[1, 2]]`` are groups. Iterating over a group yields a
@@ -286,8 +286,8 @@ class Children:
         """Run ``function(parent, *args, **kwargs)`` in each member, and return at once.
 
         Args:
-            function: Function, or its name as ``"module:function"``. If a host lacks the
-                function's module, the function is sent by value.
+            function: Function, or its name as ``"module:function"``. If a host lacks the function's
+                module, the function is sent by value.
             *args: Positional arguments; the members get copies.
             **kwargs: Keyword arguments.
 
@@ -393,8 +393,8 @@ class Children:
 
         Args:
             timeout: Seconds to wait for all members (default: no limit).
-            into: Maps numbers of members to arrays or tensors to fill (default: none). The dtype and shape of
-                each must match those of the value.
+            into: Maps numbers of members to arrays or tensors to fill (default: none). The dtype and shape
+                must match those of the value.
 
         Returns:
             A dict that maps the number of each member to its value.

@@ -9,7 +9,7 @@ from flowchan.pipelines.marshalled import Marshalled
 
 
 class SentOnce(Marshalled[Any]):
-    """Large value for several children on this machine, written to memory once and read there by all."""
+    """Large value for several children on this machine, written to memory once and read there by all of them."""
 
 
 class ChildLinks(NamedTuple):
@@ -19,7 +19,7 @@ class ChildLinks(NamedTuple):
 
     Attributes:
         number: Number of the child.
-        speed: Relative speed of its host.
+        speed: Relative speed of the child's host.
         down: Carries the child's function and then the values that the program sends.
         up: Carries the values that the child sends.
         joins: Carries the numbered messages of ``join``.

@@ -40,7 +40,10 @@ class Alive:
             self._changed.notify_all()
 
     def wait_for(self, condition: Callable[[], bool], until: float | None) -> None:
-        """Wait until the condition holds or the deadline passes. Only the exit of a child may change it."""
+        """Wait until the condition holds or the deadline passes.
+
+        Only the exit of a child may change the condition.
+        """
         with self._changed:
             self._changed.wait_for(condition, remaining(until))
 
@@ -53,13 +56,13 @@ class ChildState:
 
     Attributes:
         links: Channels of the child.
-        host: Name of its host.
-        pid: Its process id; 0 until ``greeted`` is set.
+        host: Name of the child's host.
+        pid: Process id of the child; 0 until ``greeted`` is set.
         greeted: Set when the process id is known or the child has exited.
         has_program: True if ``run`` has sent a function.
         ended: Set when the child has exited for any reason.
         alive: Count of the running children that the same call started.
-        value: Return value of its function.
+        value: Return value of the child's function.
     """
 
     def __init__(self, links: ChildLinks, alive: Alive) -> None:
@@ -83,7 +86,7 @@ class ChildState:
     # --- outcome ---
 
     def end(self, why: Callable[[str], Exception] | None = None, value: Any = None) -> None:
-        """Record that the child has exited. ``why`` takes the name of a call and returns its error."""
+        """Record that the child has exited. ``why`` takes the name of a call and returns the error to raise."""
         with self._outcome:
             if self.ended.is_set():
                 return

@@ -1,7 +1,7 @@
 """Call several children at once.
 
 A call serves every live child before it raises an error. If several children failed, the call raises the
-error of the first dead child or, without a death, the first error. The other errors become notes on it.
+error of the first dead child or, without a death, the first error. The other errors become notes on that error.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _local(packed: Any) -> Any:
     """Return the channel item that carries a value to several children on this machine."""
     once = Opening(packed)
     buffers = packed[1:] if isinstance(packed, list) else []
-    if not all(isinstance(one, PickleBuffer) for one in buffers):  # a channel needs one copy per receiver
+    if not all(isinstance(one, PickleBuffer) for one in buffers):  # channels need one copy per receiver
         return once
     return SentOnce(once) if sum(one.raw().nbytes for one in buffers) >= _LARGE else once
 

@@ -212,8 +212,7 @@ _parent: Parent | None = None
 def child_main(links: ChildLinks) -> tuple[int, Any]:
     """Run the function of a child. The child's worker calls ``child_main``.
 
-    If the child has died or was closed, this process is a replacement that runs nothing and only lets the
-    stage finish.
+    If the child has already died or was closed, this process runs nothing and only lets the stage finish.
     """
     global _parent
     if links.down.closed:

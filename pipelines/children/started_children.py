@@ -29,12 +29,12 @@ States = Mapping[int, ChildState]
 
 
 class StartedChildren:
-    """The children of one call to ``start``, and their run.
+    """The children that one call to ``start`` has started, and their run.
 
     Attributes:
         states: State of each child, by number.
         remote: True if the children run on a pool.
-        graph: Graph with the stage of the children.
+        graph: Graph in which the children are a stage.
     """
 
     def __init__(self, n: int, placement: Placement) -> None:
@@ -98,7 +98,7 @@ class StartedChildren:
         self.close(self.states.values())
 
     def close(self, children: Iterable[ChildState]) -> None:
-        """Shut down those of these children that are alive, and release the channels of all.
+        """Shut down these children if they are alive, and release their channels.
 
         Closed channels tell the children to exit. Children that do not exit get SIGTERM, then SIGKILL.
         """
@@ -121,7 +121,7 @@ class StartedChildren:
         with contextlib.suppress(RunError):  # calls to the children raise this error
             if not abort:
                 with contextlib.suppress(TimeoutError):
-                    run.wait(GRACE)  # a dead child may still be replaced
+                    run.wait(GRACE)  # the supervisor may still replace a dead child
             run.abort()
             run.wait()
         self._reports.end()
