@@ -210,9 +210,9 @@ class Child:
 class Children:
     """Group of children that were started by one call to :func:`start`.
 
-    A call to a group serves every live member before it raises an error. If several members failed, the call
-    raises one of the errors, and prefers ``ChildDied`` to ``StageError``, ``Closed`` and ``TimeoutError``. Results are
-    keyed by the child's number.
+    A call to a group serves every live member before it raises an error: ``ChildDied``, ``StageError``,
+    ``Closed`` or ``TimeoutError``. If several members failed, ``ChildDied`` takes precedence, and
+    ``TimeoutError`` comes last. Results are keyed by the child's number.
 
     ``kids[3]`` is one child. ``kids[1, 2]`` and ``kids[[1, 2]]`` are groups. Iterating over a group yields a
     :class:`Child` for each member. Leaving the ``with`` block closes all members.

@@ -86,7 +86,7 @@ class ChildState:
     # --- outcome ---
 
     def end(self, why: Callable[[str], Exception] | None = None, value: Any = None) -> None:
-        """Record that the child has exited. ``why`` takes the name of a call and returns the error to raise."""
+        """Record that the child has exited. ``why`` takes a call's name and returns the error to raise."""
         with self._outcome:
             if self.ended.is_set():
                 return

@@ -1,7 +1,7 @@
 """Call several children at once.
 
 A call serves every live child before it raises an error. If several children failed, the call raises the
-error of the first dead child or, without a death, the first error. The other errors become notes on that error.
+error of the first dead child or, without a death, the first error. The other errors become its notes.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def placement(on: str) -> Any:
 
 
 def work(parent: Any, call: str, deep: bool) -> None:
-    """Serve the parent's calls in a child until it is killed. Start a grandchild first if ``deep`` is set."""
+    """Serve the parent's calls until this child is killed. If ``deep`` is set, start a grandchild first."""
     from flowchan.pipelines import children
 
     if deep:

@@ -13,7 +13,7 @@ code as a string
 ``pcall`` with ``parallel.close()``
     The ``with`` block of the children replaces the protected call.
 ``cloudPBS``
-    ``hosts.slurm()`` replaces it; see tests/hosts_real.
+    ``hosts.slurm()`` replaces ``cloudPBS``; see tests/hosts_real.
 ``clientStorage``, ``serverStorage``
     These examples use only ZeroMQ; see tests/pipelines/test_client_server.py.
 """
@@ -343,7 +343,7 @@ def test_parallel_process_queue_saves_all_frames(tmp_path: Path) -> None:
 
 
 def receive_in_place(parent: Any) -> tuple[bool, list[float]]:
-    """Receive five arrays into the same memory, and check that it is reused."""
+    """Receive five arrays into one array, and return whether each call returned this array."""
     storage = np.empty(100)
     same = True
     for _ in range(5):
