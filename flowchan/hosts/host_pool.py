@@ -146,9 +146,9 @@ class Pool(Placement):
         """Measure the relative speeds of the hosts while all their cores are busy.
 
         This process keeps the speeds for all pools of the same provider. Stages and :meth:`dealt` then give
-        fewer workers to slower hosts. The call starts a small program on each host; the measurement then takes
-        one to two seconds. Call ``calibrate`` while the hosts have no other work. Ray may choose other nodes
-        for a later run; the speeds then still describe the earlier nodes.
+        fewer workers to slower hosts. The call starts a small program on each host; the measurement takes one
+        to two seconds. Call ``calibrate`` while the hosts have no other work. Ray may choose other nodes for
+        a later run; the speeds then still describe the earlier nodes.
 
         Args:
             timeout: Seconds to wait for the hosts (default: 30).

@@ -100,7 +100,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "distributed#5439, #5597": (
-        "the hosts use another environment, and start a wrong number of workers",
+        "the hosts use another environment, and start the wrong number of workers",
         (
             "hosts/test_host_ends.py::test_version_mismatch_is_reported_on_one_line",
             "hosts_real/test_dealing_over_ssh.py::test_workers_over_ssh_run_on_the_hosts_that_were_dealt",
