@@ -1,4 +1,4 @@
-"""Measure children: a rendezvous with four of them, and 64 MB sent to sixteen."""
+"""Measure a rendezvous with four children, and the transfer of 64 MB to sixteen children."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from benchmarks.harness import Case, Effort, Report, Result, Row, at_least, at_m
 from flowchan.pipelines import children
 
 ISOLATES = (
-    "A parent and its forked children on one machine. In the rendezvous, the parent meets each of four "
-    "children, 1,000 times; the time is per round and child. In the rounds of lua---parallel's README, the "
-    "parent also sends an array of 100 × 100 floats and receives a short text from each child. With "
-    "multiprocessing, there is one duplex Pipe per child; the parent first sends to all children and then "
-    "receives from all of them. In the last work, the parent sends one array of 64 MB to 16 children. The "
-    "clock stops when each child has read one byte of every page and has answered. execnet has one gateway "
-    "per child, which starts a new Python, and sends bytes."
+    "The parent and its forked children run on one machine. In the first measurement, the parent meets each "
+    "of four children 1,000 times; the time is per round and child. In the second measurement, which repeats "
+    "the example of lua---parallel's README, the parent also sends an array of 100 × 100 floats and receives "
+    "a short string from each child. The version for multiprocessing has one duplex Pipe per child; the "
+    "parent first sends to all children and then receives from all of them. In the last measurement, the "
+    "parent sends one array of 64 MB to 16 children. The clock stops when each child has read one byte of "
+    "every page and has answered. For execnet, each child has one gateway, which starts a new Python "
+    "interpreter; the parent sends bytes."
 )
 
 CONTEXT = multiprocessing.get_context("fork")
@@ -147,7 +148,7 @@ def _pages(array: Any) -> int:
 
 @contextlib.contextmanager
 def _piped(count: int, work: Callable[[Any], None]) -> Iterator[list[Any]]:
-    """Start children with a duplex pipe each, and end them after the block by the message ``"break"``."""
+    """Start children with one duplex pipe each. After the block, end them with the message ``"break"``."""
     pipes = [CONTEXT.Pipe() for _ in range(count)]
     processes = [CONTEXT.Process(target=work, args=(theirs,)) for _, theirs in pipes]
     for process in processes:

@@ -149,10 +149,10 @@ class ChildDied(FlowchanError):
 
     Attributes:
         number: Number of the child.
-        host: Name of its host; empty on the program's machine.
+        host: Name of the child's host; empty on the program's machine.
         pid: Process id on that host; 0 if unknown.
-        signal: Number of the signal that killed it; ``None`` if no signal did, or if that is unknown.
-        exitcode: Exit code of the process; ``None`` if a signal killed it, or if that is unknown.
+        signal: Number of the signal that killed the child; ``None`` without a signal or if it is unknown.
+        exitcode: Exit code of the child; ``None`` if a signal killed the child or the code is unknown.
 
     Example:
         >>> import os

@@ -69,11 +69,11 @@ class Workers:
         return [self._results[worker] for worker in range(1, self._n + 1) if worker in self._results]
 
     def close(self) -> None:
-        """End the workers that are alive. A later ``join()`` returns the results of the others.
+        """End the workers that are still running. A later ``join()`` returns the results of the others.
 
-        A worker process gets SIGTERM if its call has not ended after 2 seconds, and SIGKILL after 2 more
-        seconds. The call of a thread cannot be interrupted: the thread ends when its call returns, and a
-        warning names the worker. Further calls have no effect.
+        If the call of a worker process has not returned after 2 seconds, the process gets SIGTERM. After 2
+        more seconds, the process gets SIGKILL. The call of a thread cannot be interrupted: the thread ends
+        when the call returns, and a warning names the worker. Further calls to ``close`` have no effect.
 
         Example:
             >>> import signal
@@ -84,7 +84,7 @@ class Workers:
             True
         """
         self._run.abort()
-        with contextlib.suppress(RunError):  # join() raises it
+        with contextlib.suppress(RunError):  # join() raises this error
             self._run.wait()
 
     def check_errors(self) -> None:

@@ -272,7 +272,7 @@ class _SharedQueue(Shared):
         if state is None:
             state = self._worker.state = _WorkerState(self.channels[0].reader(), self.channels[1])
         deadline = _deadline(timeout)
-        if state.answered[0]:  # get() finishes the question, so the owner must have the answer before
+        if state.answered[0]:  # get() finishes the question, so its answer must reach the owner first
             try:
                 self.channels[1].flush(timeout)
             except Full as error:

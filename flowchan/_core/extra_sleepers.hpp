@@ -29,8 +29,8 @@ class ExtraSleeper {
     ~ExtraSleeper();
     ExtraSleeper(const ExtraSleeper&) = delete;
     void watch(Watched watched);
-    // For a forked child, which does not have the thread. It must not even detach the thread, because the
-    // thread's stack, which holds its state, may belong to another thread of the child.
+    // For a forked child, which does not have the thread. The child must not even detach the thread: the
+    // thread's state is on its stack, and another thread of the child may have reused this memory.
     void abandon() { thread_ = nullptr; }
 
   private:

@@ -69,7 +69,7 @@ Link::~Link() {
         delete &receiver_;
         return;
     }
-    // A forked child owns none of this.
+    // A forked child owns none of these objects.
     extra_sleepers_.abandon();
     for (auto& [number, stream] : streams_) stream.release();
 }

@@ -261,8 +261,8 @@ class Link {
     bool lost_ = false;         // the connection is unusable; its last user closes the descriptor
     uint32_t last_served_ = 0;  // the stream after which the next round begins
 
-    // The sender also changes this without the mutex. It is a pointer like `changed_`: a forked child may have
-    // it in the middle of a change.
+    // The sender also changes `out_` without the mutex. Like `changed_`, `out_` is allocated separately,
+    // because a fork may copy it in the middle of a change.
     Outgoing& out_ = *new Outgoing;
     uint64_t queued_items_ = 0;  // items in `out_`
     bool has_news_ = false;      // the receiver has changed something for the sender to handle
@@ -283,8 +283,8 @@ class Link {
     std::deque<LinkEvent> events_;
     // allocated separately, like `changed_`
     std::condition_variable& event_added_ = *new std::condition_variable;
-    // Pointers, because a forked child has no such threads. It must not even detach them: its own threads may
-    // have taken over their stacks, which hold the state of a thread.
+    // These are allocated separately, because a forked child does not have the threads. The child must not
+    // even detach them: its own threads may have reused their stacks, which hold the state of each thread.
     std::thread &sender_ = *new std::thread, &receiver_ = *new std::thread;
     ExtraSleepers extra_sleepers_{[this] { ring_doorbell(); }};  // additional sleepers for the sender
 };

@@ -49,8 +49,8 @@ class Builder:
         """Maps a stage name to the label that pictures show instead of the operator and line. ``None`` hides
         the stage."""
         self._services: dict[str, tuple[Channel[Any], Channel[None]]] = {}
-        """Maps the name of each service to two channels: the run closes the first to end the service, and the
-        second when the run has ended."""
+        """Maps the name of each service to two channels. The run closes the first channel to end the service,
+        and the second channel after the run has ended."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} with {len(self._stages)} stages>"
@@ -249,14 +249,14 @@ class Builder:
     def _serve(self, inbox: Channel[Any], ended: Channel[None]) -> None:
         """Make the last stage a service, which ends after all other stages.
 
-        If the stage is an input, the service reads ``inbox`` in place of a channel of the run.
+        If the stage is an input, the service reads ``inbox`` instead of a channel of the run.
 
         Args:
-            inbox: Channel of the requests, to which any process may put. The run closes it to end the
-                service.
-            ended: Channel that the run closes when it has ended.
+            inbox: Channel for requests, into which any process may put. The run closes this channel to end
+                the service.
+            ended: Channel that is closed after the run has ended.
         """
-        # A service itself decides when a request has killed too many workers.
+        # The service, not the run, decides when a request has killed too many workers.
         stage = dataclasses.replace(self._stages[-1], service=True, max_deaths=NO_LIMIT)
         self._stages[-1] = stage
         self._services[stage.name] = inbox, ended

@@ -24,7 +24,7 @@ class Placement:
             replaced. Otherwise, the workers are threads of the program's process and end with it.
         hosts: Names of the hosts among which the workers are distributed; empty for this machine.
         shares: Relative number of workers on each host; empty for equal numbers.
-        by_worker: Host of each worker of a stage, in order; empty if the run chooses.
+        by_worker: Host of each worker of a stage, in order; empty if the run chooses the hosts.
         nowhere: True if the hosts have not been given yet.
         missing: Reason why the hosts cannot be known here. This is an error only when the graph runs.
     """
@@ -46,7 +46,7 @@ class Placement:
         return bool(self.hosts or self.nowhere or self.missing)
 
     def weights(self) -> Mapping[str, int]:
-        """Return the relative number of workers on each host; empty for equal numbers."""
+        """Return the relative number of workers on each host; empty if all hosts get equal numbers."""
         return dict(zip(self.hosts, self.shares, strict=True)) if self.shares else {}
 
     def transport_to(self, other: Placement) -> Transport:

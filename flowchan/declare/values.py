@@ -153,7 +153,7 @@ class Stage:
     auto: AutoWorkers | None = None
     """Limit on the number of workers if the run chooses it; ``None`` if the number is fixed."""
     service: bool = False
-    """Whether the stage serves other stages in ways that no channel of the graph shows, so it ends last."""
+    """Whether the stage serves other stages without a channel of the graph, and therefore ends last."""
 
     @property
     def kind(self) -> str:

@@ -67,7 +67,7 @@ def ssh(
     Args:
         hosts: The hosts in a form that ``ssh`` accepts: ``"gpu1"``, ``"user@gpu2"``. A single mapping such as
             ``{"gpu1": 8, "gpu2": 16}`` also sets the number of cores that workers may use on each host, for
-            :meth:`Pool.dealt`. Otherwise the hosts are asked when the number is needed.
+            :meth:`Pool.dealt`. Otherwise, the hosts report the number when it is needed.
         python: The Python executable on the hosts, with flowchan installed.
         address: The address at which the hosts can reach this machine, without a port (default: the address
             that the kernel uses on its route to them).

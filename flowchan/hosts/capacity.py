@@ -1,6 +1,6 @@
-"""Cores and relative speeds of hosts, as far as this process knows them, and the dealing of workers to hosts.
+"""Record the cores and relative speeds of hosts, and deal workers to the hosts.
 
-A pool is a value, so what its hosts have reported is kept here for each provider.
+A pool is an immutable value, so this module keeps the reports of its hosts, for each provider.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _speeds: dict[Provider, dict[str, float]] = {}  # relative speeds that a calibra
 
 
 def report_cores(provider: Provider, host: str, cores: int) -> None:
-    """Keep the number of cores that a host has reported."""
+    """Record the number of cores that a host has reported."""
     with _lock:
         _reported.setdefault(provider, {})[host] = cores
 
 
 def known_cores(provider: Provider) -> dict[str, int]:
-    """Return the number of cores of each host for which it is known.
+    """Return the number of cores of each host, without hosts whose number is unknown.
 
     The provider's own numbers take precedence over those that the hosts have reported.
     """
@@ -37,7 +37,7 @@ def known_cores(provider: Provider) -> dict[str, int]:
 
 
 def keep_speeds(provider: Provider, speeds: Mapping[str, float]) -> None:
-    """Keep the relative speeds of all hosts of a provider."""
+    """Record the relative speeds of all hosts of a provider."""
     with _lock:
         _speeds[provider] = dict(speeds)
 
@@ -57,15 +57,15 @@ def relative(rates: Mapping[str, float]) -> dict[str, float]:
 def deal(pool: str, count: int, cores: Mapping[str, int], weights: Mapping[str, float]) -> tuple[str, ...]:
     """Deal workers to hosts in turn, as lua---parallel's ``sfork`` does.
 
-    Each host gets one worker per turn until it has one for each of its cores. A host with half the weight of
-    another gets a worker in every second turn. Once all cores are taken, the turns continue, and one warning
-    is logged.
+    Each host gets one worker per turn until it has one worker per core. A host with half the weight of
+    another gets a worker in every second turn. Once all cores are taken, the turns continue, and the function
+    logs one warning.
 
     Args:
         pool: Name of the pool, for the warning.
         count: Number of workers.
         cores: Number of cores of each host, in the order of the turns.
-        weights: Relative number of workers of each host (default: 1).
+        weights: Relative number of workers of each host; 1 for a host without an entry.
 
     Returns:
         The host of each worker.

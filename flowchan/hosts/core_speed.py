@@ -1,7 +1,7 @@
-"""The benchmark that compares the speed of hosts, on the host.
+"""Benchmark that runs on each host to compare the speeds of hosts.
 
-All cores are busy for the whole measurement, because a core is slower while other cores of its host
-work. Each process works before the interval, counts rounds within it, and works on for a while after it.
+The benchmark keeps all cores busy, because a core is slower while other cores of its host are working. Each
+process works before, during and shortly after the interval, and counts only the rounds within the interval.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rounds_per_core(cores: int, interval: float = INTERVAL_S) -> float:
         children.append(child)
     os.close(writing)
     with open(reading, "rb") as counts:
-        found = counts.read()  # ends when all processes have ended
+        found = counts.read()  # returns when all processes have exited
     for child in children:
         os.waitpid(child, 0)
     rounds = [int.from_bytes(found[at : at + COUNT_SIZE], "big") for at in range(0, len(found), COUNT_SIZE)]
@@ -44,9 +44,9 @@ def rounds_per_core(cores: int, interval: float = INTERVAL_S) -> float:
 
 
 def _count_and_exit(writing: int, begin: float, interval: float) -> NoReturn:
-    """Write the number of rounds, at least 1, in an interval that starts at ``begin``; end the process.
+    """Count the rounds, at least 1, in an interval that starts at ``begin``; write the count and exit.
 
-    The interval starts later if the process does.
+    If the process starts late, the interval also starts late.
     """
     try:
         while time.monotonic() < begin:
@@ -63,6 +63,6 @@ def _count_and_exit(writing: int, begin: float, interval: float) -> NoReturn:
 
 
 def one_round() -> int:
-    """Work for about a tenth of a millisecond with integers, calls, and memory that fits into a cache."""
+    """Work for about 0.1 ms with integers, calls, and memory that fits into a CPU cache."""
     numbers = list(range(1000))
     return sum(number * number for number in numbers) + hash(tuple(reversed(numbers)))

@@ -28,7 +28,7 @@ class Pool(Placement):
     """Hosts for ``on=``, made with ``local``, ``ssh``, ``slurm`` or ``ray``.
 
     Each worker of a stage is placed on the host of the pool that has the fewest workers. After
-    :meth:`calibrate`, a host gets workers in proportion to its cores and speed. ``pool["gpu1"]`` and
+    :meth:`calibrate`, a host gets workers in proportion to its cores and its speed. ``pool["gpu1"]`` and
     ``pool["gpu1", "gpu2"]`` select hosts. A mapping also sets the hosts' shares of the workers: with
     ``pool[{"gpu1": 3, "gpu2": 1}]``, three of four workers, or six of eight, run on ``gpu1``. Pools from one
     provider share its agents within a run.
@@ -74,16 +74,16 @@ class Pool(Placement):
         return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen, shares=shares, by_worker=())
 
     def assigned(self, hosts: Sequence[str]) -> Pool:
-        """Set the host of each worker of a stage.
+        """Return a pool that places each worker of a stage on a given host.
 
         If a host is lost, another host of the pool takes over its workers.
 
         Args:
-            hosts: Host of the first worker, of the second, and so on. If a stage has more workers, the list
-                begins again.
+            hosts: Host of the first worker, host of the second worker, and so on. If a stage has more
+                workers, the list repeats.
 
         Returns:
-            A pool of the same hosts.
+            A pool with the same hosts.
 
         Raises:
             KeyError: A name is not a host of this pool, or the list is empty.
@@ -101,13 +101,13 @@ class Pool(Placement):
         return dataclasses.replace(self, by_worker=self[tuple(hosts)].hosts)
 
     def dealt(self, count: int) -> tuple[str, ...]:
-        """Deal workers to the hosts in turn, one per host and turn, until each host has one for each core.
+        """Deal workers to the hosts in turn, one per host per turn, until each host has one per core.
 
         Once all cores are taken, the turns continue, and the logger ``flowchan.hosts`` warns once. After
-        :meth:`calibrate`, a host with half the speed gets a worker in every second turn. Shares replace the
-        speeds. For a pool from :meth:`assigned`, the result is its list of hosts.
+        :meth:`calibrate`, a host with half the speed gets a worker in every second turn. Shares take
+        precedence over speeds. For a pool from :meth:`assigned`, the result repeats the assigned hosts.
 
-        If the number of cores of a host is not known, this starts a small program on the host. The program
+        If the number of cores of a host is unknown, ``dealt`` starts a small program on the host. The program
         must report the number within 30 seconds.
 
         Args:
@@ -117,7 +117,7 @@ class Pool(Placement):
             The host of each worker.
 
         Raises:
-            HostError: A host did not report its cores, or the hosts cannot be known here.
+            HostError: A host did not report its cores, or the hosts cannot be determined here.
             TypeError: ``count`` is not an int.
             ValueError: ``count`` is less than 1.
 
@@ -143,22 +143,22 @@ class Pool(Placement):
         return deal(self.name, count, {host: known[host] for host in self.hosts}, weights)
 
     def calibrate(self, timeout: float | None = None) -> dict[str, float]:
-        """Measure the relative speeds of the hosts with all their cores busy.
+        """Measure the relative speeds of the hosts while all their cores are busy.
 
-        The process keeps the speeds for all pools of the same provider: stages and :meth:`dealt` give fewer
-        workers to slower hosts. The measurement starts a small program on each host and then takes one to two
-        seconds. Measure while the hosts have no other work. Ray may choose other nodes for a later run; the
-        speeds are then those of the earlier nodes.
+        This process keeps the speeds for all pools of the same provider. Stages and :meth:`dealt` then give
+        fewer workers to slower hosts. The call starts a small program on each host; the measurement takes one
+        to two seconds. Call ``calibrate`` while the hosts have no other work. Ray may choose other nodes for
+        a later run; the speeds then still describe the earlier nodes.
 
         Args:
             timeout: Seconds to wait for the hosts (default: 30).
 
         Returns:
-            The speed of a core of each host relative to the fastest host of the provider: above 0, at most 1,
-            rounded to 0.01.
+            The speed of one core of each host, relative to the provider's fastest host. Each speed is above
+            0, at most 1, and rounded to 0.01.
 
         Raises:
-            HostError: A host cannot be used or did not answer in time, or the hosts cannot be known here.
+            HostError: A host is unusable or did not answer in time, or the hosts cannot be determined here.
             TypeError: ``timeout`` is not a number.
             ValueError: ``timeout`` is not greater than 0.
 
@@ -183,9 +183,9 @@ class Pool(Placement):
         return {host: known[host] for host in self.hosts if host in known}
 
     def weights(self) -> dict[str, int]:
-        """Return the shares, or else the cores of each host times its speed in percent.
+        """Return the shares if they are set, or else each host's cores times its speed in percent.
 
-        The result is empty if the speeds are not known.
+        The result is empty if neither shares nor speeds are known.
         """
         speeds = self.speeds
         if self.shares or not speeds:

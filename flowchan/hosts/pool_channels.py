@@ -1,4 +1,4 @@
-"""Channels of this program that the workers on the hosts of a pool can reach."""
+"""Create channels in this program that workers on the hosts of a pool can reach."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from flowchan.transport.tcp import joined
 
 
 def channel_maker(pool: Pool) -> Callable[[int], Channel[Any]]:
-    """Return a function that creates a channel across hosts, given the capacity.
+    """Return a function that takes a capacity and creates a channel across hosts.
 
-    All these channels have one server. It listens at the address at which the pool's agents reach this
-    program, and ends when its last channel has been released.
+    All these channels share one server. The server listens at the address at which the pool's agents reach
+    this program, and shuts down when its last channel is released.
     """
     address = joined((pool.provider.listen_at(), 0))
     return ChannelServer(address, tls=pool.tls, peer_timeout=pool.peer_timeout).make

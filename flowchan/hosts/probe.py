@@ -3,9 +3,9 @@
 The provider starts this module on the host in place of an agent, so the probe runs under the same conditions
 as an agent. It dials, authenticates, and describes the host in its hello. The program then sends requests:
 
-- A transfer is a size followed by that many bytes. The probe answers it with one byte.
-- The size ``SPEED``, followed by a number of cores, asks for the speed of the host. The probe answers with
-  the number of rounds that each core completes per second.
+- A transfer is a size followed by that many bytes. The probe answers a transfer with one byte.
+- The size ``SPEED``, followed by a number of cores, requests the speed of the host. The probe answers with
+  the mean number of rounds that a core completes per second.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Facts:
         gpus: Names of its GPUs.
         round_trip: Median round-trip time in seconds.
         rate: Throughput in bytes per second.
-        speed: Speed of a core relative to the fastest host, in ]0, 1]; 0 if it was not measured.
+        speed: Speed of one core relative to the fastest host: above 0, at most 1; 0 if not measured.
     """
 
     host: str
@@ -76,11 +76,11 @@ class Facts:
 
 
 Sockets = dict[int, socket.socket]
-"""Connections to probes, by the numbers of the hosts."""
+"""Maps the number of each host to the connection to its probe."""
 
 
 def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> list[Facts]:
-    """Start a probe on every host. Measure the connections one at a time, and then the speed of all hosts.
+    """Start a probe on every host. Measure each connection in turn, and then the speeds of all hosts.
 
     Raises :class:`flowchan.HostError` if no host can be tried.
     """
@@ -97,7 +97,7 @@ def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> lis
 def ask_hosts(
     provider: Provider, hosts: Collection[str], host_timeout: float = HOST_TIMEOUT_S, *, speed: bool = False
 ) -> list[Facts]:
-    """Ask some hosts for their cores, and for their speed if ``speed`` is set.
+    """Ask hosts for their number of cores and, if ``speed`` is set, for their speed.
 
     Raises :class:`flowchan.HostError` if a host can't be used or does not answer within ``host_timeout``.
     """
@@ -117,10 +117,10 @@ def ask_hosts(
 def probes(
     provider: Provider, hosts: Collection[str], found: dict[int, Facts], host_timeout: float
 ) -> Iterator[Iterator[tuple[int, socket.socket]]]:
-    """Start a probe on each of ``hosts``, and give an iterator over those that connect.
+    """Start a probe on each of ``hosts``, and return an iterator over the probes that connect.
 
-    The facts of each host are in ``found`` when its probe has been yielded, or when the iterator has ended.
-    The probes end with the block.
+    The iterator stores the facts of a host in ``found`` before it yields the host's probe. After the last
+    probe, the iterator stores the problems of the other hosts. Leaving the block shuts down the probes.
     """
     secret = secrets.token_bytes(32)
     address = _listen_at(provider, list(hosts), found)
@@ -148,7 +148,7 @@ def _arriving(
     host_timeout: float,
     resources: ExitStack,
 ) -> Iterator[tuple[int, socket.socket]]:
-    """Yield the probes that connect, and record a problem for each of the others."""
+    """Yield the probes that connect, and record a problem for each host whose probe does not connect."""
     for sock, hello in _accepted(listener, started, host_timeout):
         number = hello.pop("number")
         sock.settimeout(host_timeout)
@@ -166,7 +166,7 @@ def _arriving(
 
 
 def _add_speeds(provider: Provider, sockets: Sockets, found: dict[int, Facts], give_up: float) -> None:
-    """Measure the speed of all usable hosts at the same time until ``give_up``, and add it to their facts."""
+    """Measure the speeds of all usable hosts concurrently until ``give_up``; add them to the facts."""
     cores = known_cores(provider)
     asked = {number: sock for number, sock in sockets.items() if not found[number].problem}
     rates: dict[str, float] = {}

@@ -209,7 +209,7 @@ def for_several_processes(several: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def for_another_host() -> Iterator[None]:
-    """Mark what is pickled in this block as a value that another host will get."""
+    """Mark the values that this thread pickles in this block as values for another host."""
     outer, now.for_host = now.for_host, True
     try:
         yield
@@ -218,7 +218,7 @@ def for_another_host() -> Iterator[None]:
 
 
 def is_for_another_host() -> bool:
-    """Return whether another host will get what this thread is pickling."""
+    """Return whether this thread is pickling a value for another host."""
     return now.for_host or (now.packing is not None and now.packing.leaves)
 
 

@@ -1,12 +1,12 @@
-"""Processes that the program addresses one by one, on this machine and on hosts.
+"""Child processes that the program addresses individually, on this machine or on other hosts.
 
-:func:`start` starts them. Each child runs one function, whose first argument is its :class:`Parent`. The
-program calls the methods of one :class:`Child`, or of a group, :class:`Children`.
+:func:`start` starts the children. Each child runs one function, whose first argument is a :class:`Parent`.
+The program calls methods of one child (:class:`Child`) or of a group (:class:`Children`).
 
-The children are the workers of one stage, so they start, die and end as such workers do. The only item of
-each worker is the ``ChildLinks`` of its child: its number and its channels. If the process dies, this item
-fails, and the supervisor reports the death to the program. The program then closes the channels of this
-child, so every waiting call ends.
+The children are the workers of one stage, so the supervisor starts, watches and ends them like other workers.
+Each worker gets one item, a ``ChildLinks`` with the child's number and channels. If the process dies, this
+item fails, and the supervisor reports the death to the program. The program then closes the child's channels,
+which ends every waiting call.
 """
 
 from flowchan.pipelines.children.child_handles import Child, Children, start

@@ -1,4 +1,4 @@
-"""Handles of children: one child, or a group of children that one call has started."""
+"""Handles through which the program calls one child or a group of children."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ Program = Callable[..., Any] | str
 class Child:
     """Handle of one child.
 
-    ``kids[3]`` returns it. If the child has died, every call that needs it raises ``ChildDied``. If the
-    child's function has raised an exception, such a call raises ``StageError`` from that exception. If the
-    function has returned, or the child was closed, the call raises ``Closed``.
+    ``kids[3]`` returns the handle of child 3. A call that needs the child can raise these errors:
+
+    - ``ChildDied`` if the child has died.
+    - ``StageError`` if the child's function has raised an exception, which becomes the cause.
+    - ``Closed`` if the function has returned or the child was closed.
 
     Attributes:
         number: Number of the child, from 1.
@@ -43,14 +45,14 @@ class Child:
 
     @property
     def speed(self) -> float:
-        """Speed of the host relative to the fastest host of the pool, above 0 and at most 1."""
+        """Speed of the host relative to the pool's fastest host: above 0, at most 1."""
         return self._state.links.speed
 
     @property
     def pid(self) -> int:
-        """Process id of the child on its host. The first use waits until the child has started.
+        """Process id of the child on its host; 0 if the child died or was closed before it started.
 
-        It is 0 if the child ended before it started.
+        The first access waits until the child has started.
         """
         self._state.greeted.wait()
         return self._state.pid
@@ -59,13 +61,13 @@ class Child:
         """Run ``function(parent, *args, **kwargs)`` in the child, and return at once.
 
         Args:
-            function: Function, or its name as ``"module:function"``. A host that lacks the module of the
-                function gets the function by value.
+            function: Function, or its name as ``"module:function"``. If a host lacks the function's
+                module, the function is sent by value.
             *args: Positional arguments.
             **kwargs: Keyword arguments.
 
         Raises:
-            RuntimeError: The child already has a program.
+            RuntimeError: The child already has a function.
             TypeError: An argument cannot be serialised.
             ChildDied: The child has died.
 
@@ -79,19 +81,19 @@ class Child:
         group_calls.run((self._state,), (_checked("run", function), args, kwargs), self._started.remote)
 
     def join(self, message: Any = "", timeout: float | None = None) -> None:
-        """Meet ``parent.pause()`` in the child, which returns the message.
+        """Wait until the child calls ``parent.pause()``, which then returns the message.
 
         Args:
-            message: Message for the child (default: ``""``).
-            timeout: Seconds to wait (default: no limit). A message that the child has not read by then is
-                withdrawn.
+            message: Value that ``pause`` returns (default: ``""``).
+            timeout: Seconds to wait (default: no limit). If the child has not read the message by then,
+                ``join`` withdraws it.
 
         Raises:
             TimeoutError: The child did not call ``pause`` in time.
             ChildDied: The child has died.
             StageError: The child's function has raised an exception.
-            Closed: The child has ended or was closed.
-            RuntimeError: The child has no program.
+            Closed: The child has exited or was closed.
+            RuntimeError: The child has no function to run.
 
         Example:
             >>> from flowchan.pipelines import children
@@ -108,14 +110,14 @@ class Child:
 
         Args:
             value: Any value that a channel between processes accepts.
-            timeout: Seconds to wait if 64 values are waiting to be received (default: no limit).
+            timeout: Seconds to wait while the child has 64 unreceived values (default: no limit).
 
         Raises:
-            TimeoutError: The child did not receive enough values in time.
+            TimeoutError: The child still had 64 unreceived values at the timeout.
             ChildDied: The child has died.
             StageError: The child's function has raised an exception.
-            Closed: The child has ended or was closed.
-            RuntimeError: The child has no program.
+            Closed: The child has exited or was closed.
+            RuntimeError: The child has no function to run.
             TypeError: The value cannot be serialised.
 
         Example:
@@ -130,11 +132,13 @@ class Child:
         group_calls.send("send", [(self._state, value)], timeout)
 
     def receive(self, timeout: float | None = None, into: Any = None) -> Any:
-        """Receive the next value from the child. Values that it sent before it ended come first.
+        """Receive the next value from the child.
+
+        Values that the child sent before it exited can still be received.
 
         Args:
             timeout: Seconds to wait (default: no limit).
-            into: Array or tensor to fill with the value, of the same dtype and shape (default: none).
+            into: Array or tensor to fill with the value; its dtype and shape must match (default: none).
 
         Returns:
             The value, or ``into``.
@@ -143,9 +147,9 @@ class Child:
             TimeoutError: No value arrived in time.
             ChildDied: The child has died.
             StageError: The child's function has raised an exception.
-            Closed: The child has ended or was closed.
-            RuntimeError: The child has no program.
-            ValueError: The value does not fit ``into``. The next call returns the value.
+            Closed: The child has exited or was closed.
+            RuntimeError: The child has no function to run.
+            ValueError: The value does not fit ``into``. The next ``receive`` returns this value.
 
         Example:
             >>> import numpy
@@ -159,7 +163,7 @@ class Child:
         return group_calls.receive((self._state,), timeout, filled)[self.number]
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait until the child's function has ended.
+        """Wait until the child's function has finished.
 
         Args:
             timeout: Seconds to wait (default: no limit).
@@ -168,11 +172,11 @@ class Child:
             The return value of the function.
 
         Raises:
-            TimeoutError: The function did not end in time.
+            TimeoutError: The function did not finish in time.
             ChildDied: The child has died.
             StageError: The function has raised an exception.
             Closed: The child was closed.
-            RuntimeError: The child has no program.
+            RuntimeError: The child has no function to run.
 
         Example:
             >>> from flowchan.pipelines import children
@@ -184,10 +188,11 @@ class Child:
         return group_calls.wait((self._state,), timeout, self._started.print_reports)[self.number]
 
     def close(self) -> None:
-        """End the child if it is alive, and discard the values that were not received.
+        """Shut down the child if it is alive, and discard unreceived values.
 
-        The child's calls to its parent raise ``Closed``. If its function does not end within 2 seconds, the
-        process gets SIGTERM, and SIGKILL after 2 more seconds. Further calls have no effect.
+        The child's calls to its parent raise ``Closed``. If the child's function is still running after
+        2 seconds, the process gets SIGTERM. After 2 more seconds, the process gets SIGKILL. Further calls to
+        ``close`` have no effect.
 
         Example:
             >>> from flowchan.pipelines import children
@@ -203,14 +208,14 @@ class Child:
 
 
 class Children:
-    """Group of children that one call to :func:`start` has started.
+    """Group of children that were started by one call to :func:`start`.
 
-    A call to a group meets every member that is alive. Then it raises the error of the first member that it
-    could not meet: ``ChildDied``, ``StageError``, ``Closed`` or ``TimeoutError``. Results are keyed by the
-    child's number.
+    A call to a group serves every live member before it raises an error: ``ChildDied``, ``StageError``,
+    ``Closed`` or ``TimeoutError``. If several members failed, ``ChildDied`` takes precedence, and
+    ``TimeoutError`` comes last. Results are keyed by the child's number.
 
-    ``kids[3]`` is one child. ``kids[1, 2]`` and ``kids[[1, 2]]`` are groups. Iteration yields each
-    :class:`Child`. Leaving the ``with`` block closes all members.
+    ``kids[3]`` is one child. ``kids[1, 2]`` and ``kids[[1, 2]]`` are groups. Iterating over a group yields a
+    :class:`Child` for each member. Leaving the ``with`` block closes all members.
 
     Example:
         >>> from flowchan.pipelines import children
@@ -252,17 +257,17 @@ class Children:
 
     @property
     def alive(self) -> Children:
-        """Return the group of the members that have not ended."""
+        """Return the group of the members that are still running."""
         alive = (state.number for state in self._states if not state.ended.is_set())
         return Children(self._started, tuple(alive))
 
     @property
     def graph(self) -> Graph:
-        """Return the graph with the stage of the children, for pictures."""
+        """Return the graph in which the children are a stage; use it to draw the children."""
         return self._started.graph
 
     def report(self) -> str:
-        """Return the report of the children's run as text, as ``run.report()`` does.
+        """Return a text report about the children, in the format of ``run.report()``.
 
         Returns:
             The report.
@@ -281,13 +286,13 @@ class Children:
         """Run ``function(parent, *args, **kwargs)`` in each member, and return at once.
 
         Args:
-            function: Function, or its name as ``"module:function"``. A host that lacks the module of the
-                function gets the function by value.
+            function: Function, or its name as ``"module:function"``. If a host lacks the function's
+                module, the function is sent by value.
             *args: Positional arguments; the members get copies.
             **kwargs: Keyword arguments.
 
         Raises:
-            RuntimeError: A member already has a program. No member runs the function.
+            RuntimeError: A member already has a function. No member runs the new one.
             TypeError: An argument cannot be serialised.
             ChildDied: A member has died.
 
@@ -301,19 +306,19 @@ class Children:
         group_calls.run(self._states, (_checked("run", function), args, kwargs), self._started.remote)
 
     def join(self, message: Any = "", timeout: float | None = None) -> None:
-        """Meet ``parent.pause()`` in each member, which returns the message.
+        """Wait until each member calls ``parent.pause()``, which then returns the message.
 
         Args:
-            message: Message for the members (default: ``""``).
-            timeout: Seconds to wait for all members (default: no limit). A message that a member has not read
-                by then is withdrawn.
+            message: Value that ``pause`` returns in each member (default: ``""``).
+            timeout: Seconds to wait for all members (default: no limit). Messages that members have not read
+                by then are withdrawn.
 
         Raises:
-            TimeoutError: Members did not call ``pause`` in time.
+            TimeoutError: A member did not call ``pause`` in time.
             ChildDied: A member has died.
-            StageError: The function of a member has raised an exception.
-            Closed: A member has ended or was closed.
-            RuntimeError: A member has no program.
+            StageError: A member's function has raised an exception.
+            Closed: A member has exited or was closed.
+            RuntimeError: A member has no function to run.
 
         Example:
             >>> from flowchan.pipelines import children
@@ -326,18 +331,18 @@ class Children:
         group_calls.join(self._states, message, timeout, self._started.remote)
 
     def send(self, value: Any, timeout: float | None = None) -> None:
-        """Send a value to each member. The value is serialised once.
+        """Send one value to all members. The value is serialised only once.
 
         Args:
             value: Any value that a channel between processes accepts.
-            timeout: Seconds to wait for all members for which 64 values are waiting (default: no limit).
+            timeout: Seconds to wait in total while members have 64 unreceived values (default: no limit).
 
         Raises:
-            TimeoutError: Members did not receive enough values in time.
+            TimeoutError: A member still had 64 unreceived values at the timeout.
             ChildDied: A member has died.
-            StageError: The function of a member has raised an exception.
-            Closed: A member has ended or was closed.
-            RuntimeError: A member has no program.
+            StageError: A member's function has raised an exception.
+            Closed: A member has exited or was closed.
+            RuntimeError: A member has no function to run.
             TypeError: The value cannot be serialised.
 
         Example:
@@ -357,16 +362,16 @@ class Children:
         """Send each member its own value.
 
         Args:
-            values: Values by the numbers of members.
+            values: Maps numbers of members to values.
             timeout: Seconds to wait, as for :meth:`send` (default: no limit).
 
         Raises:
-            KeyError: A number is not that of a member.
-            TimeoutError: Members did not receive enough values in time.
+            KeyError: A key is not the number of a member.
+            TimeoutError: A member still had 64 unreceived values at the timeout.
             ChildDied: A member has died.
-            StageError: The function of a member has raised an exception.
-            Closed: A member has ended or was closed.
-            RuntimeError: A member has no program.
+            StageError: A member's function has raised an exception.
+            Closed: A member has exited or was closed.
+            RuntimeError: A member has no function to run.
             TypeError: A value cannot be serialised.
 
         Example:
@@ -384,22 +389,22 @@ class Children:
     def receive(self, timeout: float | None = None, into: Mapping[int, Any] | None = None) -> dict[int, Any]:
         """Receive one value from each member.
 
-        If the call raises an exception, the values that had arrived remain the next ones of their members.
+        If the call raises an exception, the next ``receive`` returns the values that had already arrived.
 
         Args:
             timeout: Seconds to wait for all members (default: no limit).
-            into: Arrays or tensors to fill, by the numbers of members (default: none). Each has the dtype and
-                shape of its value.
+            into: Maps numbers of members to arrays or tensors to fill (default: none). The dtype and shape
+                must match those of the value.
 
         Returns:
-            The values by the numbers of the members.
+            A dict that maps the number of each member to its value.
 
         Raises:
-            TimeoutError: Members sent nothing in time.
+            TimeoutError: A member sent nothing in time.
             ChildDied: A member has died.
-            StageError: The function of a member has raised an exception.
-            Closed: A member has ended or was closed.
-            RuntimeError: A member has no program.
+            StageError: A member's function has raised an exception.
+            Closed: A member has exited or was closed.
+            RuntimeError: A member has no function to run.
             ValueError: A value does not fit its array or tensor.
             TypeError: ``into`` is not a mapping, or one of its values is neither an array nor a tensor.
 
@@ -412,26 +417,26 @@ class Children:
         """
         if into is not None and not isinstance(into, Mapping):
             raise TypeError(
-                "receive: into must be a mapping from numbers to arrays for a group, got "
-                f"{type(into).__name__}; kids[1].receive(into=…) fills one array"
+                "receive: into must be a mapping from child numbers to arrays, got "
+                f"{type(into).__name__}; use kids[1].receive(into=…) to fill one array"
             )
         return group_calls.receive(self._states, timeout, into or {})
 
     def wait(self, timeout: float | None = None) -> dict[int, Any]:
-        """Wait until the functions of all members have ended, or a member has died.
+        """Wait until the functions of all members have finished, or a member has died.
 
         Args:
             timeout: Seconds to wait (default: no limit).
 
         Returns:
-            The return values by the numbers of the members.
+            A dict that maps the number of each member to the return value of its function.
 
         Raises:
-            TimeoutError: Functions did not end in time.
+            TimeoutError: A function did not finish in time.
             ChildDied: A member has died.
-            StageError: The function of a member has raised an exception.
+            StageError: A member's function has raised an exception.
             Closed: A member was closed.
-            RuntimeError: A member has no program.
+            RuntimeError: A member has no function to run.
 
         Example:
             >>> from flowchan.pipelines import children
@@ -443,10 +448,11 @@ class Children:
         return group_calls.wait(self._states, timeout, self._started.print_reports)
 
     def close(self) -> None:
-        """End all members that are alive, and discard the values that were not received.
+        """Shut down all members that are alive, and discard unreceived values.
 
-        The members' calls to their parent raise ``Closed``. If a function does not end within 2 seconds, its
-        process gets SIGTERM, and SIGKILL after 2 more seconds. Further calls have no effect.
+        The members' calls to their parent raise ``Closed``. If a function is still running after 2 seconds,
+        its process gets SIGTERM. After 2 more seconds, the process gets SIGKILL. Further calls to ``close``
+        have no effect.
 
         Example:
             >>> from flowchan.pipelines import children
@@ -473,17 +479,16 @@ def _checked(call: str, function: Program) -> Program:
 
 @refuses_misspelt("children.start")
 def start(n: int, *, on: PlacementOption = "process") -> Children:
-    """Start ``n`` children, which wait for the program that :meth:`Children.run` sends.
+    """Start ``n`` child processes, which wait for the function that :meth:`Children.run` sends.
 
-    Each child is a process. On a pool, the children are dealt out one per host in turn, up to the cores of
-    each host.
+    On a pool, the hosts take turns: each host gets one child per turn until it has one child per core.
 
     Args:
         n: Number of children, at least 1.
         on: ``"process"`` (default), or a pool from ``flowchan.hosts``.
 
     Returns:
-        All children, as a group.
+        The group of all children.
 
     Raises:
         TypeError: ``n`` is not an int, or ``on`` is not a placement.
@@ -504,7 +509,7 @@ def start(n: int, *, on: PlacementOption = "process") -> Children:
     if not placement.own_process:
         raise ValueError(
             'children.start: on must be "process" or a pool from flowchan.hosts, got "thread"; a thread '
-            "cannot be ended"
+            "cannot be killed"
         )
     started = StartedChildren(n, placement)
     parent_handle.started.add(started)

@@ -9,22 +9,23 @@ from flowchan.pipelines.marshalled import Marshalled
 
 
 class SentOnce(Marshalled[Any]):
-    """Large value for several children on this machine. Its memory is written once and read in place."""
+    """Large value for several children on this machine, written to memory once and read there by each."""
 
 
 class ChildLinks(NamedTuple):
-    """Number, speed and channels of one child: the item of its worker.
+    """Number, speed and channels of one child. The child's worker gets this tuple as its only item.
 
-    The program owns the channels and closes them when the child has ended.
+    The program owns the channels and closes them when the child has exited.
 
     Attributes:
         number: Number of the child.
-        speed: Relative speed of its host.
-        down: The child's program, then the values that the program sends.
-        up: Values that the child sends.
-        joins: Numbered messages of ``join``.
-        answers: Numbers of the messages that ``pause`` has returned.
-        reports: Pairs of a child's number and its process id or printed text; all children share it.
+        speed: Relative speed of the child's host.
+        down: Carries the child's function and then the values that the program sends.
+        up: Carries the values that the child sends.
+        joins: Carries the numbered messages of ``join``.
+        answers: Carries the numbers of the messages that ``pause`` has received.
+        reports: Carries pairs of a child's number and its process id or printed text. All children share
+            this channel.
     """
 
     number: int
@@ -36,11 +37,11 @@ class ChildLinks(NamedTuple):
     reports: Channel[tuple[int, int | str]]
 
     def close(self) -> None:
-        """Close the channels of this child. Values that were sent can still be received."""
+        """Close the channels of this child. Values that are already in a channel can still be received."""
         for channel in (self.down, self.up, self.joins, self.answers):
             channel.close()
 
     def flush(self) -> None:
-        """Wait until the program has everything that the child has sent."""
+        """Wait until the program has received everything that the child sent."""
         for channel in (self.up, self.answers, self.reports):
             channel.flush()

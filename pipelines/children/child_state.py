@@ -1,4 +1,4 @@
-"""Keep what the program knows about one child."""
+"""Track the state of one child in the program that started it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ STAGE = "children"
 
 
 def released() -> Channel[Any]:
-    """Return a closed channel that takes the place of channels that are released."""
+    """Return a closed channel that replaces a released channel."""
     channel: Channel[Any] = Channel(1)
     channel.close()
     return channel
 
 
 class Alive:
-    """Number of children that have not ended. The channel of reports closes after the last one."""
+    """Count of the children that have not exited. After the last exit, the report channel is closed."""
 
     def __init__(self, count: int, reports: Channel[Any]) -> None:
         self._ends = itertools.count(1)
@@ -40,7 +40,10 @@ class Alive:
             self._changed.notify_all()
 
     def wait_for(self, condition: Callable[[], bool], until: float | None) -> None:
-        """Wait until the condition holds, which only an end of a child may change, or the deadline passes."""
+        """Wait until the condition holds or the deadline passes.
+
+        Only the exit of a child may change the condition.
+        """
         with self._changed:
             self._changed.wait_for(condition, remaining(until))
 
@@ -48,18 +51,18 @@ class Alive:
 class ChildState:
     """State of one child in the program that started it.
 
-    Invariants. ``ended`` is set before the channels are closed. A caller that finds a channel closed
-    therefore also finds the reason. A child ends only once: the first outcome counts.
+    Invariants: The reason is recorded before the channels are closed. A caller that finds a closed channel
+    therefore also finds the reason. The first outcome of a child counts, and later ones are ignored.
 
     Attributes:
         links: Channels of the child.
-        host: Name of its host.
-        pid: Its process id; 0 until ``greeted`` is set.
-        greeted: Set when the process id is known or the child has ended.
-        has_program: True if ``run`` has sent a program.
-        ended: Set when the child has ended in any way.
-        alive: Count of the children of the same start.
-        value: Return value of its program.
+        host: Name of the child's host.
+        pid: Process id of the child; 0 until ``greeted`` is set.
+        greeted: Set when the process id is known or the child has exited.
+        has_program: True if ``run`` has sent a function.
+        ended: Set when the child has exited for any reason.
+        alive: Count of the running children that the same call started.
+        value: Return value of the child's function.
     """
 
     def __init__(self, links: ChildLinks, alive: Alive) -> None:
@@ -73,17 +76,17 @@ class ChildState:
         self._unread: collections.deque[Any] = collections.deque()  # received, but not returned to a caller
         self._joining = threading.Lock()
         self._joins = itertools.count(1)
-        self._unmet = False  # True if a message of an earlier join may be left
+        self._unmet = False  # True if an earlier join may have left a message
 
     @property
     def number(self) -> int:
         """Number of the child."""
         return self.links.number
 
-    # --- how the child ends ---
+    # --- outcome ---
 
     def end(self, why: Callable[[str], Exception] | None = None, value: Any = None) -> None:
-        """Record that the child has ended. ``why`` makes the error for a call, given the call's name."""
+        """Record that the child has exited. ``why`` takes a call's name and returns the error to raise."""
         with self._outcome:
             if self.ended.is_set():
                 return
@@ -123,7 +126,7 @@ class ChildState:
         self.end(why)
 
     def begin_close(self) -> None:
-        """Close the channels, because the program closes the child or the run ends."""
+        """Close the channels, because the program is closing the child or the run is ending."""
         with self._outcome:
             if self.ended.is_set() or self.closing:
                 return
@@ -131,7 +134,7 @@ class ChildState:
         self.links.close()
 
     def release(self) -> None:
-        """Release the channels of a child that has ended, with the values that were not received."""
+        """Release the channels of a child that has exited, and discard unreceived values."""
         self._unread.clear()
         self.links = ChildLinks(self.number, self.links.speed, *[released()] * 5)
 
@@ -139,11 +142,11 @@ class ChildState:
         return Closed(f"{call}: child {self.number} was closed")
 
     def failure(self, call: str) -> Exception | None:
-        """Return the error for a call to a child that has ended; None if its function has returned."""
+        """Return the error for a call after the child has exited; None if its function has returned."""
         return None if self._why is None else self._why(call)
 
     def gone(self, call: str) -> Exception:
-        """Return the error for a call that needs a child that has ended."""
+        """Return the error for a call that needs the child, after the child has exited."""
         return self.failure(call) or Closed(f"{call}: child {self.number} has ended")
 
     # --- values ---
@@ -155,18 +158,18 @@ class ChildState:
         return self._unread.popleft() if self._unread else self.links.up.get(remaining(until))
 
     def give_back(self, value: Any) -> None:
-        """Make this value the next one, because the call that received it did not return it."""
+        """Let the next call return this value, because the call that received it has failed."""
         self._unread.appendleft(value)
 
     # --- rendezvous ---
 
     def begin_join(self, until: float | None) -> bool:
-        """Let one join at a time meet this child. Return False if another one lasts too long."""
+        """Wait until no other join uses this child. Return False if the deadline passes first."""
         wait = remaining(until)
         return self._joining.acquire(timeout=-1 if wait is None else wait)
 
     def ask(self, message: Any) -> int:
-        """Put the message of a join, and return its number."""
+        """Send the message of a join, and return the number of the message."""
         if self._unmet:
             self._withdraw()
         self._unmet, number = True, next(self._joins)
@@ -174,9 +177,9 @@ class ChildState:
         return number
 
     def answered(self, number: int, until: float | None) -> None:
-        """Wait until the child has returned from ``pause`` with this message."""
+        """Wait until ``pause`` in the child has received this message."""
         while self.links.answers.get(remaining(until)) != number:
-            pass  # the answer to a message that could not be withdrawn
+            pass  # skip the answer to an earlier message that could not be withdrawn
         self._unmet = False
 
     def end_join(self) -> None:
@@ -185,7 +188,7 @@ class ChildState:
         self._joining.release()
 
     def _withdraw(self) -> None:
-        """Take back a message that the child has not read, because its join has failed."""
+        """Withdraw the message of a failed join if the child has not read it."""
         try:
             while True:
                 self.links.joins.get_nowait()
@@ -194,5 +197,5 @@ class ChildState:
 
 
 def remaining(until: float | None) -> float | None:
-    """Return the seconds until a moment on the monotonic clock, at least 0; None without a limit."""
+    """Return the seconds until a deadline on the monotonic clock, at least 0; None without a deadline."""
     return None if until is None else max(0.0, until - time.monotonic())

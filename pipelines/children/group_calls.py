@@ -1,7 +1,7 @@
-"""Calls to several children at once.
+"""Call several children at once.
 
-A call meets every child that is alive, and then raises the error of the first child that could not be met.
-The deaths come before the other errors; the other errors are notes of the one that is raised.
+A call serves every live child before it raises an error. If several children failed, the call raises the
+error of the first dead child or, without a death, the first error. The other errors become its notes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from flowchan.remote.joining import sealed_once
 States = Sequence[ChildState]
 
 _LARGE = 1 << 20
-"""Number of bytes from which all children on this machine read a value from the same memory."""
+"""Size in bytes from which all children on this machine read a value from the same memory."""
 _SMALL = (str, int, float, bool, type(None))
 """Types that a channel encodes without pickle."""
 
 
 class _Misses:
-    """Children that a call has not met, and why."""
+    """Children that a call could not serve, and the reasons."""
 
     def __init__(self, call: str, timeout: float | None) -> None:
         self._call, self._timeout = call, timeout
@@ -66,16 +66,16 @@ class _Misses:
 
 
 def deadline(call: str, timeout: float | None) -> float | None:
-    """Check ``timeout``, and return its end on the monotonic clock."""
+    """Check ``timeout``, and return the deadline on the monotonic clock."""
     limit = checked_pause(call, "timeout", timeout)
     return None if limit is None else time.monotonic() + limit
 
 
 def need_programs(call: str, children: States) -> None:
-    """Raise ``RuntimeError`` if a child has no program, because the call would wait for it forever."""
+    """Raise ``RuntimeError`` if a child has no function to run, because the call would wait forever."""
     for child in children:
         if not (child.has_program or child.closing or child.ended.is_set()):
-            raise RuntimeError(f"{call}: child {child.number} has no program; call run() first")
+            raise RuntimeError(f"{call}: child {child.number} has no function to run; call run() first")
 
 
 def shared(value: Any, children: States, remote: bool) -> Any:
@@ -86,19 +86,19 @@ def shared(value: Any, children: States, remote: bool) -> Any:
 
 
 def _local(packed: Any) -> Any:
-    """Return the item for a value that is sent to several children on this machine."""
+    """Return the channel item that carries a value to several children on this machine."""
     once = Opening(packed)
     buffers = packed[1:] if isinstance(packed, list) else []
-    if not all(isinstance(one, PickleBuffer) for one in buffers):  # channels have one receiver per item
+    if not all(isinstance(one, PickleBuffer) for one in buffers):  # channels need one copy per receiver
         return once
     return SentOnce(once) if sum(one.raw().nbytes for one in buffers) >= _LARGE else once
 
 
 def run(children: States, program: tuple[Any, ...], remote: bool) -> None:
-    """Send a program, which is serialised once, to each child."""
+    """Serialise a function and its arguments once, and send them to each child."""
     for child in children:
         if child.has_program:
-            raise RuntimeError(f"run: child {child.number} already has a program; start another child")
+            raise RuntimeError(f"run: child {child.number} already has a function; start another child")
     function, args, kwargs = program
     if remote and callable(function):
         function = CodeForHosts(function)
@@ -116,7 +116,7 @@ def run(children: States, program: tuple[Any, ...], remote: bool) -> None:
 
 
 def join(children: States, message: Any, timeout: float | None, remote: bool) -> None:
-    """Meet ``pause`` in each child. All messages are put before the first answer is awaited."""
+    """Pass the message to ``pause`` in each child. Send all messages before waiting for an answer."""
     need_programs("join", children)
     until, misses = deadline("join", timeout), _Misses("join", timeout)
     text = shared(message, children, remote)
@@ -162,7 +162,7 @@ def send(call: str, values: Iterable[tuple[ChildState, Any]], timeout: float | N
 
 
 def receive(children: States, timeout: float | None, into: Mapping[int, Any]) -> dict[int, Any]:
-    """Receive one value from each child. If the call fails, the next one returns these values."""
+    """Receive one value from each child. If this fails, the next call returns the received values."""
     need_programs("receive", children)
     until, misses = deadline("receive", timeout), _Misses("receive", timeout)
     found: list[tuple[ChildState, Any]] = []
@@ -188,9 +188,9 @@ def receive(children: States, timeout: float | None, into: Mapping[int, Any]) ->
 
 
 def wait(children: States, timeout: float | None, ended: Callable[[], None]) -> dict[int, Any]:
-    """Wait until the children have ended, and return the values of their functions.
+    """Wait until the children have exited, and return the results of their functions.
 
-    If a child dies, do not wait for the others, because they may wait for it.
+    If a child dies, stop waiting for the others, because they may be waiting for the dead child.
     """
     need_programs("wait", children)
     until, misses = deadline("wait", timeout), _Misses("wait", timeout)

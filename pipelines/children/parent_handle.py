@@ -1,4 +1,4 @@
-"""The child's side: the handle of its parent, and the function of its worker."""
+"""The code that runs in a child: the handle of its parent, and the function of its worker."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from flowchan.pipelines.user_calls import call
 
 
 class Parent:
-    """Handle with which a child talks to the program that started it.
+    """Handle through which a child communicates with the program that started it.
 
-    The child's function gets it as the first argument, and :func:`parent` returns it anywhere in the child.
+    The handle is the first argument of the child's function. Elsewhere in the child, :func:`parent` returns
+    the handle.
 
-    If the program has closed the child, the methods raise ``Closed``. If the program has died, the child's
-    process ends.
+    If the program has closed the child, the methods raise ``Closed``. If the program dies, the child's
+    process exits.
 
     Attributes:
         number: Number of the child, from 1.
         host: Name of the child's host; empty on the program's machine.
-        speed: Speed of the host relative to the fastest host of the pool, above 0 and at most 1.
+        speed: Speed of the host relative to the pool's fastest host: above 0, at most 1.
 
     Example:
         >>> from flowchan.pipelines import children
@@ -46,7 +47,7 @@ class Parent:
         self._unread: list[Any] = []
 
     def pause(self, timeout: float | None = None) -> Any:
-        """Wait until the parent calls ``join``, and return its message.
+        """Wait until the parent calls ``join``, and return the message.
 
         Args:
             timeout: Seconds to wait (default: no limit).
@@ -82,10 +83,10 @@ class Parent:
 
         Args:
             value: Any value that a channel between processes accepts.
-            timeout: Seconds to wait if 64 values are waiting to be received (default: no limit).
+            timeout: Seconds to wait while the parent has 64 unreceived values (default: no limit).
 
         Raises:
-            TimeoutError: The parent did not receive enough values in time.
+            TimeoutError: The parent still had 64 unreceived values at the timeout.
             Closed: The parent has closed this child.
             Broken: The connection to the parent is lost.
             TypeError: The value cannot be serialised.
@@ -110,7 +111,7 @@ class Parent:
 
         Args:
             timeout: Seconds to wait (default: no limit).
-            into: Array or tensor to fill with the value, of the same dtype and shape (default: none).
+            into: Array or tensor to fill with the value; its dtype and shape must match (default: none).
 
         Returns:
             The value, or ``into``.
@@ -119,7 +120,7 @@ class Parent:
             TimeoutError: No value arrived in time.
             Closed: The parent has closed this child.
             Broken: The connection to the parent is lost.
-            ValueError: The value does not fit ``into``. The next call returns the value.
+            ValueError: The value does not fit ``into``. The next ``receive`` returns this value.
 
         Example:
             >>> from flowchan.pipelines import children
@@ -150,7 +151,7 @@ class Parent:
         return into
 
     def print(self, *values: object, **options: Any) -> None:
-        """Print in the parent's program, with the child's number and host in front.
+        """Print to the parent's standard output, with the child's number and host as a prefix.
 
         Args:
             *values: Values to print.
@@ -197,21 +198,21 @@ class Closeable(Protocol):
     """Children that this process has started."""
 
     def close_all(self) -> None:
-        """End these children."""
+        """Shut down these children."""
 
 
 started: weakref.WeakSet[Closeable] = weakref.WeakSet()
-"""Children that this process has started. A child closes its own children when its function ends."""
+"""Children that this process has started. A child closes its own children when its function finishes."""
 
-os.register_at_fork(after_in_child=started.clear)  # a child does not own its parent's children
+os.register_at_fork(after_in_child=started.clear)  # a forked process does not own its parent's children
 
 _parent: Parent | None = None
 
 
 def child_main(links: ChildLinks) -> tuple[int, Any]:
-    """Run the program of a child. This is the function of its worker.
+    """Run the function of a child. The child's worker calls ``child_main``.
 
-    If the child has died or was closed, this process replaces it only to report that, and runs nothing.
+    If the child has already died or was closed, this process runs nothing and only lets the stage finish.
     """
     global _parent
     if links.down.closed:
@@ -219,7 +220,7 @@ def child_main(links: ChildLinks) -> tuple[int, Any]:
     links.reports.put((links.number, os.getpid()))
     try:
         packed = links.down.get()
-    except Closed:  # the child was closed before it got a program
+    except Closed:  # the child was closed before it got a function
         return links.number, None
     _parent = Parent(links)
     try:

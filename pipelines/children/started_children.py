@@ -1,4 +1,4 @@
-"""Start children as the workers of one stage, and follow how they end."""
+"""Start children as the workers of one stage, and track how they exit."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from flowchan.run.policy.decisions import GRACE, Decided, EndWorker
 from flowchan.run.policy.events import Death, Failure, WorkerId
 
 WAITING = 64
-"""Number of values that wait in each direction before ``send`` waits."""
+"""Number of unreceived values in each direction at which ``send`` blocks."""
 
 States = Mapping[int, ChildState]
 
 
 class StartedChildren:
-    """The children of one call to ``start``, and their run.
+    """The children that one call to ``start`` has started, and their run.
 
     Attributes:
         states: State of each child, by number.
         remote: True if the children run on a pool.
-        graph: Graph with the stage of the children.
+        graph: Graph in which the children are a stage.
     """
 
     def __init__(self, n: int, placement: Placement) -> None:
@@ -51,13 +51,13 @@ class StartedChildren:
             speeds, placement = placement.speeds, placement.assigned(placement.dealt(n))
         self.graph = Graph(STAGE)
         places = self.graph.input("program")
-        # A dead child is never repeated: its only item fails.
+        # The item of a dead child is never retried: it fails.
         done = places.map(
             parent_handle.child_main, name=STAGE, on=placement, workers=n, ordered=False, max_deaths=1,
             restarts=10**9,
         )  # fmt: skip
-        self.graph._address(frozenset({"items"}))  # so each worker gets its own item
-        # These functions must not refer to this object, which would then be freed only by garbage collection.
+        self.graph._address(frozenset({"items"}))  # each worker gets its own item
+        # These functions must not refer to this object. In a cycle, only garbage collection would free it.
         done.errors.sink(functools.partial(_failed, self.states), name="failures")
         done.sink(functools.partial(_returned, self.states), name="results")
         where = f"{Path(self.graph.where.file).name}:{self.graph.where.line}"
@@ -81,7 +81,7 @@ class StartedChildren:
                 state.host = planned.host
                 state.links = state.links._replace(speed=speeds.get(planned.host, 1.0))
         self._reports.start()
-        with contextlib.suppress(Closed):  # the run has failed, and every child has its error
+        with contextlib.suppress(Closed):  # the run has failed, and every child has recorded the error
             run[places].put_many((number, state.links) for number, state in self.states.items())
             run[places].close()
 
@@ -90,17 +90,17 @@ class StartedChildren:
         return self._last_report if self._run is None else self._run.report()
 
     def print_reports(self) -> None:
-        """Print everything that the children have printed so far."""
+        """Write the children's pending output to standard output."""
         self._reports.handle()
 
     def close_all(self) -> None:
-        """End all children."""
+        """Shut down all children."""
         self.close(self.states.values())
 
     def close(self, children: Iterable[ChildState]) -> None:
-        """End these children, if they are alive, and release their channels.
+        """Shut down these children if they are alive, and release their channels.
 
-        The children see that their channels are closed. Those that do not end get SIGTERM, then SIGKILL.
+        Closed channels tell the children to exit. Children that do not exit get SIGTERM, then SIGKILL.
         """
         children = list(children)
         closing = [child for child in children if not child.ended.is_set()]
@@ -117,11 +117,11 @@ class StartedChildren:
                 child.release()
 
     def _end_run(self, run: Run, abort: bool) -> None:
-        """End the run, because all children have ended or are ending, and release its channels."""
-        with contextlib.suppress(RunError):  # the calls of the children raise it
+        """End the run after all children have exited or were closed, and release its channels."""
+        with contextlib.suppress(RunError):  # calls to the children raise this error
             if not abort:
                 with contextlib.suppress(TimeoutError):
-                    run.wait(GRACE)  # a dead child may still be replaced
+                    run.wait(GRACE)  # the supervisor may still replace a dead child
             run.abort()
             run.wait()
         self._reports.end()
@@ -140,18 +140,18 @@ class StartedChildren:
 
 
 class Reports:
-    """Print what children print, on a thread of this program, and record their process ids."""
+    """Print the output of children on a thread of this program, and record their process ids."""
 
     def __init__(self, channel: Channel[tuple[int, int | str]], states: States) -> None:
         self._channel, self._states = channel, states
-        self._lock = threading.Lock()  # so that a text is printed before a later handle() returns
+        self._lock = threading.Lock()  # a report is printed before a later handle() returns
         self._thread = threading.Thread(target=self._serve, name=f"flowchan {STAGE} reports", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def end(self) -> None:
-        """Handle the last reports, after all children have ended, and release the channel."""
+        """Handle the last reports after all children have exited, and release the channel."""
         self._thread.join()
         self.handle()
         self._channel = released()
@@ -195,7 +195,7 @@ def _failed(states: States, failed: Failed[Any]) -> None:
 
 
 def _told(states: States, told: Any) -> None:
-    """Record the deaths of children, on the supervisor's thread."""
+    """Record the deaths and failures of children. The supervisor's thread calls this function."""
     if not isinstance(told, Decided):
         return
     match told.event:
@@ -211,7 +211,7 @@ def _told(states: States, told: Any) -> None:
 
 
 def _over(states: States) -> None:
-    """Record the end of all children that have not reported theirs, because their run has ended."""
+    """Record that the remaining children have exited, because their run has ended."""
     for state in states.values():
         state.begin_close()
         state.end()

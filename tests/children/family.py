@@ -1,9 +1,9 @@
-"""Program whose children a test kills, and the test's side of it.
+"""Program whose children a test kills, and the class through which the test controls the program.
 
-The program reads orders, one JSON object per line, and prints its answers in the same form. For an order it
-starts children and calls one of their methods until that call raises. It then closes the children and reports
-the descriptors, threads and shared memory that are left. All processes that it starts inherit a token in
-their environment, so that the test finds those that outlive it.
+The program reads orders, one JSON object per line, and prints answers in the same format. For each order, the
+program starts children and repeats a call to them until the call raises an exception. The program then closes
+the children, and reports leaked descriptors, threads and shared memory. All processes that the program starts
+inherit a token in their environment. The test finds surviving processes by this token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PEER_TIMEOUT_S = 2.0
 CALL_TIMEOUT_S = 60.0
 KIDS = 4
 HELPERS = ("flowchan.hosts.fork_server", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Processes that a program keeps for later, and that end with it."""
+"""Modules of helper processes, which run until their program exits."""
 
 
 # --- the program ---
@@ -73,7 +73,7 @@ def placement(on: str) -> Any:
 
 
 def work(parent: Any, call: str, deep: bool) -> None:
-    """Run in each child: serve the parent's calls until it is killed, and start a grandchild if ``deep``."""
+    """Serve the parent's calls until this child is killed. If ``deep`` is set, start a grandchild first."""
     from flowchan.pipelines import children
 
     if deep:
@@ -111,20 +111,20 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "wait": lambda kids: kids.wait(timeout=CALL_TIMEOUT_S),
     "busy": lambda kids: kids.wait(timeout=CALL_TIMEOUT_S),
 }
-"""Calls that the program makes until a child dies, by name."""
+"""Maps names to the calls that the program repeats until a child dies."""
 
 
 def holdings() -> set[str]:
     found = {f"thread {task}" for task in os.listdir("/proc/self/task")}
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor that lists the folder
+        with contextlib.suppress(OSError):  # the descriptor of this listing is closed
             found.add(f"descriptor {number} ({os.readlink(f'/proc/self/fd/{number}')})")
     maps = Path("/proc/self/maps").read_text().splitlines()
     return found | {f"mapping {line.split()[0]}" for line in maps if "memfd:" in line}
 
 
 def left_since(before: set[str]) -> list[str]:
-    """Return what this process holds more than before; threads and links may take a moment to end."""
+    """Return the resources that this process has acquired since ``before`` and does not release in 10 s."""
     if forked := sys.modules.get("flowchan.hosts.providers.forked_agents"):
         forked.end_seeds()
     from support.waiting import wait_until
@@ -138,7 +138,7 @@ def left_since(before: set[str]) -> list[str]:
     return sorted(holdings() - before)
 
 
-# --- the test's side ---
+# --- control by the test ---
 
 
 class Family:
@@ -170,7 +170,7 @@ class Family:
         return answer
 
     def processes(self) -> list[psutil.Process]:
-        """Return the running processes that the program has started, without its helpers."""
+        """Return the running processes that the program has started, except its helpers."""
         found = []
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -191,7 +191,7 @@ class Family:
         ]
 
     def close(self) -> None:
-        """End the program and everything that it has started."""
+        """Kill the program and all processes that it has started."""
         self.program.kill()
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):

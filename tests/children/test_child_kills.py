@@ -1,4 +1,4 @@
-"""Test K1: however a parent or a child ends, no process is left, and waiting calls raise ``ChildDied``."""
+"""Test K1: if a parent or child exits, no process is left and waiting calls raise ``ChildDied``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEEDS = (
     ("ssh", "agent"),
     ("ssh", "ssh"),
 )
-"""Where the children run, and which process is killed; ``interrupt`` sends SIGINT to the parent."""
+"""Placements of the children and the process to kill; ``interrupt`` sends SIGINT to the parent."""
 THIS_HOST = ("", socket.gethostname())
 everywhere = pytest.mark.parametrize("on", PLACEMENTS)
 
@@ -56,7 +56,7 @@ def wait_gone(family: Family) -> None:
 
 @pytest.mark.timeout(3600)
 def test_k1_random_kills_leave_nothing_and_raise_child_died(long_walk: bool) -> None:
-    """A failure names the seed of its round. The same seed kills the same process, but at another time."""
+    """A failure names its seed. The same seed kills the same process again, but the timing may differ."""
     family = None
     try:
         for seed in range(504 if long_walk else 24):
@@ -75,11 +75,11 @@ def test_k1_random_kills_leave_nothing_and_raise_child_died(long_walk: bool) -> 
 
 
 def kill_one(family: Family, on: str, victim: str, chance: random.Random) -> None:
-    """Let the program start children, kill one process, and check the error and the leftovers."""
+    """Start children through the program, kill one process, and check the error and the leaks."""
     call = chance.choice(["join", "send", "receive", "talk", "wait"])
     family.order(on=on, call=call, deep=chance.random() < 0.3)
     pause = threading.Event()
-    if victim in ("parent", "interrupt") and chance.random() < 0.5:  # while the children start
+    if victim in ("parent", "interrupt") and chance.random() < 0.5:  # the children may still be starting
         pause.wait(chance.uniform(0, 0.5))
     else:
         kids = family.answer()["kids"]
@@ -106,12 +106,12 @@ def kill_one(family: Family, on: str, victim: str, chance: random.Random) -> Non
     wait_gone(family)
 
 
-# --- ends of a parent ---
+# --- exits of a parent ---
 
 
 @everywhere
 @pytest.mark.parametrize("end", ["return", "exception", "interrupt", "terminate", "kill"])
-def test_k1_no_process_is_left_however_a_parent_ends(family: Family, on: str, end: str) -> None:
+def test_k1_parent_leaves_no_process_however_it_exits(family: Family, on: str, end: str) -> None:
     family.order(on=on, call="wait", deep=True, end=end, kids=2)
     assert len(family.answer()["kids"]) == 2
     if number := {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}.get(end):
@@ -121,8 +121,8 @@ def test_k1_no_process_is_left_however_a_parent_ends(family: Family, on: str, en
 
 
 @everywhere
-def test_k1_busy_child_ends_with_its_killed_parent(family: Family, on: str) -> None:
-    """The child never returns to a call of its parent."""
+def test_k1_busy_child_exits_when_its_parent_is_killed(family: Family, on: str) -> None:
+    """The child is busy in its function and makes no call to its parent."""
     family.order(on=on, call="busy", kids=2)
     family.answer()
     family.program.kill()
@@ -130,7 +130,7 @@ def test_k1_busy_child_ends_with_its_killed_parent(family: Family, on: str) -> N
     wait_gone(family)
 
 
-# --- ends of a child ---
+# --- exits of a child ---
 
 
 def blocked_calls(kids: children.Children) -> dict[str, Callable[[], Any]]:
@@ -156,7 +156,7 @@ CALLS = ("join", "group join", "receive", "receive into", "group receive", "send
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_k1_waiting_call_raises_child_died_with_its_details(call: str) -> None:
+def test_k1_waiting_call_raises_child_died_with_details(call: str) -> None:
     with children.start(2) as kids:
         kids[1].run(work, "wait", False)
         kids[2].run(work, {"group join": "join", "group receive": "receive"}.get(call, "wait"), False)
@@ -170,7 +170,7 @@ def test_k1_waiting_call_raises_child_died_with_its_details(call: str) -> None:
         error = caught.value
         assert (error.number, error.pid, error.signal) == (1, pid, signal.SIGKILL)
         assert error.host in THIS_HOST
-        with pytest.raises(ChildDied):  # later calls too
+        with pytest.raises(ChildDied):  # later calls raise it too
             blocked_calls(kids)[call]()
         assert psutil.pid_exists(kids[2].pid)
     assert not psutil.pid_exists(pid)
@@ -180,7 +180,7 @@ def exit_with(parent: Any, code: int) -> None:
     os._exit(code)
 
 
-def test_child_that_exits_died_without_a_signal() -> None:
+def test_child_that_exits_is_reported_without_a_signal() -> None:
     with children.start(1) as kids:
         kids.run(exit_with, 3)
         with pytest.raises(ChildDied) as caught:
@@ -189,7 +189,7 @@ def test_child_that_exits_died_without_a_signal() -> None:
 
 
 @pytest.mark.parametrize("call", ["receive", "wait"])
-def test_k1_child_on_a_silent_host_died(call: str) -> None:
+def test_k1_child_on_a_silent_host_counts_as_dead(call: str) -> None:
     wire = Wire()
     with wired(1, wire, peer_timeout=PEER_TIMEOUT_S) as pool, children.start(1, on=pool) as kids:
         kids.run(work, "wait", False)
@@ -215,7 +215,7 @@ def test_k1_children_of_other_agents_survive_a_killed_agent() -> None:
         assert kept.receive(timeout=CALL_TIMEOUT_S) == "still here"
 
 
-def test_group_call_meets_the_living_before_it_raises() -> None:
+def test_group_call_serves_live_children_before_it_raises() -> None:
     with children.start(3) as kids:
         kids.run(work, "talk", False)
         kids.join(timeout=CALL_TIMEOUT_S)
@@ -237,11 +237,11 @@ def test_close_ends_children_and_grandchildren(family: Family) -> None:
     wait_gone(family)
 
 
-# --- serialised once ---
+# --- serialisation ---
 
 
 class Counted:
-    """Value that counts how often it is serialised."""
+    """Value whose class counts how often its instances are serialised."""
 
     times = 0
 

@@ -21,7 +21,7 @@ WAIT_S = 60
 
 @pytest.fixture(params=["process", "pool"])
 def kids(request: pytest.FixtureRequest) -> Iterator[Children]:
-    """Return three children."""
+    """Provide three children on each placement."""
     with children.start(3, on="process" if request.param == "process" else local(2)) as made:
         yield made
 
@@ -33,7 +33,7 @@ def echo(parent: Parent) -> None:
 
 
 def pauses(parent: Parent) -> list[Any]:
-    """Return all messages until ``stop``."""
+    """Collect all messages from ``join`` up to ``stop``."""
     seen = []
     while not seen or seen[-1] != "stop":
         seen.append(parent.pause())
@@ -60,7 +60,7 @@ def late(parent: Parent) -> list[Any]:
     return pauses(parent)
 
 
-def test_message_of_a_join_that_timed_out_is_withdrawn(kids: Children) -> None:
+def test_join_that_times_out_withdraws_its_message(kids: Children) -> None:
     kids.run(late)
     kids.receive(timeout=WAIT_S)
     with pytest.raises(TimeoutError, match=r"join: child 2 was not ready within 0\.2 s"):
@@ -104,7 +104,7 @@ def test_send_each_sends_every_child_its_own_value(kids: Children) -> None:
 
 
 class Counted:
-    """Value that counts in the program how often it is serialised."""
+    """Value whose class counts in the program how often its instances are serialised."""
 
     times = 0
 
@@ -129,7 +129,7 @@ def test_receive_keeps_values_when_another_child_is_late(kids: Children) -> None
     assert kids.receive(timeout=WAIT_S) == {1: 1, 2: 2, 3: 3}
 
 
-def test_receive_fills_the_arrays_of_the_caller(kids: Children) -> None:
+def test_receive_fills_the_given_arrays(kids: Children) -> None:
     kids.run(lambda parent: [parent.send(np.full(3, float(parent.number))) for _ in range(2)])
     into = {number: np.zeros(3) for number in (1, 2, 3)}
     found = kids.receive(timeout=WAIT_S, into=into)
@@ -153,7 +153,7 @@ def test_child_receives_into_its_own_array(kids: Children) -> None:
     assert kids.wait(WAIT_S) == {number: [1.0, 2.0] for number in (1, 2, 3)}
 
 
-def test_full_channel_makes_send_time_out(kids: Children) -> None:
+def test_send_times_out_if_the_channel_is_full(kids: Children) -> None:
     kids.run(lambda parent: parent.pause())
     for _ in range(64):
         kids.send(0, timeout=WAIT_S)
@@ -161,7 +161,7 @@ def test_full_channel_makes_send_time_out(kids: Children) -> None:
         kids.send(0, timeout=0.01)
 
 
-def test_value_that_cannot_be_serialised_raises_and_names_it(kids: Children) -> None:
+def test_send_names_a_value_that_cannot_be_serialised(kids: Children) -> None:
     kids.run(echo)
     with pytest.raises(TypeError, match="lock"):
         kids.send([threading.Lock()])
@@ -169,7 +169,7 @@ def test_value_that_cannot_be_serialised_raises_and_names_it(kids: Children) -> 
     assert kids.receive(timeout=WAIT_S) == dict.fromkeys((1, 2, 3), "next")
 
 
-def test_waiting_child_gets_closed_when_the_program_closes_it(kids: Children) -> None:
+def test_waiting_call_in_a_closed_child_raises_closed(kids: Children) -> None:
     def program(parent: Parent) -> None:
         parent.send("ready")
         try:
@@ -184,7 +184,7 @@ def test_waiting_child_gets_closed_when_the_program_closes_it(kids: Children) ->
         kids.wait()
 
 
-def test_print_shows_number_and_host_in_the_program(
+def test_print_prefixes_output_with_number_and_host(
     kids: Children, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kids.run(lambda parent: parent.print("hello", parent.number, sep="-", end="!\n"))
@@ -194,7 +194,7 @@ def test_print_shows_number_and_host_in_the_program(
     assert lines == [f"<child 00{number}{wheres[number]}> hello-{number}!" for number in (1, 2, 3)]
 
 
-def test_two_groups_join_at_the_same_time(kids: Children) -> None:
+def test_overlapping_groups_can_join_at_the_same_time(kids: Children) -> None:
     kids.run(pauses)
     threads = [
         threading.Thread(target=lambda group=group: [group.join(n) for n in range(20)])
@@ -210,7 +210,7 @@ def test_two_groups_join_at_the_same_time(kids: Children) -> None:
     assert sorted(seen[2][:-1]) == sorted([*range(20), *range(20)])
 
 
-def test_large_group_value_has_one_copy_for_all_children() -> None:
+def test_large_value_is_stored_once_for_all_children() -> None:
     def program(parent: Parent, kept: Any) -> tuple[float, bool]:
         value = parent.receive()["x"]
         parent.send("read")

@@ -14,7 +14,7 @@ def test_children_are_drawn_as_one_stage() -> None:
     assert "failures" not in picture
 
 
-def test_report_counts_the_children_after_their_end() -> None:
+def test_report_counts_children_after_they_exit() -> None:
     with children.start(2) as kids:
         kids.run(lambda parent: None)
         kids.wait(60)

@@ -1,4 +1,4 @@
-"""Test how children start, end and fail."""
+"""Test how children start, exit and fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 60
 
 @pytest.fixture(params=["process", "pool"])
 def kids(request: pytest.FixtureRequest) -> Iterator[Children]:
-    """Return three children."""
+    """Provide three children on each placement."""
     with children.start(3, on="process" if request.param == "process" else local(2)) as made:
         yield made
 
@@ -35,30 +35,30 @@ def test_wait_returns_the_value_of_each_child(kids: Children) -> None:
     assert len(kids.alive) == 0
 
 
-def test_program_can_be_given_by_name(kids: Children) -> None:
+def test_run_accepts_the_name_of_a_function(kids: Children) -> None:
     kids.run("builtins:repr")
     assert kids.wait(WAIT_S) == {number: f"<Parent of child {number}>" for number in (1, 2, 3)}
 
 
-def test_children_can_run_different_programs(kids: Children) -> None:
+def test_children_can_run_different_functions(kids: Children) -> None:
     kids[1].run(add, 0)
     kids[2, 3].run(lambda parent: -parent.number)
     assert kids.wait(WAIT_S) == {1: 1, 2: -2, 3: -3}
 
 
-def test_second_program_raises_and_runs_nowhere(kids: Children) -> None:
+def test_second_run_raises_and_calls_no_function(kids: Children) -> None:
     kids[2].run(add, 0)
-    with pytest.raises(RuntimeError, match=r"^run: child 2 already has a program; start another child$"):
+    with pytest.raises(RuntimeError, match=r"^run: child 2 already has a function; start another child$"):
         kids.run(add, 0)
     kids[1, 3].run(add, 5)
     assert kids.wait(WAIT_S) == {1: 6, 2: 2, 3: 8}
 
 
-def test_calls_before_the_program_raise(kids: Children) -> None:
+def test_calls_raise_before_run(kids: Children) -> None:
     for call in (kids.join, kids.receive, kids.wait, kids[1].wait):
-        with pytest.raises(RuntimeError, match=r"child 1 has no program; call run\(\) first"):
+        with pytest.raises(RuntimeError, match=r"child 1 has no function to run; call run\(\) first"):
             call()
-    with pytest.raises(RuntimeError, match="send: child 1 has no program"):
+    with pytest.raises(RuntimeError, match="send: child 1 has no function to run"):
         kids.send(1)
 
 
@@ -76,7 +76,7 @@ def fails(parent: Parent) -> int:
     return parent.number
 
 
-def test_child_error_is_the_cause_of_a_stage_error(kids: Children) -> None:
+def test_stage_error_has_the_child_error_as_its_cause(kids: Children) -> None:
     kids.run(fails)
     for call in (kids.wait, kids[2].wait, kids[2].join, kids[2].receive):
         with pytest.raises(StageError, match="child 2 failed: ValueError: from 2") as caught:
@@ -86,7 +86,7 @@ def test_child_error_is_the_cause_of_a_stage_error(kids: Children) -> None:
     assert kids[1].wait(WAIT_S) == 1
 
 
-def test_group_error_notes_the_errors_of_the_others(kids: Children) -> None:
+def test_group_error_lists_the_other_errors_as_notes(kids: Children) -> None:
     kids.run(fails)
     with pytest.raises(StageError) as caught:
         kids.wait(WAIT_S)
@@ -122,7 +122,7 @@ def test_killed_child_raises_child_died_in_each_call(kids: Children) -> None:
     assert kids[1, 3].wait(WAIT_S) == {1: None, 3: None}
 
 
-def test_group_call_meets_living_members_before_it_raises(kids: Children) -> None:
+def test_group_join_serves_live_members_before_it_raises(kids: Children) -> None:
     kids.run(lambda parent: os._exit(7) if parent.number == 1 else parent.pause())
     with pytest.raises(ChildDied) as caught:
         kids.join("go", timeout=WAIT_S)
@@ -139,14 +139,14 @@ def test_idle_child_that_is_killed_raises_child_died() -> None:
         assert caught.value.signal == signal.SIGTERM
 
 
-def test_wait_with_timeout_names_the_late_children(kids: Children) -> None:
+def test_wait_that_times_out_names_the_late_children(kids: Children) -> None:
     kids.run(lambda parent: parent.number == 2 or parent.pause())
     kids[2].wait(WAIT_S)
     with pytest.raises(TimeoutError, match=r"wait: children 1, 3 were not ready within 0\.01 s"):
         kids.wait(0.01)
 
 
-def test_close_ends_one_child_and_the_others_continue(kids: Children) -> None:
+def test_other_children_continue_after_one_is_closed(kids: Children) -> None:
     kids.run(lambda parent: parent.pause())
     kids[2].close()
     assert [kid.number for kid in kids.alive] == [1, 3]

@@ -1,8 +1,8 @@
 """Test ``flowchan.pipelines.children`` with the samples and examples of lua---parallel.
 
-Each test has the name of a section of its README, or of a file in ``examples``, but none of its code. Arrays
-replace Torch's tensors. An endless example ends here after some rounds, so that its results can be
-compared. The following samples look different here:
+Each test is named after a section of lua---parallel's README or a file in ``examples``, but contains none of
+the original code. Arrays replace Torch's tensors. Endless examples end here after a fixed number of rounds,
+so the tests can check their results. The following samples look different here:
 
 ``parallel.children``, ``parallel.nchildren``
     ``start`` returns the children, and ``len(kids)`` and ``kids.alive`` replace the count.
@@ -11,11 +11,11 @@ compared. The following samples look different here:
 code as a string
     ``run`` takes the name of a function.
 ``pcall`` with ``parallel.close()``
-    The ``with`` block of the children.
+    The ``with`` block of the children replaces the protected call.
 ``cloudPBS``
-    ``hosts.slurm()``: tests/hosts_real.
+    ``hosts.slurm()`` replaces ``cloudPBS``; see tests/hosts_real.
 ``clientStorage``, ``serverStorage``
-    They need ZeroMQ only: tests/pipelines/test_client_server.py.
+    These examples use only ZeroMQ; see tests/pipelines/test_client_server.py.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from flowchan.hosts import Pool
 from flowchan.pipelines import children
 
 PREFIX = r"<child 00{0}( on \S+)?> "
-"""Prefix of a line that a child has printed with ``parent.print``."""
+"""Pattern for the prefix of a line from ``parent.print``."""
 
 
 @pytest.fixture
 def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let ``ssh`` start agents on this machine, which can import this file."""
+    """Make ``ssh`` start agents on this machine, and let the agents import this file."""
     here = Path(__file__).parent
     path = filter(None, (os.environ.get("PYTHONPATH"), str(here), str(here.parent)))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
@@ -53,7 +53,7 @@ def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def lines_of(out: str, number: int) -> list[str]:
-    """Return the lines that the child with this number has printed, without their prefix."""
+    """Return the lines that this child has printed, without their prefixes."""
     prefix = re.compile(PREFIX.format(number))
     return [line[match.end() :] for line in out.splitlines() if (match := prefix.match(line))]
 
@@ -61,24 +61,24 @@ def lines_of(out: str, number: int) -> list[str]:
 # --- README: starting children ---
 
 
-def test_fork_and_nfork() -> None:
+def test_fork_and_nfork_start_children() -> None:
     with children.start(1) as one, children.start(4) as kids:
         assert (len(one), len(kids)) == (1, 4)
         assert [kid.number for kid in kids] == [1, 2, 3, 4]
         assert len({kid.pid for kid in (*one, *kids)}) == 5
 
 
-def test_nfork_on_two_servers() -> None:
+def test_nfork_places_children_on_two_servers() -> None:
     pool = hosts.ssh({"myserver.org": 4, "myserver2.org": 6}, python="/path/to/python")
     assert Counter(pool.dealt(10)) == {"myserver.org": 4, "myserver2.org": 6}
 
 
-def test_addremote_and_sfork() -> None:
+def test_addremote_and_sfork_deal_children_by_cores() -> None:
     pool = hosts.ssh({"server1.org": 8, "server2.org": 16, "server3.org": 4})
     assert Counter(pool.dealt(16)) == {"server1.org": 6, "server2.org": 6, "server3.org": 4}
 
 
-def test_calibrate() -> None:
+def test_calibrate_sets_the_speeds_of_children() -> None:
     pool = hosts.local(2)
     speeds = pool.calibrate(timeout=WAIT_LIMIT_S)
     assert max(speeds.values()) == 1.0
@@ -104,7 +104,7 @@ def test_children_exec_code_with_arguments(capfd: pytest.CaptureFixture[str]) ->
     assert [lines_of(out, number) for number in (1, 2)] == [["[0 1 2 3 4 5 6 7 8 9]"]] * 2
 
 
-def test_exec_in_each_child_and_code_by_name() -> None:
+def test_exec_runs_code_by_name_in_each_child() -> None:
     with children.start(2) as kids:
         for kid in kids:
             kid.run(f"{__name__}:introduce", kid.number * 10)
@@ -133,7 +133,7 @@ def print_something(parent: Any) -> None:
             break
 
 
-def test_yield_and_join(capfd: pytest.CaptureFixture[str]) -> None:
+def test_yield_and_join_meet_in_each_round(capfd: pytest.CaptureFixture[str]) -> None:
     with children.start(1) as kids:
         kids.run(print_something)
         for _ in range(10):
@@ -141,7 +141,7 @@ def test_yield_and_join(capfd: pytest.CaptureFixture[str]) -> None:
     assert len(lines_of(capfd.readouterr().out, 1)) in (10, 11)
 
 
-def test_join_with_break(capfd: pytest.CaptureFixture[str]) -> None:
+def test_join_with_break_ends_the_loop(capfd: pytest.CaptureFixture[str]) -> None:
     with children.start(1) as kids:
         kids.run(print_something)
         kids[1].join("break", timeout=WAIT_LIMIT_S)
@@ -153,7 +153,7 @@ def do_nothing(parent: Any) -> None:
     pass
 
 
-def test_sync_and_nchildren() -> None:
+def test_sync_waits_and_nchildren_counts() -> None:
     with children.start(1) as kids:
         kids.run(do_nothing)
         assert len(kids) == 1
@@ -172,7 +172,7 @@ def print_objects(parent: Any, count: int) -> None:
         parent.print("received object:", parent.receive(timeout=WAIT_LIMIT_S))
 
 
-def test_send_and_receive(capfd: pytest.CaptureFixture[str]) -> None:
+def test_send_and_receive_transfer_objects(capfd: pytest.CaptureFixture[str]) -> None:
     table = {1: "a table", "entry2": "with arbitrary entries", "tensor": np.zeros((2, 2))}
     with children.start(2) as kids:
         kids.run(print_objects, 3)
@@ -195,14 +195,14 @@ def fail_with_children(kids: children.Children) -> None:
         print(1 / 0)
 
 
-def test_protected_call() -> None:
+def test_protected_call_closes_children_after_an_error() -> None:
     kids = children.start(2)
     with pytest.raises(ZeroDivisionError):
         fail_with_children(kids)
     assert not kids.alive
 
 
-# --- README: complete example, and the same as examples/parallelLocal and parallelRemote ---
+# --- README: complete example, also in examples/parallelLocal and parallelRemote ---
 
 
 def answer(parent: Any) -> int:
@@ -229,7 +229,7 @@ def talk(kids: children.Children, rounds: int) -> None:
     assert set(kids.wait(timeout=WAIT_LIMIT_S).values()) == {rounds}
 
 
-def test_parallel_local(capfd: pytest.CaptureFixture[str]) -> None:
+def test_parallel_local_completes_all_rounds(capfd: pytest.CaptureFixture[str]) -> None:
     with children.start(4) as kids:
         talk(kids, 1000)
     out = capfd.readouterr().out
@@ -241,8 +241,10 @@ def test_parallel_local(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("ssh_here")
-def test_parallel_remote(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-    """A host with two cores gets three children."""
+def test_parallel_remote_runs_children_over_ssh(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Place three children on a host with two cores."""
     pool = hosts.ssh({"localhost": 2}, python=sys.executable)
     with children.start(3, on=pool) as kids:
         assert "has 2 cores in total, but gets 3 workers" in caplog.text
@@ -264,7 +266,7 @@ def time_additions(parent: Any) -> None:
     parent.send(time.perf_counter() - began)
 
 
-def test_parallel_fork_and_sync() -> None:
+def test_parallel_fork_and_sync_can_run_twice() -> None:
     for _ in range(2):
         with children.start(4) as kids:
             assert len(kids) == 4
@@ -282,7 +284,7 @@ def two_machines(ssh_here: None) -> Pool:
     return hosts.ssh({"first": 2, "second": 2}, python=sys.executable)
 
 
-def test_parallel_calibrate(two_machines: Pool) -> None:
+def test_parallel_calibrate_measures_two_machines(two_machines: Pool) -> None:
     speeds = two_machines.calibrate(timeout=WAIT_LIMIT_S)
     assert sorted(speeds) == ["first", "second"]
     assert two_machines.speeds == speeds
@@ -298,7 +300,7 @@ def add_images(parent: Any, count: int) -> Any:
     return total
 
 
-def test_parallel_big_transfer() -> None:
+def test_parallel_big_transfer_delivers_all_images() -> None:
     image = np.random.default_rng(1).random((3, 480, 640), dtype=np.float32)
     with children.start(1) as process:
         process.run(add_images, 100)
@@ -319,14 +321,14 @@ saved = 0
 
 
 def save_next_frame(parent: Any, folder: Path) -> None:
-    """Save the next frame under a number that the child keeps."""
+    """Save the next frame under a consecutive number, which the child counts."""
     global saved
     frame = parent.receive(timeout=WAIT_LIMIT_S)
     np.save(folder / f"frame_{saved:05}.npy", frame)
     saved += 1
 
 
-def test_parallel_process_queue(tmp_path: Path) -> None:
+def test_parallel_process_queue_saves_all_frames(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     frames = [random.random((30, 40), dtype=np.float32) for _ in range(100)]
     with children.start(1) as queue:
@@ -341,7 +343,7 @@ def test_parallel_process_queue(tmp_path: Path) -> None:
 
 
 def receive_in_place(parent: Any) -> tuple[bool, list[float]]:
-    """Receive five arrays into the same memory."""
+    """Receive five arrays into one array, and return whether each call returned this array."""
     storage = np.empty(100)
     same = True
     for _ in range(5):
@@ -349,8 +351,8 @@ def receive_in_place(parent: Any) -> tuple[bool, list[float]]:
     return same, storage[:3].tolist()
 
 
-def test_parallel_test_and_receive_into_storage() -> None:
-    """The sample of the first README: four workers, which get five storages each."""
+def test_parallel_test_receives_into_the_same_storage() -> None:
+    """Run the sample of the first README: each of four workers receives five storages."""
     with children.start(4) as kids:
         kids.run(receive_in_place)
         for _ in range(5):

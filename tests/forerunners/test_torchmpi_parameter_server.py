@@ -1,9 +1,9 @@
 """Test the parameter server with the five cases of TorchMPI's ``parameterserver.lua``.
 
-The ranks are processes. The differences from the original:
+The ranks are processes. These tests differ from the original in two points:
 
-- TorchMPI's servers start with the slices of their own ranks. Here each rank copies its slice to the server.
-- The original needs a barrier after each ``syncHandle``, so that all servers have applied a rule. Here
+- In TorchMPI, each server starts with its rank's slice. Here, each rank copies its slice to the server.
+- The original needs a barrier after each ``syncHandle``, so that all servers have applied a rule. Here,
   ``pull(at_least=version)`` waits for the version of a push.
 """
 
@@ -25,7 +25,7 @@ RANKS, ROUNDS = 4, 25
 
 
 def ranks(server: Any, body: Any) -> None:
-    """Run a function as each rank, with a client and a barrier of all ranks."""
+    """Run a function on each rank, with a client and a barrier for all ranks."""
     with server:
         map(RANKS, body, server.client(), Barrier(RANKS), on="process").join()
 
@@ -50,7 +50,7 @@ def test_slices_of_all_ranks_form_one_tensor(shards: int) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_all_ranks_read_the_first_values(shards: int) -> None:
+def test_all_ranks_read_the_initial_values(shards: int) -> None:
     def body(client: Any, barrier: Any, worker: int) -> None:
         for _ in range(ROUNDS):
             assert extremes(client) == (123, 123)
@@ -59,8 +59,8 @@ def test_all_ranks_read_the_first_values(shards: int) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_zero_copy_and_add_of_several_ranks(shards: int) -> None:
-    """Run cases 3 (zero by the last rank), 4 (copy), and 5 (copy, then all ranks add)."""
+def test_zero_copy_and_add_combine_several_ranks(shards: int) -> None:
+    """Run case 3 (the last rank zeroes), case 4 (it copies) and case 5 (it copies, then all ranks add)."""
 
     def body(client: Any, barrier: Any, worker: int) -> None:
         rank = worker - 1
@@ -85,7 +85,7 @@ def test_zero_copy_and_add_of_several_ranks(shards: int) -> None:
 
 
 def test_read_after_a_push_needs_no_barrier() -> None:
-    """A pull waits for the version that another rank's push has made."""
+    """A pull waits until the server has applied the push that returned this version."""
 
     def body(client: Any, barrier: Any, worker: int) -> None:
         for round_ in range(ROUNDS):

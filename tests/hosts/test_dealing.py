@@ -28,7 +28,7 @@ THREE = hosts.ssh({"a": 8, "b": 16, "c": 4})
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each test begin without what other tests have learned about hosts."""
+    """Discard the cores and speeds that other tests have recorded."""
     monkeypatch.setattr(capacity, "_reported", {})
     monkeypatch.setattr(capacity, "_speeds", {})
 
@@ -40,7 +40,7 @@ def counts(pool: Pool, workers: int) -> list[int]:
 
 
 def planned(pool: Pool, workers: int) -> list[int]:
-    """Return how many workers of a stage each host of a pool gets."""
+    """Return the number of workers that each host of a pool gets for one stage."""
     graph = Graph("dealt")
     graph.source(range(3)).map(abs, on=pool, workers=workers).sink(abs)
     names = [one.host for one in plan(graph, 0, 0).workers if one.host]
@@ -50,15 +50,15 @@ def planned(pool: Pool, workers: int) -> list[int]:
 # --- cores ---
 
 
-def test_dealt_gives_workers_in_turn_up_to_the_cores(caplog: pytest.LogCaptureFixture) -> None:
-    """This is the example of lua---parallel's ``sfork``: 16 workers on 8, 16 and 4 cores."""
+def test_dealt_takes_turns_until_all_cores_are_used(caplog: pytest.LogCaptureFixture) -> None:
+    """Check the example of lua---parallel's ``sfork``: 16 workers on hosts with 8, 16 and 4 cores."""
     assert THREE.dealt(7) == ("a", "b", "c", "a", "b", "c", "a")
     assert counts(THREE, 16) == [6, 6, 4]
     assert counts(THREE, 28) == [8, 16, 4]
     assert not caplog.records
 
 
-def test_dealt_beyond_the_cores_continues_in_turn_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_dealt_warns_once_and_continues_beyond_the_cores(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "flowchan.hosts"):
         dealt = THREE.dealt(33)
     assert dealt[28:] == ("a", "b", "c", "a", "b")
@@ -73,7 +73,7 @@ def test_dealt_uses_the_selected_hosts_and_their_shares() -> None:
 
 
 @pytest.mark.parametrize(("count", "error"), [(0, ValueError), (1.0, TypeError), (True, TypeError)])
-def test_dealt_refuses_a_count_that_is_not_positive(count: Any, error: type[Exception]) -> None:
+def test_dealt_refuses_an_invalid_count(count: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="count must be"):
         THREE.dealt(count)
 
@@ -108,21 +108,22 @@ def test_slurm_knows_the_cores_of_each_node(
     assert slurm().cores == cores
 
 
-def test_dealt_without_an_allocation_raises_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dealt_raises_with_a_remedy_without_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     for call in (lambda: hosts.slurm().dealt(2), hosts.slurm().calibrate):
         with pytest.raises(HostError, match="start it with 'sbatch' or within 'salloc'"):
             call()
 
 
-# --- hosts that must be asked ---
+# --- hosts that report their cores ---
 
 
 @dataclass(frozen=True)
 class Asked(Local):
-    """Provider that does not know the cores of its hosts; ``programs`` replace the probes of some hosts.
+    """Provider that does not know the cores of its hosts.
 
-    Each start of an agent or probe adds a line to the file ``starts``.
+    ``programs`` replaces the probes of some hosts. Each start of an agent or probe adds a line to the file
+    ``starts``.
     """
 
     folder: Path = Path()
@@ -202,7 +203,7 @@ def test_each_worker_runs_on_its_assigned_host() -> None:
     assert found == dict(enumerate(chosen, 1))
 
 
-def test_assigned_hosts_begin_again_after_the_last_worker() -> None:
+def test_assigned_hosts_repeat_for_additional_workers() -> None:
     pool = hosts.local(3).assigned(["local-3", "local-3", "local-1"])
     assert planned(pool, 7) == [2, 0, 5]
     assert pool.dealt(4) == ("local-3", "local-3", "local-1", "local-3")
@@ -245,10 +246,10 @@ def test_calibrated_stage_gets_workers_by_cores_and_speed(tmp_path: Path) -> Non
     assert planned(pool, 9) == [3, 3, 3]
     pool.calibrate()
     assert planned(pool, 16) == [4, 8, 4]
-    assert planned(pool[{"local-1": 1, "local-2": 1}], 16) == [8, 8]  # shares replace the speeds
+    assert planned(pool[{"local-1": 1, "local-2": 1}], 16) == [8, 8]  # shares take precedence
 
 
-def test_calibrated_slow_host_is_dealt_a_worker_every_second_turn(tmp_path: Path) -> None:
+def test_calibrated_slow_host_gets_a_worker_every_second_turn(tmp_path: Path) -> None:
     pool = asked(tmp_path, (8, 50.0), (8, 100.0))
     pool.calibrate()
     assert pool.dealt(6) == ("local-2", "local-1", "local-2", "local-2", "local-1", "local-2")
@@ -275,7 +276,7 @@ def test_calibrate_measures_all_local_agents_at_once() -> None:
     ids=["ends", "ends later"],
 )
 def test_calibrate_names_a_host_that_does_not_answer(tmp_path: Path, program: str, message: str) -> None:
-    """The speeds of an earlier calibration stay."""
+    """The pool keeps the speeds of an earlier calibration."""
     good = PROBE.format(cores=1, rate=1.0)
     pool = pool_of("asked", Asked(2, tmp_path, ((0, good), (1, program))))
     capacity.keep_speeds(pool.provider, {"local-1": 1.0, "local-2": 0.5})
@@ -299,7 +300,7 @@ def test_calibrate_refuses_an_invalid_timeout(timeout: Any, error: type[Exceptio
 
 
 def test_benchmark_keeps_each_core_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the processes works, and none remains."""
+    """Each process does some work, and all processes have exited afterwards."""
 
     def note(then: Callable[[], int]) -> int:
         (tmp_path / f"{os.getpid()}").touch()

@@ -89,7 +89,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "distributed#8393": (
-        "the start scrapes an address from the output, so it hangs with another log level",
+        "the start parses an address in the output, and hangs with another log level",
         ("hosts/test_reported_host_problems.py::test_agent_starts_whatever_is_printed",),
     ),
     "distributed#3420": (
@@ -100,7 +100,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "distributed#5439, #5597": (
-        "the hosts use another environment, and start another number of workers",
+        "the hosts use another environment, and start the wrong number of workers",
         (
             "hosts/test_host_ends.py::test_version_mismatch_is_reported_on_one_line",
             "hosts_real/test_dealing_over_ssh.py::test_workers_over_ssh_run_on_the_hosts_that_were_dealt",
@@ -108,7 +108,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "ipyparallel#211": (
         "killing ssh leaves processes on the host",
-        ("hosts_real/test_dealing_over_ssh.py::test_agent_ends_after_its_ssh_and_its_program_are_killed",),
+        ("hosts_real/test_dealing_over_ssh.py::test_agent_exits_after_its_ssh_and_program_are_killed",),
     ),
     "ipyparallel#62": (
         "the start hangs if ssh fails",
@@ -119,7 +119,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "ipyparallel#1029": (
         "each worker has two processes",
-        ("hosts/test_reported_host_problems.py::test_each_worker_on_a_host_is_one_process_of_one_agent",),
+        ("hosts/test_reported_host_problems.py::test_each_worker_is_one_process_of_its_host_agent",),
     ),
     "mpi4py#18, #15, #172": (
         "starting processes is disabled on a cluster, or uses the first node only",
@@ -236,7 +236,7 @@ MUTE = "import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 1); os.dup2(1, 2)"
 
 @dataclass(frozen=True)
 class Printing(Local):
-    """Provider whose agents run some code before they start."""
+    """Provider that runs some code in each agent process before the agent starts."""
 
     code: str = ""
 
@@ -247,13 +247,13 @@ class Printing(Local):
 
 @pytest.mark.parametrize("code", [LOUD, MUTE], ids=["loud", "mute"])
 def test_agent_starts_whatever_is_printed(code: str) -> None:
-    """The agent connects to the program, which reads nothing from its output."""
+    """The agent connects to the program without printing an address for it."""
     graph = Graph("printing")
     result = graph.source(range(9)).map(abs, on=pool_of("test", Printing(1, code)), workers=2).collect()
     assert graph.run()[result] == list(range(9))
 
 
-def test_each_worker_on_a_host_is_one_process_of_one_agent() -> None:
+def test_each_worker_is_one_process_of_its_host_agent() -> None:
     def identify(barrier: Any, number: int) -> tuple[str, int, int]:
         barrier.wait()  # all calls run at once, so no worker can run two of them
         return worker().host, os.getppid(), os.getpid()

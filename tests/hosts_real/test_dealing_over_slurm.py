@@ -1,4 +1,4 @@
-"""Test how workers are dealt to the nodes of a Slurm allocation."""
+"""Test dealing workers to the nodes of a Slurm allocation."""
 
 from __future__ import annotations
 

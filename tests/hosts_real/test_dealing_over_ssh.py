@@ -1,4 +1,4 @@
-"""Test how workers are dealt to hosts that ssh reaches, and what is left on a host whose ssh was killed."""
+"""Test dealing workers to hosts over ssh, and the exit of an agent whose ssh client was killed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.usefixtures("sshd")
 
 
 def where(barrier: Any, number: int) -> tuple[str, str]:
-    """Return the host of a worker, and its Python."""
+    """Return the host and the Python executable of a worker."""
     barrier.wait()  # all calls run at once, so no worker can run two of them
     return worker().host, sys.executable
 
 
 def test_workers_over_ssh_run_on_the_hosts_that_were_dealt() -> None:
-    """The number of workers, their hosts and their Python are those that were asked for."""
+    """The workers have the requested number, hosts and Python executable."""
     pool = ssh({"gpu1": 1, "gpu2": 4}, python=sys.executable)
     dealt = pool.dealt(4)
     assert dealt == ("gpu1", "gpu2", "gpu2", "gpu2")
@@ -65,7 +65,7 @@ graph.run()
 """
 
 
-def test_agent_ends_after_its_ssh_and_its_program_are_killed() -> None:
+def test_agent_exits_after_its_ssh_and_program_are_killed() -> None:
     command = (sys.executable, "-c", PROGRAM)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
         assert program.stderr is not None

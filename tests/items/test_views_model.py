@@ -68,7 +68,7 @@ class Machine(RuleBasedStateMachine):
         return bool(self.held or self.lent or self.released or any(hand for _, hand in self.readers))
 
     def room(self) -> float:
-        """Return a size that fits: the free bytes, or the largest gap if the items inside are scattered."""
+        """Return a size that fits: the free bytes, or the largest gap if the memory is fragmented."""
         used = sum(size + HEADROOM for _, size, _ in self.inside)
         largest_gap = (4 * MAX_BYTES - WASTE * used) / (len(self.inside) + 1)
         return min(MAX_BYTES - used, largest_gap / WASTE)
@@ -235,7 +235,7 @@ def test_c1_arrays_in_shared_memory_keep_their_contents(
 
 
 def test_put_waits_if_items_between_dropped_loans_leave_no_gap() -> None:
-    """Seven small items divide the memory, which has room for a large one."""
+    """Seven small items fragment the memory, although it has enough free bytes for a large item."""
     channel: Any = Channel(8, across="processes", max_bytes=MAX_BYTES)
     loans = []
     for number in range(7):

@@ -29,7 +29,7 @@ class Local:
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """The cores that this process may use, divided among the agents; each agent has at least one."""
+        """The number of cores of each agent, at least one. The agents divide the cores of this process."""
         share, more = divmod(local_cores(), self.count)
         return tuple(max(1, share + (number < more)) for number in range(self.count))
 

@@ -58,7 +58,7 @@ class Provider(Protocol):
 
     @property
     def cores(self) -> tuple[int, ...] | None:
-        """The number of cores that workers may use on each host; ``None`` if only the hosts know."""
+        """The number of cores that workers may use on each host; ``None`` if only the hosts know it."""
 
     def listen_at(self, hosts: Sequence[str] | None = None) -> str:
         """Find the address of this machine at which hosts can reach the driver.

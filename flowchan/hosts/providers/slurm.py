@@ -66,7 +66,7 @@ class Slurm:
 
     @property
     def cores(self) -> tuple[int, ...] | None:
-        """The number of CPUs that the allocation has on each node; ``None`` if Slurm does not list them."""
+        """The number of allocated CPUs on each node; ``None`` if Slurm does not list the numbers."""
         listed = re.fullmatch(CPUS, os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
         found = _cpus(listed[0]) if listed else ()
         return found if len(found) == len(self.hosts) else None
@@ -94,7 +94,7 @@ def _names(nodes: str) -> tuple[str, ...]:
 
 
 def _cpus(listed: str) -> tuple[int, ...]:
-    """Return the number of CPUs of each node, in Slurm's order: ``8(x2),16`` stands for 8, 8 and 16."""
+    """Return the number of CPUs of each node, in Slurm's order: ``8(x2),16`` means 8, 8 and 16."""
     groups = GROUP_OF_NODES.findall(listed)
     return tuple(int(cpus) for cpus, nodes in groups for _ in range(int(nodes or 1)))
 

@@ -102,7 +102,7 @@ def ssh(*hosts: str | Mapping[str, int], python: str = "python3", address: str |
 
     Args:
         hosts: The hosts in a form that ``ssh`` accepts: ``"gpu1"``, ``"user@gpu2"``. A single mapping also
-            sets the number of cores of each host; otherwise the hosts are asked when the number is needed.
+            sets the number of cores of each host; otherwise, the hosts report the number when it is needed.
         python: The Python executable on the hosts, with flowchan installed: ``~/venv/bin/python``.
         address: The address at which the hosts can reach this machine, without a port (default: the address
             that the kernel uses on its route to them).

@@ -34,7 +34,7 @@ class RunChannels(Protocol):
         """Close the channels of all sources and inputs."""
 
     def end_services(self) -> None:
-        """Close the channels from which the services take their requests."""
+        """Close the request channels of the services."""
 
     def drop_queued(self) -> None:
         """Discard the items that are now waiting in the channels of :meth:`Plan.queues`."""

@@ -46,7 +46,7 @@ def most_cores() -> int | None:
 
 
 def local_cores() -> int:
-    """Return the number of cores that this process may use, including the limits of its control groups."""
+    """Return the number of cores that CPU affinity and control groups allow this process to use."""
     cores = len(os.sched_getaffinity(0))
     return min(cores, most_cores() or cores)
 

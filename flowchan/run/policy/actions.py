@@ -15,7 +15,7 @@ class StopSources:
 
 @dataclass(frozen=True, slots=True)
 class EndServices:
-    """Close the channels from which the services take their requests."""
+    """Close the request channels of the services."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ class AbortRequested:
 
 @dataclass(frozen=True, slots=True)
 class EndWorker:
-    """Request to end the process of one worker, by SIGTERM or, if ``force``, by SIGKILL."""
+    """Request to end the process of one worker with SIGTERM or, if ``force`` is set, with SIGKILL."""
 
     worker: WorkerId
     force: bool
@@ -376,7 +376,7 @@ def _tick(state: PolicyState, now: float) -> Decision:
 
 
 def _waits_for_services(state: PolicyState, waited: float) -> bool:
-    """Return whether a stopping run has nothing left but services, and sources that do not end."""
+    """Return whether a stopping run has only services left, and sources that do not end."""
     others = state.alive - state.services
     return bool(state.alive & state.services) and others <= state.sources and (not others or waited > GRACE)
 

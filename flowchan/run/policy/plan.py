@@ -205,7 +205,7 @@ def plan(
     taken: Taken = Counter()
     for stage in graph.stages:
         if stage.operator.outside and stage.service:
-            pass  # the requests come from outside of the run
+            pass  # the requests come from outside the run
         elif stage.operator.outside:
             inputs[stage.name] = tuple(edge.name for edge in edges if edge.writer == stage.name)
         else:
@@ -216,11 +216,11 @@ def plan(
 def _on_hosts(
     workers: Iterator[PlannedWorker], placement: Placement, taken: Taken
 ) -> Iterator[PlannedWorker]:
-    """Assign each worker of a stage to the host with the fewest workers so far, relative to its weight.
+    """Assign each worker of a stage to the host with the fewest workers relative to the host's weight.
 
     If several hosts are equal, the first is chosen. For a placement with shares, only its own workers are
-    counted, so other placements do not affect it. A placement that names the host of each worker decides
-    alone; after its last host it begins again.
+    counted, so other placements do not affect it. If the placement names the host of each
+    worker, nothing else counts. After the last host of this list, the list repeats.
     """
     counted = (placement.hosts, placement.shares) if placement.shares else None
     weights = placement.weights()

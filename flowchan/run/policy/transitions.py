@@ -69,7 +69,7 @@ class PolicyState:
         sizes: Sizes of the stages that can be scaled.
         leaving: Workers that must end after their current item.
         services: Workers of the services, which end after all other workers.
-        services_end: True if the services were told to end.
+        services_end: True if the run has requested the services to end.
     """
 
     alive: frozenset[WorkerId]
@@ -164,7 +164,7 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
         if phase == "running":
             actions = (*actions, StopSources())
         phase, since = "finishing", now
-        if alive & state.services:  # they end after the other workers, which therefore end like stopped ones
+        if alive & state.services:  # services end last, so the other workers must end as in a stopped run
             phase, state = "stopping", dataclasses.replace(state, notified=True)
     leaving = state.leaving - {worker}
     return dataclasses.replace(state, alive=alive, phase=phase, since=since, leaving=leaving), actions
