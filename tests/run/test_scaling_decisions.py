@@ -1,4 +1,4 @@
-"""Test which sets of workers a new worker joins, requests to end a worker, and the bounds of the limits."""
+"""Test how workers are added and ended, and which decisions are made at the limits."""
 
 from __future__ import annotations
 
