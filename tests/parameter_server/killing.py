@@ -81,8 +81,7 @@ class Pusher:
 
 
 def check_end(server: ParameterServer, done: Sequence[tuple[int, int]]) -> int:
-    """Check that the server applied every push in ``done`` exactly once. Return the total number of
-    pushes."""
+    """Check that the server applied every push in ``done`` exactly once. Return the number of all pushes."""
     client = server.client()
     tensors = client.pull(timeout=TIMEOUT_S)
     client.close()
@@ -110,7 +109,7 @@ class Killer(threading.Thread):
         self.counts: Counter[str] = Counter()
 
     def is_active(self) -> bool:
-        """Return whether the thread still has kills to make."""
+        """Return whether the thread will kill again."""
         return self.counts.total() < self.kills and not self.over.is_set()
 
     def run(self) -> None:
@@ -180,7 +179,7 @@ def resetting(wires: Sequence[Wire]) -> Callable[[random.Random], bool]:
 
 
 def limited(deed: Callable[[random.Random], bool], most: int) -> Callable[[random.Random], bool]:
-    """Return a function that calls ``deed`` until ``deed`` has killed ``most`` times."""
+    """Return a function that calls ``deed`` only until ``deed`` has killed ``most`` times."""
     left = [most]
 
     def kill(chance: random.Random) -> bool:

@@ -38,8 +38,8 @@ class Blocks:
         """Act as the replacement of a killed server. Only the blocks have survived.
 
         Args:
-            torn: Whether to fill the shadow block with garbage, as a server killed during a push may leave
-                it.
+            torn: Whether to fill the shadow block with garbage, as if the server had been killed during a
+                push.
         """
         self.updates = cloudpickle.loads(cloudpickle.dumps(self.updates))
         self.stale = None

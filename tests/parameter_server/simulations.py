@@ -17,7 +17,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def model() -> nn.Module:
-    """Return a small float64 network with the same initial parameters in every call."""
+    """Return a small float64 network with the same initial parameters on every call."""
     layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     numbers = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -148,10 +148,8 @@ def diloco(
     """Return the parameters after each round.
 
     Args:
-        rounds: Contributions to each round, in order. A contribution is a pair. Its first value is the number
-            of rounds that were complete when the worker began (0: the initial parameters). Its second value
-            is
-            the worker's batches.
+        rounds: Contributions to each round, in order. A contribution is a pair ``(began, batches)``. The
+            worker began with the result of round ``began``; round 0 stands for the initial parameters.
         lr: Learning rate of the inner SGD.
         outer: Function that creates the outer optimizer.
     """

@@ -136,7 +136,7 @@ def test_other_replica_closes_round_if_last_contributor_dies(monkeypatch: pytest
 
 
 def test_round_closes_once_if_two_replicas_close_it() -> None:
-    """Both replicas see a complete round. The server drops the second replica's push."""
+    """Both replicas see a complete round. The server drops the push of the second replica."""
     data = simulations.batches(workers=2, steps=1)
     (expected,) = simulations.diloco([[(0, data[0]), (0, data[1])]], lr=LR, outer=nesterov)
     server, turns, dropped = PlainServer(DiLoCo.tensors(simulations.model())), Turns([0, 1]), []
@@ -161,7 +161,7 @@ def test_round_closes_once_if_two_replicas_close_it() -> None:
     assert dropped == [True]
 
 
-def test_finished_replica_does_not_hold_up_later_rounds() -> None:
+def test_finished_replica_does_not_delay_later_rounds() -> None:
     data = simulations.batches(workers=2, steps=4)
     expected = simulations.diloco(
         [[(0, data[0][:2]), (0, data[1][:2])], [(1, data[0][2:])]], lr=LR, outer=nesterov

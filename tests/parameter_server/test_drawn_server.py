@@ -45,7 +45,7 @@ def test_report_and_stats_list_the_parameter_server() -> None:
     assert "parameters" in str(run.report())
 
 
-def test_graph_keeps_its_server_after_the_program_drops_it() -> None:
+def test_graph_keeps_its_server_after_the_program_drops_the_server() -> None:
     graph = declared(1)
     gc.collect()
     assert list(graph.run().values()) == [[1, 2]]

@@ -1,4 +1,4 @@
-"""Test codes for pushes: built-in codes, user-defined codes, and codes that decode all workers' values
+"""Test built-in codes and user-defined codes for pushes. Some codes decode the values of all workers
 together."""
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ def test_qsgd_preserves_zeros_and_a_single_nonzero_element(x: torch.Tensor) -> N
 
 
 class Pickled:
-    """Code with pytorch_ps_mpi's interface: ``encode`` returns any picklable value, and ``decode`` receives
-    all encoded values."""
+    """Code with pytorch_ps_mpi's interface. Its ``decode`` receives the encoded values of all ranks."""
 
     def encode(self, x: torch.Tensor) -> dict[str, Any]:
         where = x.nonzero()[:, 0]

@@ -43,7 +43,7 @@ def start() -> dict[str, torch.Tensor]:
 
 
 def gradients(step: int) -> dict[str, torch.Tensor]:
-    """Return gradients for some of the parameters, which differ from step to step."""
+    """Return gradients for some of the parameters. The choice depends on the step."""
     torch.manual_seed(step)
     chosen = {0: ["weight", "bias", "scale"], 1: ["weight"], 2: ["bias", "scale"]}[step % 3]
     return {name: torch.randn_like(value) for name, value in start().items() if name in chosen}

@@ -83,7 +83,7 @@ def test_result_raises_the_error_of_a_failed_call_each_time(world: World) -> Non
     session.close()
 
 
-def test_calls_do_not_block_the_session_without_a_waiting_caller(world: World) -> None:
+def test_unawaited_calls_do_not_block_the_session(world: World) -> None:
     session = world.gateway.session()
     for number in range(5 * MOST_OPEN):
         session.send((number,))
@@ -152,7 +152,8 @@ def test_each_call_runs_once_while_connections_are_cut(world: World) -> None:
     over = threading.Event()
 
     def cut_often() -> None:
-        for _ in range(20):  # limited, because a link that keeps breaking before an item arrives is abandoned
+        # few cuts, because flowchan abandons a link that keeps breaking before an item arrives
+        for _ in range(20):
             if over.wait(0.1):
                 return
             cut()

@@ -205,7 +205,8 @@ def test_each_push_is_applied_once_while_connections_are_cut() -> None:
     over = threading.Event()
 
     def cut_often() -> None:
-        for _ in range(20):  # limited, because a link that keeps breaking before an item arrives is abandoned
+        # few cuts, because flowchan abandons a link that keeps breaking before an item arrives
+        for _ in range(20):
             if over.wait(0.1):
                 return
             cut()

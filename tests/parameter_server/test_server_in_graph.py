@@ -33,7 +33,7 @@ def pids_of(run: Run, stage: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("shards", [1, 2])
 @everywhere
-def test_server_ends_after_all_other_stages(on: str, shards: int) -> None:
+def test_server_shuts_down_after_all_other_stages(on: str, shards: int) -> None:
     graph = Graph()
     server = ParameterServer(state(), graph=graph, on=on, shards=shards)
     client = server.client()
@@ -53,7 +53,7 @@ def test_server_ends_after_all_other_stages(on: str, shards: int) -> None:
 
 
 @everywhere
-def test_server_runs_after_the_program_drops_its_object(on: str) -> None:
+def test_server_runs_after_the_program_drops_the_server_object(on: str) -> None:
     """The program keeps only the graph and a client."""
     graph = Graph()
     client = ParameterServer(state(), graph=graph, on=on).client()
@@ -88,7 +88,7 @@ def test_killed_server_is_replaced_within_the_graph() -> None:
 
 
 @everywhere
-def test_server_ends_if_another_stage_fails(on: str) -> None:
+def test_server_shuts_down_if_another_stage_fails(on: str) -> None:
     graph = Graph()
     server = ParameterServer(state(), graph=graph, on=on)
     client = server.client()
@@ -122,7 +122,7 @@ def test_source_that_pushes_stops_without_error_after_take(on: str) -> None:
 
 
 @everywhere
-def test_server_ends_if_the_run_is_stopped(on: str) -> None:
+def test_server_shuts_down_if_the_run_is_stopped(on: str) -> None:
     graph = Graph()
     server = ParameterServer(state(), graph=graph, on=on)
     numbers = graph.input()
@@ -136,7 +136,7 @@ def test_server_ends_if_the_run_is_stopped(on: str) -> None:
 
 
 @everywhere
-def test_server_ends_if_the_run_is_aborted(on: str) -> None:
+def test_server_shuts_down_if_the_run_is_aborted(on: str) -> None:
     graph = Graph()
     server = ParameterServer(state(), graph=graph, on=on)
     graph.input().sink(print)

@@ -1,4 +1,4 @@
-"""Test that the other workers continue if a worker is killed while they train over a parameter server."""
+"""Test that the other workers continue if one worker is killed while training over a parameter server."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_other_workers_finish_if_one_worker_is_killed(name: str) -> None:
 
 
 def test_diloco_matches_its_simulation_if_a_worker_is_killed() -> None:
-    """The worker dies before its first contribution. The sum of the other two does not depend on their
+    """The worker dies before its first contribution. A sum of two contributions does not depend on their
     order."""
     data = simulations.batches(workers=3, steps=6)
     rounds = [[(r, data[w][r * 2 : r * 2 + 2]) for w in (0, 1)] for r in range(3)]

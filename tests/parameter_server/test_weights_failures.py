@@ -69,7 +69,7 @@ def test_waiting_refresh_raises_broken_if_the_trainer_is_killed(where: str) -> N
 
 
 @everywhere
-def test_trainer_killed_at_a_random_time_leaves_whole_versions(where: str) -> None:
+def test_readers_see_whole_versions_if_trainer_dies_at_random_time(where: str) -> None:
     for _ in range(3):
         readers: Channel[WeightsReader] = Channel(across="hosts")
         go_on: Channel[None] = Channel(across="hosts")
@@ -108,7 +108,7 @@ def refresh_forever(reader: WeightsReader, begun: Channel[None]) -> None:
 
 @everywhere
 def test_killed_readers_leave_no_resources_in_use(where: str) -> None:
-    """The trainer keeps no memory, slot or file of a killed reader in use."""
+    """The trainer releases the memory, slots and files of the killed readers."""
     trained = {"w": np.ones(50_000)}
     with Weights(trained) as weights:
         weights.publish()

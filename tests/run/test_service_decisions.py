@@ -1,4 +1,4 @@
-"""Test how the supervisor treats services, which must end after all other workers."""
+"""Test how the supervisor treats services, which must shut down after all other workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def at(**values: Any) -> PolicyState:
     return dataclasses.replace(START, **values)
 
 
-def test_services_end_after_all_other_workers() -> None:
+def test_services_shut_down_after_all_other_workers_exit() -> None:
     state, actions = decide(START, Ended(SOURCE), 0.0)
     assert actions == (ReleasePorts(SOURCE),)
     state, actions = decide(state, Ended(SINK), 1.0)
@@ -40,14 +40,14 @@ def test_services_end_after_all_other_workers() -> None:
     assert (state.phase, actions) == ("ended", (ReleasePorts(OTHER),))
 
 
-def test_service_is_replaced_if_it_dies_after_other_workers_end() -> None:
+def test_service_is_replaced_if_it_dies_after_other_workers_exit() -> None:
     state, _ = decide(at(alive=frozenset({SINK, SERVICE})), Ended(SINK), 0.0)
     state, actions = decide(state, died(SERVICE), 1.0)
     assert actions == (Replace(SERVICE, 0.0),)
     assert SERVICE in state.alive
 
 
-def test_sources_are_stopped_before_the_services_end() -> None:
+def test_sources_are_stopped_before_the_services_shut_down() -> None:
     state, actions = decide(START, Ended(SINK), 7.0)
     assert actions == (ReleasePorts(SINK), StopSources())
     assert (state.phase, state.stopped, next_at(state)) == ("stopping", False, 7.0 + GRACE)
@@ -66,7 +66,7 @@ def test_services_do_not_wait_for_a_source_that_keeps_running() -> None:
 
 
 @pytest.mark.parametrize("alive", [{SERVICE}, {SERVICE, OTHER}])
-def test_stop_ends_services_at_once_if_no_others_run(alive: set[WorkerId]) -> None:
+def test_stop_shuts_services_down_at_once_without_other_workers(alive: set[WorkerId]) -> None:
     state, _ = decide(at(alive=frozenset(alive)), StopRequested(), 0.0)
     state, actions = decide(state, Tick(), 0.0)
     assert actions == (EndServices(),)
