@@ -1,4 +1,4 @@
-"""Run the parameter server example: it trains, answers, and survives the death of a trainer."""
+"""Test that the parameter server example trains, serves inference, and survives a killed trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "parameter_server.py"
 BATCHES = 44  # per epoch
 
 
-def test_inference_follows_the_training_although_a_trainer_is_killed(torch_programs: Template) -> None:
+def test_inference_follows_the_training_even_if_a_trainer_is_killed(torch_programs: Template) -> None:
     done = torch_programs.run(EXAMPLE, "--epochs", 8)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

@@ -193,8 +193,8 @@ def test_forked_child_drops_a_link_closed_by_its_parent() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 64 << 20], ids=["same stacks", "large stacks"])
-def test_forked_child_with_own_threads_drops_a_link(size: int) -> None:
-    """The C library gives the stacks of the link's threads to the child's threads, or unmaps them."""
+def test_forked_child_drops_a_link_after_starting_own_threads(size: int) -> None:
+    """The C library reuses the stacks of the link's threads for the child's threads, or unmaps them."""
     link = _core.Link(True)
     child = os.fork()
     if not child:

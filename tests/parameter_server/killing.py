@@ -1,8 +1,8 @@
-"""Kill servers, clients, agents and connections at random, while clients push numbers that show any error.
+"""Kill servers, clients, agents and connections at random while clients push numbers that reveal any error.
 
-Push number k of a client adds 2**k to the client's place in two tensors, which are on different shards. So
-the place holds 2**n - 1 after n pushes, and any other value if a push was lost or applied twice. The push
-also adds 1 to each element of a third tensor, so all its elements equal the version.
+Push k of a client adds 2**k to that client's place in two tensors, which are on different shards. After n
+pushes the place holds 2**n - 1. A lost or repeated push leaves any other value. Each push also adds 1 to
+every element of a third tensor, so every element equals the version.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from benchmarks.slow_connections import cut
 from flowchan.pipelines import ParameterServer, SharedDict
 
 PLACES = 4000
-"""Maximum number of clients, including replacements of killed ones."""
+"""Maximum number of clients, including replacements of killed clients."""
 MOST_PUSHES = 40
-"""Pushes for which a client uses one place: 2**52 is the last exact number."""
+"""Pushes by a client before it moves to a new place. A place then holds 2**40 - 1, which is exact."""
 MOST_AGENTS = 7
-"""Agents that may be killed in one run, because a run gives up on a host whose agents die too often."""
+"""Maximum number of agents killed in one run. A run gives up on a host whose agents die too often."""
 ELEMENTS = 5000
 TIMEOUT_S = 60.0
 
@@ -41,7 +41,7 @@ def first_tensors() -> Tensors:
 
 
 def check_version(tensors: Tensors, version: int) -> int:
-    """Check that the tensors are one version, and return the total number of pushes in them."""
+    """Check that all tensors have version ``version``, and return the total number of pushes."""
     assert (tensors["left"] == tensors["right"]).all(), "the shards have different versions"
     assert (tensors["all"] == version).all(), (version, tensors["all"].min(), tensors["all"].max())
     used = tensors["left"][tensors["left"] > 0]
@@ -52,11 +52,11 @@ def check_version(tensors: Tensors, version: int) -> int:
 
 
 class Pusher:
-    """Function of a stage. Each call pushes once, and checks the versions that it reads.
+    """Stage function that pushes once per call and checks every version it reads.
 
     Args:
-        client: Client of the server.
-        places: Number of places that are in use.
+        client: Client of the parameter server.
+        places: Shared dictionary whose entry ``used`` is the last assigned place.
     """
 
     def __init__(self, client: Any, places: SharedDict[str, int]) -> None:
@@ -64,7 +64,7 @@ class Pusher:
         self.place, self.pushes, self.pid = -1, MOST_PUSHES, 0
 
     def __call__(self, item: int) -> tuple[int, int]:
-        """Push once, and return the place and the number of pushes in it."""
+        """Push once, and return the client's place and the number of pushes to that place."""
         if self.pushes == MOST_PUSHES or self.pid != os.getpid():
             self.place, self.pushes, self.pid = self.places.increment("used"), 0, os.getpid()
         delta = np.zeros(PLACES)
@@ -81,7 +81,7 @@ class Pusher:
 
 
 def check_end(server: ParameterServer, done: Sequence[tuple[int, int]]) -> int:
-    """Check that the server has all pushes of ``done``, each once. Return the number of pushes."""
+    """Check that the server applied every push in ``done`` exactly once. Return the number of all pushes."""
     client = server.client()
     tensors = client.pull(timeout=TIMEOUT_S)
     client.close()
@@ -91,13 +91,13 @@ def check_end(server: ParameterServer, done: Sequence[tuple[int, int]]) -> int:
 
 
 class Killer(threading.Thread):
-    """Thread that kills at random until enough were killed.
+    """Thread that kills processes and connections at random, up to a given number.
 
     Args:
-        seed: Seed of the choices.
-        kills: Number of kills.
-        deeds: Functions that kill by name; each returns whether it has killed.
-        pause: Largest number of seconds between two kills.
+        seed: Seed of the random choices.
+        kills: Number of kills after which the thread stops.
+        deeds: Functions that kill, by name. Each returns whether it killed anything.
+        pause: Maximum pause between two kills, in seconds.
     """
 
     def __init__(
@@ -109,20 +109,20 @@ class Killer(threading.Thread):
         self.counts: Counter[str] = Counter()
 
     def is_active(self) -> bool:
-        """Return whether there are kills to come."""
+        """Return whether the thread will kill again."""
         return self.counts.total() < self.kills and not self.over.is_set()
 
     def run(self) -> None:
-        """Kill until ``kills`` or ``over``."""
+        """Kill until ``kills`` is reached or ``over`` is set."""
         while self.is_active() and not self.over.wait(self.chance.uniform(0, self.pause)):
             name = self.chance.choice([*self.deeds])
-            with contextlib.suppress(psutil.Error):  # the victim has already ended
+            with contextlib.suppress(psutil.Error):  # the victim has already exited
                 if self.deeds[name](self.chance):
                     self.counts[name] += 1
 
 
 def workers_named(name: str) -> list[psutil.Process]:
-    """Return this program's own worker processes of a stage."""
+    """Return the descendants of this process whose name or command line contains ``name``."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -132,7 +132,7 @@ def workers_named(name: str) -> list[psutil.Process]:
 
 
 def killing(victims: Callable[[], list[psutil.Process]]) -> Callable[[random.Random], bool]:
-    """Return a deed that kills one of the victims."""
+    """Return a function that kills one random process from ``victims()``."""
 
     def kill(chance: random.Random) -> bool:
         found = victims()
@@ -144,7 +144,7 @@ def killing(victims: Callable[[], list[psutil.Process]]) -> Callable[[random.Ran
 
 
 def agents() -> list[psutil.Process]:
-    """Return the agents that have workers."""
+    """Return the agents that have worker processes."""
     found = []
     for agent in agents_of(psutil.Process()):
         with contextlib.suppress(psutil.Error):
@@ -154,7 +154,7 @@ def agents() -> list[psutil.Process]:
 
 
 def workers_on_hosts() -> list[psutil.Process]:
-    """Return the workers of all agents."""
+    """Return the worker processes of all agents."""
     found = []
     for agent in agents():
         with contextlib.suppress(psutil.Error):
@@ -163,12 +163,12 @@ def workers_on_hosts() -> list[psutil.Process]:
 
 
 def cutting(_: random.Random) -> bool:
-    """Cut all connections of this program."""
+    """Cut all connections of this program, and return whether there were any."""
     return cut() > 0
 
 
 def resetting(wires: Sequence[Wire]) -> Callable[[random.Random], bool]:
-    """Return a deed that resets the connections of an agent."""
+    """Return a function that resets the connections of one random agent."""
 
     def reset(chance: random.Random) -> bool:
         wire = chance.choice(wires)
@@ -179,7 +179,7 @@ def resetting(wires: Sequence[Wire]) -> Callable[[random.Random], bool]:
 
 
 def limited(deed: Callable[[random.Random], bool], most: int) -> Callable[[random.Random], bool]:
-    """Return the deed with a limit on the number of kills."""
+    """Return a function that calls ``deed`` only until ``deed`` has killed ``most`` times."""
     left = [most]
 
     def kill(chance: random.Random) -> bool:

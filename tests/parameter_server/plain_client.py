@@ -1,4 +1,4 @@
-"""A parameter server without processes: a dictionary of tensors with a version, and its clients."""
+"""Imitate a parameter server in one process: a dictionary of tensors with a version, and clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class PlainServer:
-    """Apply each push at once, in the order of the calls. ``log`` lists the calls of all clients."""
+    """Server that applies each push at once, in call order. ``log`` lists the calls of all clients."""
 
     def __init__(self, tensors: Mapping[str, Any], optimizer: Callable[[Any], Any] | None = None) -> None:
         self.tensors = {name: torch.as_tensor(value).detach().clone() for name, value in tensors.items()}
@@ -34,7 +34,7 @@ class PlainHandle:
 
 
 class PlainPull:
-    """A pull whose values are those of the moment when it began."""
+    """Handle of a prefetch, with the values from the moment when the prefetch began."""
 
     def __init__(self, client: PlainClient, values: dict[str, Tensor], version: int) -> None:
         self.client, self.values, self.version = client, values, version
@@ -91,7 +91,7 @@ class PlainClient:
         server = self.server
         with server.changed:
             if not server.changed.wait_for(lambda: server.version >= (at_least or 0), timeout):
-                raise TimeoutError(f"version {at_least} did not come")
+                raise TimeoutError(f"the server did not reach version {at_least} in time")
             server.log.append(("pull" if consistent else "inconsistent pull",))
             self.version = server.version
             chosen = server.tensors if names is None else names

@@ -1,4 +1,4 @@
-"""Weights and readers for tests."""
+"""Create readers of ``Weights`` and compare states, for tests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from flowchan.pipelines import Weights, WeightsReader
 
 everywhere = pytest.mark.parametrize("where", ["here", "remote"])
-"""Run a test with a reader on the trainer's machine, and with one that asks over a channel."""
+"""Run a test with a reader on the trainer's machine, and with a reader that gets weights over a channel."""
 
 
 def reader_of(weights: Weights, where: str) -> WeightsReader:
-    """Return a reader. A remote one behaves as on another machine, wherever it is."""
+    """Return a reader. A remote reader behaves as if it ran on another machine."""
     reader = weights.reader()
     if where == "remote":
         reader._source = dataclasses.replace(reader._source, machine="another machine")
@@ -27,7 +27,7 @@ def remote_reader(weights: Weights) -> WeightsReader:
 
 
 def equal_bits(one: Any, other: Any) -> bool:
-    """Return whether two states have equal names, dtypes, shapes and bytes."""
+    """Return whether two states have the same names, dtypes, shapes and bytes."""
     return {name: _form(value) for name, value in one.items()} == {
         name: _form(value) for name, value in other.items()
     }

@@ -1,4 +1,4 @@
-"""Two blocks without a server: the tests of rules and optimizers apply pushes to them."""
+"""Simulate the two blocks of a shard without a server, for tests of rules and optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowchan.pipelines.parameter_server.block_updates import BlockUpdates
 
 
 def bits(value: Any) -> bytes:
-    """Return the memory of an array or tensor."""
+    """Return the bytes of an array or tensor."""
     array = (
         value.detach().contiguous().view(-1).view(torch.uint8).numpy() if torch.is_tensor(value) else value
     )
@@ -25,7 +25,7 @@ def cloned(value: Any) -> Any:
 
 
 class Blocks:
-    """A current block and a shadow block that change places after each push."""
+    """Current block and shadow block, which swap roles after each push."""
 
     def __init__(self, tensors: Mapping[str, Any], **options: Any) -> None:
         self.updates = BlockUpdates(tensors, **options)
@@ -35,10 +35,11 @@ class Blocks:
         self.stale: Any = {}
 
     def replace_server(self, torn: bool = False) -> None:
-        """Continue as the replacement of a killed server, which knows only the memory.
+        """Act as the replacement of a killed server. Only the blocks have survived.
 
         Args:
-            torn: Fill the shadow block with rubbish, as a server that was killed in a push may leave it.
+            torn: Whether to fill the shadow block with garbage, as if the server had been killed during a
+                push.
         """
         self.updates = cloudpickle.loads(cloudpickle.dumps(self.updates))
         self.stale = None

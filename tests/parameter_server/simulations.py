@@ -1,6 +1,7 @@
-"""Simulations of the training algorithms in one thread and in float64, from their definitions.
+"""Simulate the training algorithms from their definitions, in one thread and in float64.
 
-They share no code with the product. Workers take their steps in turn: all workers take step 1, then step 2.
+The simulations share no code with the product. Workers step in turn: all workers take step 1, then all take
+step 2.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def model() -> nn.Module:
-    """Return a small network in float64 whose parameters are always the same."""
+    """Return a small float64 network with the same initial parameters on every call."""
     layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     numbers = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -71,7 +72,7 @@ def downpour(
     start: int = 0,
     momentum: float = 0.0,
 ) -> tuple[State, list[list[State]]]:
-    """Return the server's parameters at the end, and each worker's parameters after each of its steps."""
+    """Return the server's final parameters, and each worker's parameters after each step."""
     server, count = initial(), len(data)
     local, velocity = [initial() for _ in data], [times(initial(), 0.0) for _ in data]
     unsent: list[list[State]] = [[] for _ in data]
@@ -119,7 +120,7 @@ def downpour(
 def elastic_averaging(
     data: Sequence[Sequence[Batch]], *, lr: float, every: int, alpha: float, prefetch: int = 0, start: int = 0
 ) -> tuple[State, list[list[State]]]:
-    """Return the centre, and each worker's parameters after each of its steps."""
+    """Return the final centre, and each worker's parameters after each step."""
     centre, local = initial(), [initial() for _ in data]
     fetched = [centre for _ in data]
     history: list[list[State]] = [[] for _ in data]
@@ -147,8 +148,8 @@ def diloco(
     """Return the parameters after each round.
 
     Args:
-        rounds: Contributions to each round, in their order. A contribution consists of the worker's batches,
-            and of the number of the round whose result it began with (0: the initial parameters).
+        rounds: Contributions to each round, in order. A contribution is a pair ``(began, batches)``. The
+            worker began with the result of round ``began``; round 0 stands for the initial parameters.
         lr: Learning rate of the inner SGD.
         outer: Function that creates the outer optimizer.
     """
@@ -175,7 +176,7 @@ def summed_sgd(
     count: int,
     outer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
 ) -> tuple[State, list[list[State]]]:
-    """Return the server's parameters of AsySG-InCon, and each worker's parameters after each of its steps."""
+    """Return the final parameters of an AsySG-InCon server, and each worker's parameters after each step."""
     parameters = {name: nn.Parameter(x) for name, x in initial().items()}
     optimizer = outer(list(parameters.values()))
     local = [initial() for _ in data]

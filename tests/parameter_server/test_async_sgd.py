@@ -1,4 +1,4 @@
-"""AsySGInCon equals its simulation bit for bit, and its reads may be inconsistent."""
+"""Test that AsySGInCon matches its simulation bit for bit, and that its reads may be inconsistent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", SERVERS)
 @pytest.mark.parametrize("make", OPTIMIZERS)
-def test_asysg_equals_its_simulation_bit_for_bit(kind: str, make: str) -> None:
+def test_asysg_matches_its_simulation_bit_for_bit(kind: str, make: str) -> None:
     data = simulations.batches(workers=3, steps=10)
     expected, history = simulations.summed_sgd(data, count=8, outer=OPTIMIZERS[make])
     optimizer = AsySGInCon.optimizer(OPTIMIZERS[make], gradients=8)
@@ -37,7 +37,7 @@ def test_asysg_equals_its_simulation_bit_for_bit(kind: str, make: str) -> None:
             assert_equal(one, other)
 
 
-def test_server_takes_a_step_after_32_gradients() -> None:
+def test_server_steps_after_32_gradients() -> None:
     server, model = (
         PlainServer(simulations.initial(), AsySGInCon.optimizer(OPTIMIZERS["sgd"])),
         simulations.model(),
@@ -54,7 +54,7 @@ def test_server_takes_a_step_after_32_gradients() -> None:
         torch.testing.assert_close(state_of(model)[name], expected[name] - 0.05 * 32 * gradient)
 
 
-def test_only_the_reads_of_steps_may_be_inconsistent() -> None:
+def test_only_pulls_within_steps_may_be_inconsistent() -> None:
     server, model = (
         PlainServer(simulations.initial(), AsySGInCon.optimizer(OPTIMIZERS["sgd"])),
         simulations.model(),
@@ -66,6 +66,6 @@ def test_only_the_reads_of_steps_may_be_inconsistent() -> None:
     assert [call for call, *_ in server.log] == ["pull", "push", "inconsistent pull", "pull"]
 
 
-def test_optimizer_rejects_a_sum_without_gradients() -> None:
+def test_optimizer_rejects_zero_gradients_per_step() -> None:
     with pytest.raises(ValueError, match=r"^AsySGInCon.optimizer: gradients must be at least 1, got 0"):
         AsySGInCon.optimizer(OPTIMIZERS["sgd"], gradients=0)

@@ -1,4 +1,4 @@
-"""Test that a pull returns one version of all tensors, whatever the server does at the same time."""
+"""Test that a pull returns one version of all tensors while the server applies pushes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ones() -> dict[str, Any]:
 
 
 class Interrupted:
-    """Copy function that lets another client push in the middle of a pull."""
+    """Copy function that makes another client push in the middle of a pull."""
 
     def __init__(self, client: ParameterClient, times: int, pushes: int) -> None:
         self.client, self.times, self.pushes = client, times, pushes
@@ -42,7 +42,7 @@ class Interrupted:
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("pushes", [1, 2, 3])
-def test_pull_that_is_overtaken_by_pushes_returns_one_version(
+def test_pull_overtaken_by_pushes_returns_one_version(
     shards: int, pushes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ParameterServer(state(), shards=shards) as server:
@@ -54,7 +54,7 @@ def test_pull_that_is_overtaken_by_pushes_returns_one_version(
         assert interrupted.copies == (2 if pushes == 1 else OPTIMISTIC_READS + 2)
 
 
-def test_reader_that_is_always_overtaken_locks_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_locks_the_block_if_pushes_keep_overtaking_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server delays the second push until the reader has copied the block."""
     with ParameterServer(state()) as server:
         client, other = server.client(), server.client()
@@ -86,7 +86,7 @@ def test_inconsistent_pull_reads_once_and_may_mix_versions(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_readers_in_processes_see_whole_versions_in_ascending_order(on: str, shards: int) -> None:
+def test_reader_processes_see_whole_versions_in_ascending_order(on: str, shards: int) -> None:
     def push(client: ParameterClient, worker: int) -> None:
         for _ in range(500):
             client.push({"a": np.ones(20_000), "b": np.ones(20_000)})

@@ -1,4 +1,4 @@
-"""DiLoCo equals its simulation bit for bit, also if workers are late or die."""
+"""Test that DiLoCo matches its simulation bit for bit, even if workers are late or die."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(training: DiLoCo, model: Any, data: Any) -> State:
 
 @pytest.mark.parametrize("kind", SERVERS)
 @pytest.mark.parametrize("outer", OUTERS)
-def test_diloco_equals_its_simulation_bit_for_bit(kind: str, outer: str) -> None:
+def test_diloco_matches_its_simulation_bit_for_bit(kind: str, outer: str) -> None:
     """The workers contribute in a different order in each round."""
     every, order = 3, [0, 1, 2, 2, 0, 1, 1, 2, 0]
     data = simulations.batches(workers=3, steps=9)
@@ -58,8 +58,8 @@ def test_diloco_equals_its_simulation_bit_for_bit(kind: str, outer: str) -> None
                 assert_equal(one, other)
 
 
-def test_round_ends_with_the_quorum_after_the_grace() -> None:
-    """The third worker was killed before it contributed."""
+def test_round_with_a_quorum_ends_after_the_grace_period() -> None:
+    """The third worker never contributes, as if it had been killed."""
     data = simulations.batches(workers=3, steps=4)
     rounds = [[(r, data[w][r * 2 : r * 2 + 2]) for w in (0, 1)] for r in range(2)]
     expected = simulations.diloco(rounds, lr=LR, outer=nesterov)
@@ -83,7 +83,7 @@ def test_late_contribution_counts_in_the_next_round() -> None:
         DiLoCo(server.client(), model, every=2, workers=2, quorum=1, grace=0, timeout=60) for model in models
     )
     train(quick, models[0], data[0][:2])
-    train(late, models[1], data[1][:2])  # its differences are from the initial parameters
+    train(late, models[1], data[1][:2])  # starts from the initial parameters
     train(quick, models[0], data[0][2:])
     rounds = [[(0, data[0][:2])], [(0, data[1][:2])], [(1, data[0][2:])]]
     expected = simulations.diloco(rounds, lr=LR, outer=nesterov)
@@ -91,8 +91,8 @@ def test_late_contribution_counts_in_the_next_round() -> None:
     assert_equal(state_of(models[0]), expected[2])
 
 
-def test_timed_out_round_continues_with_the_next_call() -> None:
-    """The replica does not contribute a second time."""
+def test_next_call_continues_a_round_that_timed_out() -> None:
+    """The second call does not contribute the replica's update a second time."""
     data = simulations.batches(workers=2, steps=2)
     server = PlainServer(DiLoCo.tensors(simulations.model()))
     models = [simulations.model(), simulations.model()]
@@ -110,7 +110,7 @@ def test_timed_out_round_continues_with_the_next_call() -> None:
     assert_equal(state_of(models[1]), expected)
 
 
-def test_other_replica_closes_the_round_if_the_last_contributor_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_replica_closes_round_if_last_contributor_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diloco, "TAKEOVER_S", 0.05)
     data = simulations.batches(workers=2, steps=1)
     (expected,) = simulations.diloco([[(0, data[0]), (0, data[1])]], lr=LR, outer=nesterov)
@@ -135,14 +135,14 @@ def test_other_replica_closes_the_round_if_the_last_contributor_dies(monkeypatch
     assert_equal(survivor, expected)
 
 
-def test_round_that_two_replicas_close_is_closed_once() -> None:
-    """Both see a complete round, and the server drops the push of the second."""
+def test_round_closes_once_if_two_replicas_close_it() -> None:
+    """Both replicas see a complete round. The server drops the push of the second replica."""
     data = simulations.batches(workers=2, steps=1)
     (expected,) = simulations.diloco([[(0, data[0]), (0, data[1])]], lr=LR, outer=nesterov)
     server, turns, dropped = PlainServer(DiLoCo.tensors(simulations.model())), Turns([0, 1]), []
 
     class BeatenOnce(PlainClient):
-        """Another replica closes the round between the pull and the push."""
+        """Client whose round another replica closes between the client's pull and push."""
 
         def push(self, values: Any, rule: Any = "add", **options: Any) -> Any:
             handle = super().push(values, rule, **options)
@@ -161,7 +161,7 @@ def test_round_that_two_replicas_close_is_closed_once() -> None:
     assert dropped == [True]
 
 
-def test_finished_replica_does_not_hold_up_later_rounds() -> None:
+def test_finished_replica_does_not_delay_later_rounds() -> None:
     data = simulations.batches(workers=2, steps=4)
     expected = simulations.diloco(
         [[(0, data[0][:2]), (0, data[1][:2])], [(1, data[0][2:])]], lr=LR, outer=nesterov
@@ -193,8 +193,8 @@ def test_finish_contributes_the_steps_of_an_incomplete_round() -> None:
         training.step()
 
 
-def test_replacement_continues_with_the_state_of_the_server() -> None:
-    """The state of the outer optimizer is on the server, so a replacement continues with its momentum."""
+def test_replacement_worker_keeps_the_outer_optimizer_state() -> None:
+    """The server holds the state of the outer optimizer, so a replacement worker keeps the momentum."""
     (data,) = simulations.batches(workers=1, steps=4)
     expected = simulations.diloco([[(0, data[:2])], [(1, data[2:])]], lr=LR, outer=nesterov)
     server = PlainServer(DiLoCo.tensors(simulations.model()))
@@ -224,7 +224,7 @@ def test_diloco_rejects_a_server_without_its_tensors() -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_diloco_rejects_an_argument_out_of_range(options: dict[str, Any], message: str) -> None:
+def test_diloco_rejects_out_of_range_arguments(options: dict[str, Any], message: str) -> None:
     client = PlainServer(DiLoCo.tensors(simulations.model())).client()
     with pytest.raises(ValueError, match=f"^{message}"):
         DiLoCo(client, simulations.model(), **{"workers": 3, **options})

@@ -1,4 +1,4 @@
-"""Downpour equals its simulation bit for bit, and does not repeat the errors of TorchMPI."""
+"""Test that Downpour matches its simulation bit for bit and avoids the errors of TorchMPI."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TORCHMPI = {"push_every": 25, "pull_every": 50, "prefetch": 25, "start": 20, "mo
 
 @pytest.mark.parametrize("kind", SERVERS)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_downpour_equals_its_simulation_bit_for_bit(kind: str, schedule: dict[str, Any]) -> None:
+def test_downpour_matches_its_simulation_bit_for_bit(kind: str, schedule: dict[str, Any]) -> None:
     data = simulations.batches(workers=3, steps=16)
     expected, history = simulations.downpour(data, lr=0.1, **schedule)
     with SERVERS[kind](simulations.initial()) as server:
@@ -39,21 +39,22 @@ def test_downpour_equals_its_simulation_bit_for_bit(kind: str, schedule: dict[st
             assert_equal(one, other)
 
 
-def test_torchmpi_schedule_has_the_documented_steps() -> None:
-    """TorchMPI fetches ``prefetch`` steps after an integration; here, that many steps before one."""
+def test_torchmpi_schedule_calls_the_server_in_documented_steps() -> None:
+    """TorchMPI prefetches ``prefetch`` steps after an integration. Downpour prefetches that many steps before
+    an integration."""
     found = steps_of_calls(150, **TORCHMPI)
     assert found["push"] == [45, 70, 95, 120, 145]
     assert found["prefetch"] == [45, 95, 145]
     assert found["integrate"] == [70, 120]
 
 
-def test_prefetch_begins_that_many_steps_before_its_use() -> None:
+def test_prefetch_begins_three_steps_before_integration() -> None:
     found = steps_of_calls(45, push_every=7, pull_every=20, prefetch=3)
     assert (found["prefetch"], found["integrate"]) == ([17, 37], [20, 40])
 
 
 def steps_of_calls(steps: int, **schedule: Any) -> dict[str, list[int]]:
-    """Return the steps in which a replica calls the server, by the kind of the call."""
+    """Return the steps in which a replica calls the server, grouped by kind of call."""
     server, (data,) = PlainServer(simulations.initial()), simulations.batches(workers=1, steps=steps)
     model = simulations.model()
     training = Downpour(server.client(), model, lr=0.001, **schedule)
@@ -68,8 +69,8 @@ def steps_of_calls(steps: int, **schedule: Any) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, TORCHMPI], ids=str)
-def test_pull_of_a_single_replica_never_rolls_the_model_back(schedule: dict[str, Any]) -> None:
-    """TorchMPI's first integration with a prefetch restores the parameters of the first step."""
+def test_pull_never_rolls_back_a_single_replica(schedule: dict[str, Any]) -> None:
+    """With a prefetch, TorchMPI's first integration restores the parameters of the first step."""
     steps = 130 if schedule is TORCHMPI else 16
     (data,) = simulations.batches(workers=1, steps=steps)
     plain, model = simulations.model(), simulations.model()
@@ -85,7 +86,7 @@ def test_pull_of_a_single_replica_never_rolls_the_model_back(schedule: dict[str,
             torch.testing.assert_close(state_of(model)[name], expected, rtol=0, atol=1e-12)
 
 
-def test_updates_before_the_start_are_in_the_first_push() -> None:
+def test_first_push_includes_updates_from_before_the_start() -> None:
     server, (data,) = PlainServer(simulations.initial()), simulations.batches(workers=1, steps=5)
     in_turn(lambda model: Downpour(server.client(), model, lr=0.1, start=3, push_every=2), [data])
     state = simulations.initial()
@@ -95,14 +96,14 @@ def test_updates_before_the_start_are_in_the_first_push() -> None:
         torch.testing.assert_close(server.tensors[name], expected, rtol=0, atol=1e-12)
 
 
-def test_constructor_copies_the_parameters_of_the_server() -> None:
+def test_constructor_copies_parameters_from_the_server() -> None:
     tensors = {name: x + 1 for name, x in simulations.initial().items()}
     model = simulations.model()
     Downpour(PlainServer(tensors).client(), model, lr=0.1)
     assert_equal(state_of(model), tensors)
 
 
-def test_update_is_pushed_later_if_the_server_is_slow() -> None:
+def test_update_is_pushed_later_if_the_server_times_out() -> None:
     class SlowOnce(PlainClient):
         pushes = 0
 
@@ -151,7 +152,7 @@ def test_parameters_without_a_gradient_do_not_change() -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_downpour_rejects_an_argument_out_of_range(options: dict[str, Any], message: str) -> None:
+def test_downpour_rejects_out_of_range_arguments(options: dict[str, Any], message: str) -> None:
     client = PlainServer(simulations.initial()).client()
     with pytest.raises(ValueError, match=f"^{message}"):
         Downpour(client, simulations.model(), **{"lr": 0.1, **options})

@@ -1,4 +1,4 @@
-"""Test that pictures show a parameter server as one cylinder."""
+"""Test that diagrams show a parameter server as one cylinder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_report_and_stats_list_the_parameter_server() -> None:
     assert "parameters" in str(run.report())
 
 
-def test_graph_keeps_its_server_if_the_program_drops_the_object() -> None:
+def test_graph_keeps_its_server_after_the_program_drops_the_server() -> None:
     graph = declared(1)
     gc.collect()
     assert list(graph.run().values()) == [[1, 2]]

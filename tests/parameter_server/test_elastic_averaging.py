@@ -1,4 +1,4 @@
-"""ElasticAveraging equals its simulation bit for bit, and does not repeat the errors of TorchMPI."""
+"""Test that ElasticAveraging matches its simulation bit for bit and avoids the errors of TorchMPI."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TORCHMPI_WITH_DATA_PARALLEL = {"every": 10, "prefetch": 3, "start": 50, "alpha":
 
 @pytest.mark.parametrize("kind", SERVERS)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_elastic_averaging_equals_its_simulation_bit_for_bit(kind: str, schedule: dict[str, Any]) -> None:
+def test_elastic_averaging_matches_its_simulation_bit_for_bit(kind: str, schedule: dict[str, Any]) -> None:
     data = simulations.batches(workers=3, steps=16)
     expected, history = simulations.elastic_averaging(data, lr=0.1, **schedule)
     with SERVERS[kind](simulations.initial()) as server:
@@ -39,7 +39,7 @@ def test_elastic_averaging_equals_its_simulation_bit_for_bit(kind: str, schedule
 
 
 def test_centre_moves_towards_the_replica() -> None:
-    """TorchMPI's EASGD never sends, so its centre does not move."""
+    """In TorchMPI, EASGD never sends an update, so the centre never moves."""
     server, model = PlainServer(simulations.initial()), simulations.model()
     training = ElasticAveraging(server.client(), model, every=1, alpha=0.25)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_centre_moves_towards_the_replica() -> None:
     [(TORCHMPI, [45, 95, 145], [70, 120]), (TORCHMPI_WITH_DATA_PARALLEL, [57, 67, 77], [60, 70, 80])],
     ids=["easgd", "easgd_dataparallel"],
 )
-def test_torchmpi_schedule_of_exchanges_has_the_documented_steps(
+def test_torchmpi_schedule_exchanges_in_the_documented_steps(
     schedule: dict[str, Any], prefetched: list[int], exchanged: list[int]
 ) -> None:
     server, model = PlainServer(simulations.initial()), simulations.model()
@@ -71,11 +71,11 @@ def test_torchmpi_schedule_of_exchanges_has_the_documented_steps(
 
 
 def test_first_exchange_after_a_prefetch_uses_the_centre() -> None:
-    """TorchMPI's first integration with a prefetch uses the replica's own parameters of the start."""
+    """With a prefetch, TorchMPI's first integration uses the replica's own initial parameters."""
     server, model = PlainServer(simulations.initial()), simulations.model()
     training = ElasticAveraging(server.client(), model, every=3, prefetch=1, alpha=0.5)
     training.step()
-    for x in server.tensors.values():  # other replicas move the centre
+    for x in server.tensors.values():  # as if other replicas had moved the centre
         x.add_(4)
     training.step()
     training.step()

@@ -1,4 +1,5 @@
-"""Test the codes of pushes: built-in codes, users' codes, and codes that see the values of all workers."""
+"""Test built-in codes and user-defined codes for pushes. Some codes decode the values of all workers
+together."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_qsgd_code_is_unbiased_and_sends_one_byte_per_element(dtype: torch.dtype
     rounds = [encoder.encode({"w": x}, "qsgd")["w"] for _ in range(300)]
     unit = float(torch.linalg.vector_norm(x.double())) / 127
     mean = torch.stack([one.decoded().double() for one in rounds]).mean(0)
-    assert float((mean - x.double()).abs().max()) < unit * (0.5 * 6 / 300**0.5 + 0.05)  # 6 sigma, and bf16
+    # 6 sigma, plus bfloat16 rounding
+    assert float((mean - x.double()).abs().max()) < unit * (0.5 * 6 / 300**0.5 + 0.05)
     assert all(float((one.decoded().double() - x.double()).abs().max()) < unit * 1.05 for one in rounds)
     assert rounds[0].values[0][1].dtype == torch.int8
 
@@ -58,12 +60,12 @@ def test_qsgd_rejects_an_invalid_number_of_levels(levels: Any) -> None:
 
 
 @pytest.mark.parametrize("x", [torch.zeros(3), torch.tensor([0.0, -5.0, 0.0])])
-def test_qsgd_keeps_zeros_and_a_single_element(x: torch.Tensor) -> None:
+def test_qsgd_preserves_zeros_and_a_single_nonzero_element(x: torch.Tensor) -> None:
     assert torch.allclose(Encoder().encode({"x": x}, "qsgd")["x"].decoded(), x)
 
 
 class Pickled:
-    """pytorch_ps_mpi's interface: ``encode`` returns any picklable value, ``decode`` sees all codes."""
+    """Code with pytorch_ps_mpi's interface. Its ``decode`` receives the encoded values of all ranks."""
 
     def encode(self, x: torch.Tensor) -> dict[str, Any]:
         where = x.nonzero()[:, 0]
@@ -77,14 +79,14 @@ class Pickled:
 
 
 @pytest.mark.parametrize("codes", [Pickled, Pickled()], ids=["class", "object"])
-def test_users_code_may_send_any_picklable_value(codes: Any) -> None:
+def test_user_defined_code_may_send_any_picklable_value(codes: Any) -> None:
     x = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
     encoded = pickle.loads(pickle.dumps(Encoder().encode({"x": x}, codes)))
     assert torch.equal(encoded["x"].decoded(), x)
 
 
-def test_code_decodes_the_values_of_all_workers_at_once() -> None:
-    """pytorch_ps_mpi sets ``codes`` to the codes of all ranks, so that ``decode`` may combine them."""
+def test_decode_receives_the_values_of_all_workers_at_once() -> None:
+    """In pytorch_ps_mpi, ``codes`` holds the encoded values of all ranks, so ``decode`` can combine them."""
 
     class Median:
         def encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +101,7 @@ def test_code_decodes_the_values_of_all_workers_at_once() -> None:
     assert out.tolist() == [4.0, -2.0]
 
 
-def test_gathered_values_are_averaged_and_scale_makes_a_sum() -> None:
+def test_push_averages_gathered_values_and_multiplies_by_scale() -> None:
     workers = [Encoder().encode({"x": torch.tensor([x])}, "fp16") for x in (1.0, 2.0, 6.0)]
     out = torch.zeros(1)
     apply("add", torch.zeros(1), gathered(workers)["x"], 3.0, out)
@@ -115,13 +117,13 @@ def test_encoded_tensor_can_be_pushed_to_an_array() -> None:
 
 
 @pytest.mark.parametrize("codes", ["zip", None, 3])
-def test_unknown_code_is_rejected_at_the_client(codes: Any) -> None:
+def test_client_rejects_an_unknown_code(codes: Any) -> None:
     with pytest.raises(
         ValueError, match="push: codes must be 'fp16', 'bf16', 'topk', 'qsgd', a Code or a function"
     ):
         Encoder().encode(values(), codes)
 
 
-def test_function_that_returns_no_code_is_rejected() -> None:
+def test_client_rejects_a_function_that_returns_no_code() -> None:
     with pytest.raises(TypeError, match=r"push: codes must create objects with encode\(x\) and decode"):
         Encoder().encode(values(), lambda: 3)

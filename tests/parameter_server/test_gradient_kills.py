@@ -1,4 +1,4 @@
-"""Test that tensors and the state of optimizers have one version, wherever the server's worker is killed."""
+"""Test that tensors and optimizer state have the same version wherever the server's worker is killed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from flowchan.pipelines.parameter_server.shard import Push, Shard
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 STRIDE = 5
-"""Lines between two points at which a worker is killed."""
+"""Number of lines between two points at which workers are killed."""
 PUSHES = 60
 
 
 def die_at_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kill worker n while it applies push n, before line ``STRIDE * n``."""
+    """Make incarnation n of the worker die while it applies push n, before line ``STRIDE * n``."""
     serve = Shard._serve
 
     def serve_and_die(self: Shard, push: Push) -> None:
@@ -42,7 +42,7 @@ def restarts(server: Any) -> int:
     return int(stage.restarts)
 
 
-def test_gradients_equal_torch_if_the_worker_dies_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_pushes_match_torch_wherever_the_worker_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     die_at_lines(monkeypatch)
     torch.manual_seed(1)
     start = {"w": torch.randn(20, 3), "b": torch.randn(3)}
@@ -63,7 +63,7 @@ def test_gradients_equal_torch_if_the_worker_dies_anywhere(monkeypatch: pytest.M
         assert restarts(server) > 20
 
 
-def test_row_gradients_equal_torch_if_the_worker_dies_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_gradients_match_torch_wherever_the_worker_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     die_at_lines(monkeypatch)
     torch.manual_seed(1)
     param = nn.Parameter(torch.randn(30, 2))

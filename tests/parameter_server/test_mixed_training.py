@@ -1,4 +1,4 @@
-"""Groups of replicas train with data parallelism, and only the leader of each group uses the server."""
+"""Test data-parallel groups of replicas in which only the leader uses the server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server_for(name: str) -> PlainServer:
 
 
 class NoClient:
-    """The client of a member that must not use the server."""
+    """Client of a member that must not use the server."""
 
     version = 0
 
@@ -50,8 +50,8 @@ class NoClient:
 
 
 @pytest.mark.parametrize("name", START)
-def test_group_trains_as_one_replica(name: str) -> None:
-    """TorchMPI's Downpour counts the gradients of a group once for each of its members."""
+def test_group_trains_like_one_replica(name: str) -> None:
+    """TorchMPI's Downpour counts a group's gradients once per member."""
     data = simulations.batches(workers=1, steps=10)
     alone, together = server_for(name), server_for(name)
     (expected,) = in_turn(lambda model: START[name](alone.client(), model, None), data, INNER_LR.get(name))
@@ -68,14 +68,14 @@ def test_group_trains_as_one_replica(name: str) -> None:
 def train(name: str, member: Group, server: PlainServer, data: list[Batch]) -> list[State]:
     with member as g:
         model = simulations.model()
-        if g.rank:  # the algorithm copies the server's parameters to all members
+        if g.rank:  # the algorithm must overwrite this with the server's parameters
             torch.nn.init.zeros_(model[0].weight)  # type: ignore[index]
         training = START[name](server.client() if g.rank == 0 else NoClient(), model, g)
         history = []
         for batch in data:
             backward(model, batch)
             for parameter in model.parameters():
-                g.allreduce(parameter.grad, "mean")  # all members have the same batch
+                g.allreduce(parameter.grad, "mean")  # all members use the same batch
             if name in INNER_LR:
                 plain_step(model, INNER_LR[name])
             training.step()
@@ -84,7 +84,7 @@ def train(name: str, member: Group, server: PlainServer, data: list[Batch]) -> l
         return history
 
 
-def test_error_of_the_leader_is_raised_on_all_members() -> None:
+def test_all_members_raise_the_error_of_their_leader() -> None:
     class Late(PlainClient):
         def pull(self, *args: Any, **options: Any) -> Any:
             raise TimeoutError("the server is slow")
@@ -99,8 +99,9 @@ def test_error_of_the_leader_is_raised_on_all_members() -> None:
     assert at_once(work, 2) == ["the server is slow"] * 2
 
 
-def test_two_groups_exchange_through_the_server() -> None:
-    """Leaders of groups of different sizes share a server; members of a group stay equal."""
+def test_two_groups_exchange_parameters_through_the_server() -> None:
+    """The leaders of two groups of different sizes share a server. The members of each group keep equal
+    parameters."""
     server = PlainServer(simulations.initial())
     groups = [*members(2), *members(3)]
     data = simulations.batches(workers=2, steps=6)

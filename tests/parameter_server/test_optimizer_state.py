@@ -1,4 +1,4 @@
-"""Test that steps of an optimizer at the server equal those of torch, also after the server was replaced."""
+"""Test that optimizer steps on the server match torch, even after the server is replaced."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start() -> dict[str, torch.Tensor]:
 
 
 def gradients(step: int) -> dict[str, torch.Tensor]:
-    """Return gradients of some of the parameters, others in each step."""
+    """Return gradients for some of the parameters. The choice depends on the step."""
     torch.manual_seed(step)
     chosen = {0: ["weight", "bias", "scale"], 1: ["weight"], 2: ["bias", "scale"]}[step % 3]
     return {name: torch.randn_like(value) for name, value in start().items() if name in chosen}
@@ -62,7 +62,7 @@ def plain(make: Callable[[Any], optim.Optimizer], steps: int, scale: float = 1.0
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
 @pytest.mark.parametrize("replaced", [False, True], ids=["one server", "replaced servers"])
-def test_gradient_pushes_equal_torch_bit_for_bit(
+def test_gradient_pushes_match_torch_bit_for_bit(
     make: Callable[[Any], optim.Optimizer], replaced: bool
 ) -> None:
     blocks = Blocks(start(), optimizer=make)
@@ -82,7 +82,7 @@ def test_scale_multiplies_the_gradient() -> None:
     assert bits(blocks.current["weight"]) == bits(plain(make, 3, 0.3)["weight"])
 
 
-def test_other_rules_between_gradients_keep_the_state() -> None:
+def test_pushes_with_other_rules_keep_the_optimizer_state() -> None:
     blocks = Blocks(start(), optimizer=OPTIMIZERS["adam"])
     blocks.push("gradient", gradients(0))
     slots = {name: bits(value) for name, value in blocks.current.items() if name.startswith("optimizer/")}
@@ -91,7 +91,7 @@ def test_other_rules_between_gradients_keep_the_state() -> None:
     assert {name: bits(blocks.current[name]) for name in slots} == slots
 
 
-def test_arrays_and_integers_may_be_next_to_trained_tensors() -> None:
+def test_state_may_mix_trained_tensors_with_arrays_and_integers() -> None:
     tensors = {"w": np.ones(3), "n": torch.zeros(1, dtype=torch.int64)}
     blocks = Blocks(tensors, optimizer=OPTIMIZERS["sgd"])
     blocks.push("gradient", {"w": np.ones(3)})
@@ -100,7 +100,7 @@ def test_arrays_and_integers_may_be_next_to_trained_tensors() -> None:
     assert blocks.current["n"].tolist() == [0]
 
 
-def test_failed_step_changes_nothing_that_a_reader_sees() -> None:
+def test_failed_step_does_not_change_the_current_block() -> None:
     class Failing(optim.SGD):
         def step(self, closure: Any = None) -> Any:
             super().step(closure)

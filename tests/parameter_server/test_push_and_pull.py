@@ -1,4 +1,4 @@
-"""Test pushes and pulls of one parameter server: rules, forms of the state, errors and statistics."""
+"""Test pushes to and pulls from one parameter server: rules, forms of state, errors and statistics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @everywhere
-def test_pull_returns_a_copy_of_the_first_state(on: str) -> None:
+def test_pull_returns_a_copy_of_the_initial_state(on: str) -> None:
     given = state()
     with ParameterServer(given, on=on) as server:
         client = server.client()
@@ -80,7 +80,7 @@ def test_state_may_be_one_array_or_any_object(on: str) -> None:
         assert client.pull() == "short"
 
 
-def test_pull_fills_arrays_in_place_and_returns_named_ones() -> None:
+def test_pull_fills_arrays_in_place_and_selects_tensors_by_name() -> None:
     with ParameterServer(state(), on="thread") as server:
         client = server.client()
         out = {name: np.full_like(value, -1) for name, value in state().items()}
@@ -99,7 +99,7 @@ def test_pull_fills_arrays_in_place_and_returns_named_ones() -> None:
 
 
 @everywhere
-def test_wrong_pushes_raise_at_the_client(on: str) -> None:
+def test_client_rejects_invalid_pushes(on: str) -> None:
     with ParameterServer(state(), on=on) as server:
         client = server.client()
         with pytest.raises(KeyError, match="'x'"):
@@ -119,7 +119,7 @@ def test_wrong_pushes_raise_at_the_client(on: str) -> None:
 
 
 @everywhere
-def test_error_of_a_rule_reaches_the_client_and_changes_nothing(on: str) -> None:
+def test_failed_rule_raises_at_the_client_and_changes_nothing(on: str) -> None:
     def divide(current: Any, given: Any) -> Any:
         current += 5
         raise ZeroDivisionError("no")
@@ -148,7 +148,7 @@ def add_each(client: ParameterClient, count: int, worker: int) -> list[int]:
 
 @pytest.mark.parametrize("shards", [1, 2])
 @everywhere
-def test_pushes_from_several_processes_are_each_applied_once(on: str, shards: int) -> None:
+def test_each_push_from_several_processes_is_applied_once(on: str, shards: int) -> None:
     with ParameterServer(state(), on=on, shards=shards) as server:
         versions = start(3, add_each, server.client(), 2 * PENDING, on="process").join()
         assert sorted(version for own in versions for version in own) == list(range(1, 6 * PENDING + 1))
@@ -157,7 +157,7 @@ def test_pushes_from_several_processes_are_each_applied_once(on: str, shards: in
         np.testing.assert_array_equal(found["w"], state()["w"] + 6 * 2 * PENDING)
 
 
-def test_client_travels_through_a_channel() -> None:
+def test_client_can_be_sent_through_a_channel() -> None:
     clients: Channel[ParameterClient] = Channel(across="processes")
 
     def work(clients: Channel[ParameterClient], worker: int) -> float:
@@ -171,7 +171,7 @@ def test_client_travels_through_a_channel() -> None:
 
 
 @everywhere
-def test_pull_waits_for_the_wanted_version(on: str) -> None:
+def test_pull_waits_for_the_requested_version(on: str) -> None:
     with ParameterServer(np.zeros(1), on=on) as server:
         reader, writer = server.client(), server.client()
         with pytest.raises(TimeoutError):
@@ -187,7 +187,7 @@ def test_pull_waits_for_the_wanted_version(on: str) -> None:
 
 
 @everywhere
-def test_close_applies_all_pushes_and_ends_clients(on: str) -> None:
+def test_close_applies_pending_pushes_and_closes_clients(on: str) -> None:
     server = ParameterServer(np.zeros(1), on=on)
     client = server.client()
     handles = [client.push(np.ones(1)) for _ in range(10)]
@@ -201,7 +201,7 @@ def test_close_applies_all_pushes_and_ends_clients(on: str) -> None:
     server.close()
 
 
-def test_server_without_references_ends() -> None:
+def test_server_shuts_down_when_its_last_reference_is_dropped() -> None:
     server = ParameterServer(np.zeros(1))
     client = server.client()
     assert client.push(np.ones(1)).wait(WAIT_LIMIT_S) == 1
@@ -245,6 +245,6 @@ def test_stats_count_pushes_pulls_and_bytes() -> None:
         ({"name": ""}, "name must"),
     ],
 )
-def test_wrong_options_raise(options: dict[str, Any], message: str) -> None:
+def test_server_rejects_invalid_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         ParameterServer(state(), **options)

@@ -1,4 +1,4 @@
-"""Test that no push is lost or repeated if servers, clients, agents and connections are killed (S1, S2)."""
+"""Test that no push is lost or repeated if servers, clients, agents or connections are killed (S1, S2)."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ENDLESS = 10**9
 
 @pytest.fixture(autouse=True)
 def endless_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a worker be killed several times in a row before it begins."""
+    """Allow any number of consecutive kills before a worker starts."""
     monkeypatch.setattr(decisions, "HOPELESS", ENDLESS)
 
 
 def push_until_killed(seed: int, kills: int, shards: int, on_hosts: bool) -> Killer:
-    """Push until ``kills`` processes and connections were killed, and check everything."""
+    """Push until ``kills`` kills have happened, and check that the server applied each push once."""
     deeds = {
         "servers": killing(lambda: workers_named("parameters")),
         "clients": killing(lambda: workers_named("push")),
@@ -83,26 +83,26 @@ def numbers_until(killer: Killer) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_s2_killed_servers_and_clients_lose_and_repeat_no_push(shards: int) -> None:
+def test_s2_no_push_is_lost_or_repeated_despite_local_kills(shards: int) -> None:
     killer = push_until_killed(seed=shards, kills=20, shards=shards, on_hosts=False)
     assert set(killer.counts) == {"servers", "clients"}
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_s2_random_kills_on_hosts_lose_and_repeat_no_push(shards: int) -> None:
+def test_s2_no_push_is_lost_or_repeated_despite_remote_kills(shards: int) -> None:
     killer = push_until_killed(seed=shards, kills=20, shards=shards, on_hosts=True)
     assert killer.counts["servers"]
     assert killer.counts["remote clients"] + killer.counts["agents"] + killer.counts["connections"] > 0
 
 
 @pytest.mark.long
-def test_s2_thousand_random_kills_lose_and_repeat_no_push() -> None:
+def test_s2_no_push_is_lost_or_repeated_after_1000_kills() -> None:
     for seed in range(10):
         push_until_killed(seed, kills=100, shards=1 + seed % 2, on_hosts=True)
 
 
 def pushed(places: list[int]) -> dict[str, Any]:
-    """Return the tensors after this number of pushes in each of the first places."""
+    """Return the tensors after ``places[i]`` pushes to each place i."""
     tensors = first_tensors()
     tensors["left"][: len(places)] = tensors["right"][: len(places)] = [2.0**pushes - 1 for pushes in places]
     tensors["all"] += sum(places)
@@ -128,7 +128,7 @@ def tear(tensors: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("harm", [lose, repeat, mix_shards, tear])
-def test_check_of_versions_detects_a_wrong_version(harm: Callable[[dict[str, Any]], None]) -> None:
+def test_check_version_rejects_wrong_tensors(harm: Callable[[dict[str, Any]], None]) -> None:
     tensors = pushed([3, 1, 5])
     assert check_version(tensors, 9) == 9
     with pytest.raises(AssertionError):
@@ -138,7 +138,7 @@ def test_check_of_versions_detects_a_wrong_version(harm: Callable[[dict[str, Any
         check_version(tensors, 9)
 
 
-def test_check_of_versions_accepts_the_largest_numbers() -> None:
+def test_check_version_accepts_the_maximum_number_of_pushes() -> None:
     tensors = pushed([40, 40])
     assert np.isfinite(tensors["left"]).all()
     assert check_version(tensors, 80) == 80

@@ -1,4 +1,4 @@
-"""Test that calls of remote clients are performed once and in order, and that sessions end."""
+"""Test that calls of remote clients run exactly once and in order, and that sessions end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowchan.pipelines.parameter_server.remote_calls import MOST_OPEN, Gateway
 
 
 class Counter:
-    """Client in the program, whose calls are added to a list that all clients share."""
+    """Client in the gateway's process. All clients append their calls to one shared list."""
 
     def __init__(self, made: list[Counter], calls: list[Any]) -> None:
         made.append(self)
@@ -46,7 +46,7 @@ class Strange(Exception):
 
 
 class World:
-    """A gateway, with the clients and calls of its sessions."""
+    """Gateway, with the clients and calls of its sessions."""
 
     def __init__(self) -> None:
         self.made: list[Counter] = []
@@ -59,10 +59,10 @@ def world() -> Iterator[World]:
     world = World()
     yield world
     world.gateway.close()
-    del world.gateway  # pytest keeps the world until all fixtures have ended
+    del world.gateway  # pytest keeps a reference to the world until all fixtures have finished
 
 
-def test_answers_belong_to_their_calls_in_any_order_of_waiting(world: World) -> None:
+def test_results_match_their_calls_in_any_waiting_order(world: World) -> None:
     session = world.gateway.session()
     handles = [session.send((number,)) for number in range(10)]
     assert [handle.result(60) for handle in reversed(handles)] == [2 * number for number in range(9, -1, -1)]
@@ -71,7 +71,7 @@ def test_answers_belong_to_their_calls_in_any_order_of_waiting(world: World) -> 
     wait_until(world.made[0].closed.is_set)
 
 
-def test_error_of_a_call_is_raised_by_each_result(world: World) -> None:
+def test_result_raises_the_error_of_a_failed_call_each_time(world: World) -> None:
     session = world.gateway.session()
     handle = session.send(("fail", "why"))
     for _ in range(2):
@@ -83,7 +83,7 @@ def test_error_of_a_call_is_raised_by_each_result(world: World) -> None:
     session.close()
 
 
-def test_calls_without_a_waiting_caller_do_not_block_the_session(world: World) -> None:
+def test_unawaited_calls_do_not_block_the_session(world: World) -> None:
     session = world.gateway.session()
     for number in range(5 * MOST_OPEN):
         session.send((number,))
@@ -92,7 +92,7 @@ def test_calls_without_a_waiting_caller_do_not_block_the_session(world: World) -
     session.close()
 
 
-def test_done_is_true_after_the_answer_has_arrived(world: World) -> None:
+def test_done_becomes_true_when_the_answer_arrives(world: World) -> None:
     session = world.gateway.session()
     session.send((1,)).result(60)
     world.made[0].gate.clear()
@@ -119,7 +119,7 @@ def test_send_raises_empty_at_the_limit_of_open_calls(world: World) -> None:
     session.close()
 
 
-def test_calls_after_the_server_was_closed_raise_closed() -> None:
+def test_calls_raise_closed_after_the_gateway_is_closed() -> None:
     world = World()
     session = world.gateway.session()
     assert session.send((1,)).result(60) == 2
@@ -148,11 +148,12 @@ def test_processes_and_hosts_open_sessions(world: World, place: Callable[[], Any
     wait_until(lambda: all(client.closed.is_set() for client in world.made))
 
 
-def test_each_call_is_performed_once_while_connections_are_cut(world: World) -> None:
+def test_each_call_runs_once_while_connections_are_cut(world: World) -> None:
     over = threading.Event()
 
     def cut_often() -> None:
-        for _ in range(20):  # a link that breaks again and again before an item arrives would be given up
+        # few cuts, because flowchan abandons a link that keeps breaking before an item arrives
+        for _ in range(20):
             if over.wait(0.1):
                 return
             cut()
@@ -176,7 +177,7 @@ def hold_session(gateway: Gateway, folder: Path, worker: int) -> None:
         time.sleep(60)
 
 
-def test_session_of_a_killed_client_ends(world: World, tmp_path: Path) -> None:
+def test_session_ends_after_its_client_is_killed(world: World, tmp_path: Path) -> None:
     workers = pipelines.map(2, hold_session, world.gateway, tmp_path, on=hosts.local(2))
     wait_until(lambda: len([*tmp_path.iterdir()]) == 2)
     for path in tmp_path.iterdir():

@@ -1,4 +1,4 @@
-"""Test clients of a parameter server on other hosts."""
+"""Test parameter server clients that run on other hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tensors() -> dict[str, Any]:
 
 
 def push_and_check(client: Any, worker: int) -> list[int]:
-    """Push 20 times, and check after each push that the client reads its own write in one version."""
+    """Push 20 times. After each push, check that a pull returns one version that includes the push."""
     versions = []
     for number in range(1, 21):
         handle = client.push({"left": np.ones(SIZE), "right": np.ones((10, SIZE // 10), "float32")})
@@ -47,7 +47,7 @@ def push_and_check(client: Any, worker: int) -> list[int]:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_s1_clients_on_hosts_push_and_pull_one_version(shards: int) -> None:
+def test_s1_clients_on_hosts_push_and_pull_whole_versions(shards: int) -> None:
     with ParameterServer(tensors(), shards=shards) as server:
         versions = pipelines.map(3, push_and_check, server.client(), on=local(2)).join()
         assert sorted(version for found in versions for version in found) == [*range(1, 61)]
@@ -56,7 +56,7 @@ def test_s1_clients_on_hosts_push_and_pull_one_version(shards: int) -> None:
 
 
 def use_options(client: Any, worker: int) -> Any:
-    """Use each option of a client once."""
+    """Use each client option once."""
     found: dict[str, Any] = {}
     client.push({"left": np.full(SIZE, 2.0)}, rule="copy").wait(60)
     client.push({"left": np.full(SIZE, 4.0)}, scale=0.5).wait(60)
@@ -84,14 +84,14 @@ def use_options(client: Any, worker: int) -> Any:
     return found
 
 
-def test_options_of_a_client_work_on_a_host() -> None:
+def test_client_options_work_on_a_host() -> None:
     with ParameterServer(tensors()) as server:
         (found,) = pipelines.map(1, use_options, server.client(), on=local(1)).join()
     assert found == {"left": [4, 4], "prefetched": [4, 4], "dropped": True, "after": [0, 0]}
 
 
 def use_rows_and_optimizers(client: Any, worker: int) -> Any:
-    """Push a gradient, an encoded tensor and rows; return what the client pulls afterwards."""
+    """Push a gradient, an encoded tensor and rows, and return the values that the client pulls afterwards."""
     client.push({"w": torch.ones(4)}, rule="gradient").wait(60)
     client.push({"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}, codes="fp16").wait(60)
     version = client.push_rows("users", [2, 0, 2], torch.ones(3, 2), rule="gradient").wait(60)
@@ -116,7 +116,7 @@ def test_rows_optimizers_and_codes_work_from_a_host() -> None:
 
 
 def push_ahead(client: Any, worker: int) -> list[bool]:
-    """Return, for each of four pushes, whether it was sent although a slow client has pulled version 0."""
+    """Push four times, and return which pushes were sent. A slow client has pulled only version 0."""
     sent = []
     for _ in range(4):
         try:
@@ -165,7 +165,7 @@ def use_item(client: Any) -> int:
     return version
 
 
-def test_client_travels_to_a_host_as_an_item() -> None:
+def test_client_can_be_sent_to_a_host_as_an_item() -> None:
     with ParameterServer(np.zeros(3)) as server:
         graph = Graph("items")
         versions = graph.source([server.client()] * 4).map(use_item, on=local(2), workers=2).collect()
@@ -187,7 +187,7 @@ def push_item(client: Any, item: int) -> int:
     return version
 
 
-def test_client_is_not_forwarded_to_a_host_by_another_process() -> None:
+def test_process_cannot_forward_a_client_to_a_host() -> None:
     with ParameterServer(np.zeros(3)) as server:
         graph = Graph("forwarded")
         clients = graph.source([server.client()]).map(unchanged, on="process")
@@ -205,7 +205,8 @@ def test_each_push_is_applied_once_while_connections_are_cut() -> None:
     over = threading.Event()
 
     def cut_often() -> None:
-        for _ in range(20):  # a link that breaks again and again before an item arrives would be given up
+        # few cuts, because flowchan abandons a link that keeps breaking before an item arrives
+        for _ in range(20):
             if over.wait(0.1):
                 return
             cut()
@@ -229,7 +230,7 @@ def hold(client: Any, folder: Path, worker: int) -> None:
         time.sleep(60)
 
 
-def test_killed_client_on_a_host_frees_its_place(tmp_path: Path) -> None:
+def test_server_ends_the_session_of_a_killed_remote_client(tmp_path: Path) -> None:
     with ParameterServer(tensors()) as server:
         workers = pipelines.map(2, hold, server.client(), tmp_path, on=local(2))
         wait_until(lambda: len([*tmp_path.iterdir()]) == 2)
@@ -251,7 +252,7 @@ def use_until_closed(client: Any, folder: Path, worker: int) -> str:
         return type(error).__name__
 
 
-def test_remote_client_raises_closed_after_the_server_has_ended(tmp_path: Path) -> None:
+def test_remote_client_raises_closed_after_the_server_is_closed(tmp_path: Path) -> None:
     server = ParameterServer(tensors())
     workers = pipelines.map(1, use_until_closed, server.client(), tmp_path, on=local(1))
     wait_until((tmp_path / "pulled").exists)
@@ -259,6 +260,6 @@ def test_remote_client_raises_closed_after_the_server_has_ended(tmp_path: Path) 
     assert workers.join(60) == ["Closed"]
 
 
-def test_shards_on_a_pool_are_refused_with_a_remedy() -> None:
+def test_server_rejects_a_host_pool_and_suggests_a_remedy() -> None:
     with pytest.raises(ValueError, match=r"on must be 'process' or 'thread', got local.*; clients"):
         ParameterServer(tensors(), on=hosts.local(2))

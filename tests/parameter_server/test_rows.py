@@ -1,4 +1,4 @@
-"""Test pushes of rows against plain torch and NumPy."""
+"""Compare pushes of rows with plain torch and NumPy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def table(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def some_rows(step: int, dtype: torch.dtype = torch.float32) -> tuple[np.ndarray[Any, Any], torch.Tensor]:
-    """Return ids with duplicates, and a gradient for each."""
+    """Return ids, some of which are duplicates, and one gradient per id."""
     torch.manual_seed(step)
     ids = torch.randint(0, ROWS, (20,))
     return ids.numpy(), torch.randn(20, WIDTH, dtype=dtype)
@@ -40,7 +40,7 @@ def some_rows(step: int, dtype: torch.dtype = torch.float32) -> tuple[np.ndarray
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("replaced", [False, True], ids=["one server", "replaced servers"])
-def test_row_optimizers_equal_torch_on_sparse_gradients_bit_for_bit(
+def test_row_optimizers_match_torch_on_sparse_gradients_bit_for_bit(
     name: str, dtype: torch.dtype, replaced: bool
 ) -> None:
     ours, theirs = OPTIMIZERS[name]
@@ -59,8 +59,8 @@ def test_row_optimizers_equal_torch_on_sparse_gradients_bit_for_bit(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_push_of_rows_changes_only_these_rows_and_their_state(name: str) -> None:
-    """torchrec#481 asks for rows by id on a server that also keeps the state of their optimizer."""
+def test_row_push_changes_only_its_rows_and_their_state(name: str) -> None:
+    """torchrec#481 asks for rows by id on a server that also stores their optimizer state."""
     blocks = Blocks({"users": table()}, rows={"users": OPTIMIZERS[name][0]})
     before = {key: np.array(as_kind(value, np)) for key, value in blocks.current.items()}
     ids = np.array([3, 7])
@@ -83,7 +83,7 @@ def test_next_push_copies_only_changed_rows_to_the_other_block() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tensor", "array"])
-def test_duplicate_ids_are_summed_before_the_rule(kind: str) -> None:
+def test_values_of_duplicate_ids_are_summed_before_the_rule(kind: str) -> None:
     rows, values = table(torch.float64), torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
     ids = np.array([5, 1, 5, 0])
     expected = rows.clone()
@@ -95,7 +95,7 @@ def test_duplicate_ids_are_summed_before_the_rule(kind: str) -> None:
     assert bits(blocks.current["t"]) == bits(expected)
 
 
-def test_rows_accept_every_rule() -> None:
+def test_row_push_accepts_every_rule() -> None:
     blocks = Blocks({"t": table()})
     ids, values = np.array([1, 4]), torch.ones(2, WIDTH)
     blocks.push_rows("copy", "t", ids, values)
@@ -119,7 +119,7 @@ def test_rows_accept_every_rule() -> None:
         max_size=12,
     )
 )
-def test_mixed_pushes_of_rows_and_tensors_equal_one_array(pushes: list[Any]) -> None:
+def test_mixed_row_and_tensor_pushes_match_a_plain_array(pushes: list[Any]) -> None:
     blocks, plain = Blocks({"t": np.zeros((10, 2)), "u": np.zeros(3)}), np.zeros((10, 2))
     for number, (whole, ids, rule) in enumerate(pushes, 1):
         if whole:
@@ -132,7 +132,7 @@ def test_mixed_pushes_of_rows_and_tensors_equal_one_array(pushes: list[Any]) -> 
         assert (blocks.current["t"] == plain).all()
 
 
-def test_empty_push_of_rows_changes_nothing() -> None:
+def test_empty_row_push_changes_nothing() -> None:
     blocks = Blocks({"t": table()}, rows={"t": RowOptimizer.adagrad()})
     ids = checked_ids("push_rows", "t", [], ROWS)
     blocks.push_rows("gradient", "t", *summed(ids, torch.zeros(0, WIDTH)))
@@ -149,17 +149,17 @@ def test_empty_push_of_rows_changes_nothing() -> None:
         ([[1, 2]], ValueError, "ids must have one dimension, got 2"),
     ],
 )
-def test_client_rejects_wrong_ids(ids: Any, error: type[Exception], message: str) -> None:
+def test_client_rejects_invalid_ids(ids: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"push_rows: {message}"):
         checked_ids("push_rows", "t", ids, ROWS)
 
 
 @pytest.mark.parametrize("ids", [[2, 1], (2, 1), np.array([2, 1], np.uint8), torch.tensor([2, 1])])
-def test_client_accepts_lists_arrays_and_tensors_of_ids(ids: Any) -> None:
+def test_client_accepts_ids_in_sequences_arrays_and_tensors(ids: Any) -> None:
     assert checked_ids("push_rows", "t", ids, ROWS).tolist() == [2, 1]
 
 
-def test_wrong_row_optimizers_are_rejected() -> None:
+def test_invalid_row_optimizers_are_rejected() -> None:
     with pytest.raises(TypeError, match=r"rows\['t'\] must be a RowOptimizer, got 'adam'"):
         Blocks({"t": table()}, rows={"t": "adam"})
     with pytest.raises(ValueError, match=r"rows\['t'\] must name a tensor with rows, got shape \(\)"):

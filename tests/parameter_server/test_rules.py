@@ -1,4 +1,4 @@
-"""Test each rule against plain torch and NumPy, and the checks that a client makes before it sends a push."""
+"""Compare each rule with plain torch and NumPy, and test the checks that a client makes before a push."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pair(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def applied(rule: Any, current: Any, given: Any, scale: float = 1.0) -> Any:
-    """Return the new value, after a check that the rule only read its arguments."""
+    """Apply a rule, check that the rule did not change ``current``, and return the new value."""
     before = current.copy() if isinstance(current, np.ndarray) else current.clone()
     out = np.full_like(current, 77) if isinstance(current, np.ndarray) else torch.full_like(current, 77)
     apply(rule, current, given, scale, out)
@@ -36,7 +36,7 @@ def applied(rule: Any, current: Any, given: Any, scale: float = 1.0) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rules_equal_plain_torch(dtype: torch.dtype) -> None:
+def test_rules_match_plain_torch(dtype: torch.dtype) -> None:
     current, given = pair(dtype)
     assert torch.equal(applied("zero", current, None), torch.zeros_like(current))
     assert torch.equal(applied("copy", current, given), given)
@@ -48,7 +48,7 @@ def test_rules_equal_plain_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "complex128", "int32", "uint8"])
-def test_rules_equal_plain_numpy(dtype: str) -> None:
+def test_rules_match_plain_numpy(dtype: str) -> None:
     current, given = (x.numpy().astype(dtype) for x in pair(torch.float64))
     assert not applied("zero", current, None).any()
     assert (applied("copy", current, given) == given).all()
@@ -58,7 +58,7 @@ def test_rules_equal_plain_numpy(dtype: str) -> None:
         assert (applied("add", current, given, -0.3) == current + given * -0.3).all()
 
 
-def test_array_pushed_to_a_tensor_gives_a_tensor() -> None:
+def test_push_keeps_the_type_of_the_stored_value() -> None:
     current, given = pair(torch.float32)
     read_only = given.numpy()
     read_only.flags.writeable = False
@@ -66,18 +66,18 @@ def test_array_pushed_to_a_tensor_gives_a_tensor() -> None:
     assert (applied("add", current.numpy(), given) == (current + given).numpy()).all()
 
 
-def test_function_that_changes_its_argument_leaves_the_current_block() -> None:
+def test_function_that_mutates_its_argument_keeps_the_current_block() -> None:
     current, given = pair(torch.float32)
     assert torch.equal(applied(lambda x, y: x.mul_(2).add_(y), current, given), (current * 2).add(given))
 
 
-def test_function_with_a_result_of_another_shape_raises() -> None:
+def test_function_that_returns_another_shape_raises() -> None:
     current, given = pair(torch.float32)
     with pytest.raises(ValueError, match=r"push: rule must return a value of shape \(7, 3\), got"):
         applied(lambda x, y: x[0], current, given)
 
 
-def test_rules_for_objects() -> None:
+def test_rules_apply_to_objects() -> None:
     assert apply_to_object("copy", {"a": 1}, [2], 1.0) == [2]
     assert apply_to_object("add", 5, 3, -2.0) == -1
     assert apply_to_object("zero", 5, None, 1.0) == 0
@@ -86,7 +86,7 @@ def test_rules_for_objects() -> None:
 
 @pytest.mark.parametrize("rule", ["none", "Add", "", None, 3, lambda: 0, lambda x: x])
 def test_client_rejects_an_unknown_rule(rule: Any) -> None:
-    """TorchMPI sends a missing rule to the server, and an assertion ends the server there."""
+    """TorchMPI sends a missing rule to the server, where a failed assertion terminates the server."""
     error = ValueError if isinstance(rule, str) else TypeError
     with pytest.raises(error, match=r"push: rule must be .* a function \(current, given\) -> new, got"):
         check_rule("push", rule)

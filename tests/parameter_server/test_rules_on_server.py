@@ -1,4 +1,4 @@
-"""Test rules, optimizers, rows, codes and files on a running server."""
+"""Test rules, optimizers, row pushes, codes and saved files on a running server."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def momentum(params: Any) -> optim.Optimizer:
 @pytest.mark.parametrize("on", ["thread", "process"])
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("make", [adam, momentum])
-def test_gradient_pushes_equal_plain_torch(on: str, shards: int, make: Any) -> None:
+def test_gradient_pushes_match_plain_torch(on: str, shards: int, make: Any) -> None:
     with ParameterServer(start(), optimizer=make, on=on, shards=shards) as server:
         client = server.client()
         for step in range(STEPS):
@@ -66,7 +66,7 @@ def test_gradient_pushes_equal_plain_torch(on: str, shards: int, make: Any) -> N
 
 
 class Killed(optim.Adam):
-    """Adam that kills its process once in step ``at``: before the step, or after it."""
+    """Adam that kills its process once, before or after step ``at``."""
 
     def __init__(self, params: Any, flag: Path, at: int, after: bool) -> None:
         super().__init__(params, lr=0.1)
@@ -90,7 +90,7 @@ class Killed(optim.Adam):
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before the step", "after the step"])
-def test_kill_in_a_step_leaves_tensors_and_state_equal_to_torch(tmp_path: Path, after: bool) -> None:
+def test_training_matches_torch_after_a_kill_during_a_step(tmp_path: Path, after: bool) -> None:
     make = lambda params: Killed(params, tmp_path / "killed", 5, after)  # noqa: E731
     with ParameterServer(start(), optimizer=make) as server:
         client = server.client()
@@ -110,7 +110,7 @@ def test_function_runs_on_the_server_once_per_push() -> None:
         assert client.pull(at_least=version)["x"].tolist() == [6.0] * 3
 
 
-def test_error_of_a_function_reaches_the_client_and_changes_nothing() -> None:
+def test_failed_function_raises_at_the_client_and_changes_nothing() -> None:
     def fails(current: Any, given: Any) -> Any:
         current += 1
         raise ZeroDivisionError("by a rule")
@@ -131,7 +131,7 @@ def test_error_of_a_function_reaches_the_client_and_changes_nothing() -> None:
         ({"x": torch.ones(4)}, "add", r"values\['x'\] must have the shape \(3,\), got \(4,\)"),
     ],
 )
-def test_client_checks_a_push_before_it_is_sent(values: Any, rule: str, message: str) -> None:
+def test_client_checks_a_push_before_sending_it(values: Any, rule: str, message: str) -> None:
     with ParameterServer({"x": torch.zeros(3)}, on="thread") as server:
         client = server.client()
         with pytest.raises(ValueError, match=f"push: {message}"):
@@ -143,7 +143,7 @@ def test_client_checks_a_push_before_it_is_sent(values: Any, rule: str, message:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_row_gradients_equal_torch(shards: int) -> None:
+def test_row_gradients_match_torch(shards: int) -> None:
     torch.manual_seed(1)
     tables = {"users": torch.randn(50, 3), "items": torch.randn(40, 2)}
     rows = {"users": RowOptimizer.adam(lr=0.1), "items": RowOptimizer.adagrad(lr=0.1)}
@@ -179,8 +179,8 @@ class KilledInRows(optim.Adagrad):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_kill_in_a_push_of_rows_keeps_their_state(tmp_path: Path) -> None:
-    """torchrec#481: rows and the state of their optimizer live on a server, which may be replaced."""
+def test_rows_keep_their_state_after_a_kill_during_a_push(tmp_path: Path) -> None:
+    """torchrec#481: a server stores the rows and their optimizer state, and may be replaced."""
 
     class Killing(RowOptimizer):
         def __call__(self, params: Any) -> optim.Optimizer:
@@ -200,13 +200,13 @@ def test_kill_in_a_push_of_rows_keeps_their_state(tmp_path: Path) -> None:
         assert same(client.pull(), {"t": param.detach()})
 
 
-def test_push_of_rows_sends_only_these_rows() -> None:
-    """byteps#139 asks for sparse values: BytePS sends whole tensors."""
+def test_row_push_sends_only_its_rows() -> None:
+    """byteps#139 asks for sparse values, because BytePS sends whole tensors."""
     with ParameterServer({"t": torch.zeros(100_000, 8)}) as server:
         client = server.client()
         client.push_rows("t", [5, 99_999, 5], torch.ones(3, 8)).wait()
         stats = server.stats()
-        assert stats.bytes_in == 2 * 8 * 4 + 2 * 8  # two different rows, and their ids
+        assert stats.bytes_in == 2 * 8 * 4 + 2 * 8  # two distinct rows and their ids
         assert client.pull_rows("t", [5, 99_999, 0])[:, 0].tolist() == [2.0, 1.0, 0.0]
         assert server.stats().bytes_out - stats.bytes_out == 3 * 8 * 4
 
@@ -222,7 +222,7 @@ def test_row_gradient_without_a_row_optimizer_is_rejected() -> None:
 # --- codes ---
 
 
-def test_encoded_pushes_are_decoded_by_the_server() -> None:
+def test_server_decodes_encoded_pushes() -> None:
     x = {name: value.float() for name, value in start().items()}
     with ParameterServer({name: torch.zeros_like(value) for name, value in x.items()}, shards=2) as server:
         client = server.client()
@@ -232,8 +232,8 @@ def test_encoded_pushes_are_decoded_by_the_server() -> None:
         assert server.stats().bytes_in < sum(value.nbytes for value in x.values()) * 0.6
 
 
-def test_workers_codes_are_decoded_together() -> None:
-    """pytorch_ps_mpi: every worker encodes, and ``decode`` sees the codes of all workers."""
+def test_server_decodes_the_values_of_all_workers_together() -> None:
+    """In pytorch_ps_mpi, every worker encodes, and ``decode`` receives the encoded values of all workers."""
 
     class Majority:
         def encode(self, x: torch.Tensor) -> bytes:
@@ -256,7 +256,7 @@ def test_workers_codes_are_decoded_together() -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_loaded_server_goes_on_like_the_saved_one(tmp_path: Path, shards: int) -> None:
+def test_loaded_server_continues_like_the_saved_one(tmp_path: Path, shards: int) -> None:
     path = tmp_path / "server.safetensors"
     with ParameterServer(start(), optimizer=adam) as server:
         client = server.client()
@@ -273,7 +273,7 @@ def test_loaded_server_goes_on_like_the_saved_one(tmp_path: Path, shards: int) -
         assert same(client.pull(), plain(adam))
 
 
-def test_load_without_the_optimizer_of_the_file_is_rejected(tmp_path: Path) -> None:
+def test_load_without_the_saved_optimizer_is_rejected(tmp_path: Path) -> None:
     with ParameterServer(start(), optimizer=adam, on="thread") as server:
         server.save(tmp_path / "a")
     with pytest.raises(ValueError, match="optimizer and rows must be those of the saved server"):
@@ -295,11 +295,11 @@ def test_object_cannot_be_saved(tmp_path: Path) -> None:
         server.save(tmp_path / "a")
 
 
-# --- complaints about other parameter servers ---
+# --- issues reported for other systems ---
 
 
 def test_readers_never_see_a_step_in_progress() -> None:
-    """torchtitan#3795: a direct read returns tensors that the optimizer is still changing."""
+    """torchtitan#3795: a direct read returns tensors that the optimizer is still updating."""
 
     def reads(client: Any, worker: int) -> int:
         versions = set()
@@ -322,8 +322,8 @@ def test_readers_never_see_a_step_in_progress() -> None:
                 break
 
 
-def test_push_of_many_tensors_is_one_message_per_shard() -> None:
-    """OpenRLHF#533: a broadcast of 200 tensors, one by one, takes 200 calls."""
+def test_push_of_many_tensors_sends_one_message_per_shard() -> None:
+    """OpenRLHF#533: broadcasting 200 tensors one by one takes 200 calls."""
     tensors = {f"layer {number}": torch.ones(10) for number in range(200)}
     with ParameterServer(tensors) as server:
         client = server.client()

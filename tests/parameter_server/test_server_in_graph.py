@@ -1,4 +1,4 @@
-"""Test a parameter server that is a stage of the user's graph."""
+"""Test a parameter server that runs as a stage of the user's graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pids_of(run: Run, stage: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("shards", [1, 2])
 @everywhere
-def test_server_ends_after_all_other_stages(on: str, shards: int) -> None:
+def test_server_shuts_down_after_all_other_stages(on: str, shards: int) -> None:
     graph = Graph()
     server = ParameterServer(state(), graph=graph, on=on, shards=shards)
     client = server.client()
@@ -53,8 +53,8 @@ def test_server_ends_after_all_other_stages(on: str, shards: int) -> None:
 
 
 @everywhere
-def test_server_outlives_its_object_in_the_program(on: str) -> None:
-    """The program may keep only the graph and the clients."""
+def test_server_runs_after_the_program_drops_the_server_object(on: str) -> None:
+    """The program keeps only the graph and a client."""
     graph = Graph()
     client = ParameterServer(state(), graph=graph, on=on).client()
     gc.collect()
@@ -64,7 +64,7 @@ def test_server_outlives_its_object_in_the_program(on: str) -> None:
 
 
 @everywhere
-def test_pushes_of_the_last_stage_are_applied(on: str) -> None:
+def test_server_applies_all_pushes_of_the_last_stage(on: str) -> None:
     graph = Graph()
     server = ParameterServer(state(), graph=graph, on=on)
     client = server.client()
@@ -88,7 +88,7 @@ def test_killed_server_is_replaced_within_the_graph() -> None:
 
 
 @everywhere
-def test_failure_of_another_stage_ends_the_server(on: str) -> None:
+def test_server_shuts_down_if_another_stage_fails(on: str) -> None:
     graph = Graph()
     server = ParameterServer(state(), graph=graph, on=on)
     client = server.client()
@@ -106,7 +106,7 @@ def test_failure_of_another_stage_ends_the_server(on: str) -> None:
 
 
 @everywhere
-def test_early_end_stops_a_source_that_pushes_without_an_error(on: str) -> None:
+def test_source_that_pushes_stops_without_error_after_take(on: str) -> None:
     graph = Graph()
     server = ParameterServer(state(), graph=graph, on=on)
     client = server.client()
@@ -122,7 +122,7 @@ def test_early_end_stops_a_source_that_pushes_without_an_error(on: str) -> None:
 
 
 @everywhere
-def test_stopped_run_ends_the_server(on: str) -> None:
+def test_server_shuts_down_if_the_run_is_stopped(on: str) -> None:
     graph = Graph()
     server = ParameterServer(state(), graph=graph, on=on)
     numbers = graph.input()
@@ -136,7 +136,7 @@ def test_stopped_run_ends_the_server(on: str) -> None:
 
 
 @everywhere
-def test_aborted_run_ends_the_server(on: str) -> None:
+def test_server_shuts_down_if_the_run_is_aborted(on: str) -> None:
     graph = Graph()
     server = ParameterServer(state(), graph=graph, on=on)
     graph.input().sink(print)
@@ -147,7 +147,7 @@ def test_aborted_run_ends_the_server(on: str) -> None:
         server.client().pull(at_least=1)
 
 
-def test_server_of_a_graph_is_not_closed_by_the_user() -> None:
+def test_close_raises_for_a_server_in_a_graph() -> None:
     graph = Graph()
     server = ParameterServer(state(), graph=graph)
     with pytest.raises(RuntimeError, match="it ends with the graph"):

@@ -1,4 +1,4 @@
-"""Test that each push is applied once if workers of the server or clients are killed at any point."""
+"""Test that each push is applied once if server workers or clients are killed at any point."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pids_of(server: ParameterServer) -> list[int]:
 
 
 class KillAtLine:
-    """Trace function that kills this process before the line with a given number."""
+    """Trace function that kills this process before a given line, counted in the order of execution."""
 
     def __init__(self, line: int) -> None:
         self.left = line
@@ -59,10 +59,10 @@ class KillAtLine:
 
 
 @pytest.mark.parametrize(("shards", "names"), [(1, "abc"), (1, "b"), (2, "abc")])
-def test_push_is_applied_once_despite_death_at_any_line(
+def test_push_is_applied_once_if_worker_dies_at_any_line(
     shards: int, names: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Worker n dies while it applies push n, before line n. Its replacement applies push n."""
+    """Incarnation n of the worker dies before line n of push n. The next incarnation applies push n."""
     serve = Shard._serve
 
     def serve_and_die(self: Shard, push: Push) -> None:
@@ -90,7 +90,7 @@ def test_push_is_applied_once_despite_death_at_any_line(
         assert (stats.version, stats.pushes) == (pushes, pushes)
         assert server._run is not None
         (stage,) = [stage for stage in server._run.stats().stages if stage.name == server.name]
-        assert 40 < stage.restarts < pushes  # the last pushes have no more lines
+        assert 40 < stage.restarts < pushes  # the last pushes execute fewer lines than their number
 
 
 def push_and_check(client: ParameterClient, pushes: int, worker: int) -> int:
@@ -107,7 +107,7 @@ def push_and_check(client: ParameterClient, pushes: int, worker: int) -> int:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_sum_is_exact_despite_kills_at_arbitrary_instructions(shards: int) -> None:
+def test_sum_is_exact_despite_kills_at_random_times(shards: int) -> None:
     randomness = random.Random(shards)
     with ParameterServer(state(), shards=shards) as server:
         pushing = start(2, push_and_check, server.client(), 2000, on="process")
@@ -147,10 +147,10 @@ def test_killed_client_leaves_whole_pushes_and_frees_its_slot() -> None:
         assert {value for one in found.values() for value in one.tolist()} == {float(version)}
         shard = client._connected().shards[0]
         assert client._connected().slot == 0
-        assert shard.slowest(0) is None  # the killed clients have no slots any more
+        assert shard.slowest(0) is None  # the killed clients no longer have slots
 
 
-def test_push_that_kills_each_worker_fails() -> None:
+def test_push_fails_if_it_kills_every_worker() -> None:
     def dies(current: Any, given: Any) -> Any:
         die()
 

@@ -1,4 +1,4 @@
-"""Test that pushes whose values are too old are dropped or wait."""
+"""Test that pushes computed from old values are dropped or wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowchan.pipelines import ParameterClient, ParameterServer
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_push_with_old_values_is_dropped_and_counted(on: str, shards: int) -> None:
+def test_stale_push_is_dropped_and_counted(on: str, shards: int) -> None:
     with ParameterServer({"a": np.zeros(1), "b": np.zeros(1)}, on=on, shards=shards) as server:
         client = server.client()
         client.pull()
@@ -52,6 +52,6 @@ def test_push_waits_until_slower_clients_have_pulled() -> None:
         assert push(fast, WAIT_LIMIT_S) == 4
         with pytest.raises(TimeoutError):
             push(fast, 0.01)
-        slow.close()  # a client that has ended does not slow down others
+        slow.close()  # a closed client does not delay other clients
         assert push(fast, WAIT_LIMIT_S) == 5
         assert server.stats().dropped == 0

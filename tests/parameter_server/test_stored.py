@@ -1,4 +1,4 @@
-"""Test files of a server's state."""
+"""Test that a server's state can be saved to a file and loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TENSORS = {
 SLOTS = {"optimizer/half/step": torch.tensor(3.0), "optimizer/state": np.arange(5, dtype=np.uint8)}
 
 
-def test_state_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+def test_loaded_state_equals_the_saved_state(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
     save_state(path, StoredState(41, dict(TENSORS), dict(SLOTS)))
     found = load_state(path)
@@ -52,14 +52,14 @@ def test_arrays_are_saved_without_torch(tmp_path: Path) -> None:
     assert found.single
 
 
-def test_file_of_another_program_is_loaded_with_version_zero(tmp_path: Path) -> None:
+def test_file_from_another_program_loads_as_version_zero(tmp_path: Path) -> None:
     safetensors.save_file({"w": torch.ones(2)}, tmp_path / "model")
     found = load_state(tmp_path / "model")
     assert (found.version, found.slots) == (0, {})
     assert torch.equal(found.tensors["w"], torch.ones(2))
 
 
-def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+def test_failed_save_keeps_the_old_file(tmp_path: Path) -> None:
     save_state(tmp_path / "a", StoredState(1, {"x": np.ones(2)}, {}))
     with pytest.raises(Exception, match="dtype"):
         save_state(tmp_path / "a", StoredState(2, {"x": np.array(["text"])}, {}))
@@ -67,7 +67,7 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
-def test_other_optimizer_than_the_saved_one_is_rejected() -> None:
+def test_optimizer_that_differs_from_the_saved_one_is_rejected() -> None:
     check_slots(SLOTS, SLOTS)
     for wrong in (
         {},
@@ -78,7 +78,9 @@ def test_other_optimizer_than_the_saved_one_is_rejected() -> None:
             check_slots(SLOTS, wrong)
 
 
-def test_missing_package_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_save_names_the_missing_package_and_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "safetensors"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "safetensors", None)

@@ -1,4 +1,4 @@
-"""Test that a parameter server stores torch tensors of any type, and fills modules."""
+"""Test that a parameter server stores torch tensors of any dtype and fills modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ torch = optional("torch")
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_module_is_filled_with_one_version(on: str, shards: int) -> None:
+def test_pull_fills_a_module_with_one_version(on: str, shards: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     with ParameterServer(model.state_dict(), on=on, shards=shards) as server:
         client = server.client()
@@ -27,7 +27,7 @@ def test_module_is_filled_with_one_version(on: str, shards: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "int64", "bool"])
-def test_tensor_of_each_type_comes_back_unchanged(dtype: str) -> None:
+def test_pull_returns_tensors_of_each_dtype_unchanged(dtype: str) -> None:
     first = torch.tensor([0, 1, 1]).to(getattr(torch, dtype))
     with ParameterServer({"x": first, "none": first[:0], "one": first[1]}) as server:
         client = server.client()

@@ -1,4 +1,4 @@
-"""Kill a worker in the middle of a training over a parameter server: the other workers continue."""
+"""Test that the other workers continue if one worker is killed while training over a parameter server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LR = 0.05
 
 
 def train(client: Any, name: str, worker: int) -> simulations.State:
-    """Train 6 steps; worker 3 is killed after 3 of them."""
+    """Train 6 steps. Worker 3 is killed after 3 steps, or after 1 step of DiLoCo."""
     torch.set_num_threads(1)
     model, data = simulations.model(), simulations.batches(workers=3, steps=6)[worker - 1]
     if name == "DiLoCo":
@@ -43,7 +43,7 @@ def train(client: Any, name: str, worker: int) -> simulations.State:
 
 
 @pytest.mark.parametrize("name", ["Downpour", "ElasticAveraging"])
-def test_other_workers_finish_if_a_worker_is_killed(name: str) -> None:
+def test_other_workers_finish_if_one_worker_is_killed(name: str) -> None:
     with ParameterServer(simulations.initial()) as server:
         workers = map(3, train, server.client(), name, on="process")
         with pytest.raises(RunError):
@@ -51,8 +51,9 @@ def test_other_workers_finish_if_a_worker_is_killed(name: str) -> None:
         assert len(workers.join()) == 2
 
 
-def test_killed_worker_leaves_diloco_equal_to_its_simulation() -> None:
-    """The worker dies before its first contribution, and a sum of two does not depend on their order."""
+def test_diloco_matches_its_simulation_if_a_worker_is_killed() -> None:
+    """The worker dies before its first contribution. A sum of two contributions does not depend on their
+    order."""
     data = simulations.batches(workers=3, steps=6)
     rounds = [[(r, data[w][r * 2 : r * 2 + 2]) for w in (0, 1)] for r in range(3)]
     expected = simulations.diloco(rounds, lr=LR, outer=nesterov)

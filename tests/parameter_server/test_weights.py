@@ -77,7 +77,7 @@ def test_refresh_returns_none_if_nothing_is_new(where: str) -> None:
 
 
 @everywhere
-def test_readers_get_the_copy_that_was_published(where: str) -> None:
+def test_readers_get_the_values_at_the_time_of_publish(where: str) -> None:
     trained = state()
     with Weights(trained) as weights:
         weights.publish()
@@ -88,7 +88,7 @@ def test_readers_get_the_copy_that_was_published(where: str) -> None:
 
 
 @everywhere
-def test_publish_reads_the_mapping_again(where: str) -> None:
+def test_publish_reads_arrays_replaced_in_the_mapping(where: str) -> None:
     trained = state()
     with Weights(trained) as weights:
         trained["vector"] = state(seed=1)["vector"]
@@ -114,7 +114,7 @@ def test_weights_accept_every_numpy_dtype_without_objects(where: str, dtype: Any
 
 
 @everywhere
-def test_refresh_fills_arrays_with_gaps(where: str) -> None:
+def test_refresh_fills_non_contiguous_arrays(where: str) -> None:
     with Weights({"w": np.arange(12.0).reshape(3, 4)[:, ::2]}) as weights:
         weights.publish()
         memory = np.zeros((2, 6))
@@ -137,7 +137,7 @@ def test_reader_refreshes_in_any_process(where: str, peer: Any) -> None:
 
 
 @everywhere
-def test_reader_travels_as_an_item(where: str) -> None:
+def test_reader_can_be_sent_as_an_item(where: str) -> None:
     readers: Channel[WeightsReader] = Channel(across="processes")
     with Weights(state()) as weights:
         weights.publish()
@@ -154,14 +154,14 @@ def answer(reader: WeightsReader, number: int) -> float:
 
 
 @pytest.mark.parametrize("on", ["thread", "process", local(2)], ids=str)
-def test_reader_travels_as_an_argument_of_a_stage(on: Any) -> None:
+def test_reader_can_be_a_worker_argument(on: Any) -> None:
     with Weights({"w": np.ones(4)}) as weights:
         weights.publish()
         assert pipelines.map(2, answer, weights.reader(), on=on).join() == [4.0, 4.0]
 
 
 @everywhere
-def test_reader_that_joins_late_gets_the_full_weights(where: str) -> None:
+def test_late_reader_gets_the_full_weights(where: str) -> None:
     trained = state()
     with Weights(trained) as weights:
         early = reader_of(weights, where)
@@ -176,7 +176,7 @@ def test_reader_that_joins_late_gets_the_full_weights(where: str) -> None:
 
 
 @everywhere
-def test_at_least_waits_for_that_version(where: str) -> None:
+def test_refresh_waits_for_the_version_in_at_least(where: str) -> None:
     with Weights(state()) as weights:
         reader = reader_of(weights, where)
         waiting = ThreadPeer(lambda: reader.refresh(at_least=2, timeout=60))
@@ -188,7 +188,7 @@ def test_at_least_waits_for_that_version(where: str) -> None:
 
 
 @everywhere
-def test_refresh_raises_empty_if_no_such_version_comes_in_time(where: str) -> None:
+def test_refresh_raises_empty_if_the_version_is_late(where: str) -> None:
     with Weights(state()) as weights:
         reader = reader_of(weights, where)
         weights.publish()
@@ -198,8 +198,8 @@ def test_refresh_raises_empty_if_no_such_version_comes_in_time(where: str) -> No
 
 
 @everywhere
-def test_refresh_gets_whole_versions_from_a_trainer_at_full_speed(where: str) -> None:
-    """The values of a version are equal, so a mixture of versions has two different values."""
+def test_refresh_gets_whole_versions_while_the_trainer_publishes_continuously(where: str) -> None:
+    """All values of one version are equal, so a mixture of versions would contain different values."""
     trained, stop = {"a": np.zeros(30_000), "b": np.zeros(3)}, threading.Event()
     with Weights(trained) as weights:
 
@@ -283,7 +283,7 @@ def test_weights_reject_values_without_plain_memory() -> None:
         Weights({}, nam="w")  # type: ignore[call-arg]
 
 
-def test_failed_publish_keeps_the_version_before() -> None:
+def test_failed_publish_keeps_the_previous_version() -> None:
     trained = state()
     with Weights(trained) as weights:
         weights.publish()
@@ -298,7 +298,7 @@ def test_failed_publish_keeps_the_version_before() -> None:
         assert weights.publish() == 2
 
 
-def test_readers_never_get_a_failed_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_never_get_a_version_that_failed_to_publish(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = state()
     with Weights(trained) as weights:
         weights.publish()
@@ -318,7 +318,7 @@ def test_readers_never_get_a_failed_version(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @everywhere
-def test_readers_of_closed_weights_get_broken(where: str) -> None:
+def test_refresh_raises_broken_after_the_weights_are_closed(where: str) -> None:
     weights = Weights(state(), name="policy")
     weights.publish()
     early, late = reader_of(weights, where), reader_of(weights, where)
@@ -335,7 +335,7 @@ def test_readers_of_closed_weights_get_broken(where: str) -> None:
 
 
 def test_dropped_weights_release_their_memory_and_thread() -> None:
-    """The check for leftovers after each test also looks for threads and mappings."""
+    """After each test, a fixture also checks for leftover threads and mappings."""
 
     def named() -> set[str]:
         links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
@@ -352,7 +352,7 @@ def test_dropped_weights_release_their_memory_and_thread() -> None:
     wait_until(lambda: "flowchan weights" not in {thread.name for thread in threading.enumerate()})
 
 
-def test_weights_themselves_cannot_be_sent() -> None:
+def test_pickling_weights_raises_and_suggests_a_reader() -> None:
     with (
         Weights(state(), name="policy") as weights,
         pytest.raises(TypeError, match=r"send policy.reader\(\)"),

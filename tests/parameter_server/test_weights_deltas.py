@@ -1,4 +1,4 @@
-"""Test the deltas that readers on other machines get: equal to full copies bit for bit, and small."""
+"""Test the deltas sent to readers on other machines: they are small and match full copies bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNITS = 3 * _BUCKET + 64
 
 @st.composite
 def changes(draw: st.DrawFn) -> tuple[int, int, float, int]:
-    """Return where a change begins and ends, the fraction of units that it sets, and a seed."""
+    """Draw the begin and end of a change, the fraction of units to set, and a seed."""
     begin = draw(st.integers(0, UNITS))
     return (
         begin,
@@ -30,7 +30,7 @@ def changes(draw: st.DrawFn) -> tuple[int, int, float, int]:
 
 
 def change(block: np.ndarray, begin: int, end: int, fraction: float, seed: int) -> None:
-    """Set some units to any bits; among them are all NaNs of ``bfloat16``, ``float16`` and ``float32``."""
+    """Set some units to random bits. Every NaN of ``bfloat16``, ``float16`` and ``float32`` can occur."""
     random = np.random.default_rng(seed)
     chosen = begin + np.flatnonzero(random.random(end - begin) < fraction)
     block[chosen] = random.integers(0, 2**16, len(chosen), np.uint16)
@@ -38,10 +38,10 @@ def change(block: np.ndarray, begin: int, end: int, fraction: float, seed: int) 
 
 @given(st.lists(changes(), min_size=1, max_size=4))
 @settings(max_examples=40, deadline=None)
-def test_delta_changes_the_old_block_into_the_new_one(steps: list[tuple[Any, ...]]) -> None:
+def test_delta_turns_the_old_block_into_the_new_one(steps: list[tuple[Any, ...]]) -> None:
     old = np.random.default_rng(0).integers(0, 2**16, UNITS, np.uint16)
     new, bits = old.copy(), np.zeros(UNITS // 8, np.uint8)
-    for step in steps:  # the union of comparisons covers all of them
+    for step in steps:  # ``bits`` collects the changes of all steps
         before = new.copy()
         change(new, *step)
         bits |= changed_units(memoryview(before).cast("B"), memoryview(new).cast("B"))
@@ -53,7 +53,7 @@ def test_delta_changes_the_old_block_into_the_new_one(steps: list[tuple[Any, ...
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), changes()), min_size=1, max_size=12))
 @settings(max_examples=15, deadline=None)
-def test_remote_readers_equal_the_trainer_bit_for_bit(steps: list[tuple[Any, ...]]) -> None:
+def test_remote_readers_match_the_trainer_bit_for_bit(steps: list[tuple[Any, ...]]) -> None:
     """Two readers refresh at different times."""
     block = np.zeros(UNITS, np.uint16)
     with Weights({"w": block}) as weights:
@@ -67,8 +67,8 @@ def test_remote_readers_equal_the_trainer_bit_for_bit(steps: list[tuple[Any, ...
                     assert equal_bits(reader.values, {"w": block})
 
 
-def test_delta_of_one_percent_takes_three_percent_of_bytes() -> None:
-    """The changed values are anywhere among two-byte values, as after one step of reinforcement learning."""
+def test_delta_of_one_percent_sends_at_most_three_percent() -> None:
+    """The changed two-byte values are at random positions, as after one step of reinforcement learning."""
     trained, random = {"w": np.zeros(1_000_000, np.uint16)}, np.random.default_rng(0)
     with Weights(trained) as weights:
         reader = remote_reader(weights)
@@ -85,8 +85,8 @@ def test_delta_of_one_percent_takes_three_percent_of_bytes() -> None:
         assert equal_bits(reader.values, trained)
 
 
-def test_refresh_sends_the_full_weights_once_in_one_message() -> None:
-    """vllm#5723: 70 B parameters took minutes, because each tensor was sent separately."""
+def test_first_refresh_gets_the_full_weights_in_one_message() -> None:
+    """vllm#5723: sending 70 B parameters took minutes, because each tensor was sent separately."""
     trained = {f"layer{number}": np.full(1000, number, "f4") for number in range(300)}
     size = sum(array.nbytes for array in trained.values())
     with Weights(trained) as weights:
@@ -101,7 +101,7 @@ def test_refresh_sends_the_full_weights_once_in_one_message() -> None:
         assert equal_bits(reader.values, trained)
 
 
-def test_refresh_without_news_sends_no_weights() -> None:
+def test_refresh_sends_no_weights_if_nothing_is_new() -> None:
     with Weights({"w": np.ones(1000)}) as weights:
         weights.publish()
         reader = remote_reader(weights)

@@ -22,8 +22,8 @@ PEER = {"here": ProcessPeer, "remote": HostPeer}
 
 
 def train(where: str, readers: Channel[Any], go_on: Channel[None]) -> None:
-    """Publish once, send a reader, and publish until the process is killed."""
-    hosts.serve(peer_timeout=2)  # after which a remote reader notices that the trainer is dead
+    """Publish once, send two readers, wait for ``go_on``, and publish until the process is killed."""
+    hosts.serve(peer_timeout=2)  # seconds until a remote reader notices that the trainer is dead
     weights = Weights({"w": np.ones(50_000)}, name="policy")
     weights.publish()
     readers.put(reader_of(weights, where))
@@ -34,7 +34,7 @@ def train(where: str, readers: Channel[Any], go_on: Channel[None]) -> None:
 
 
 @everywhere
-def test_readers_of_a_killed_trainer_get_broken_with_the_name(where: str) -> None:
+def test_refresh_raises_broken_with_weights_name_if_trainer_is_killed(where: str) -> None:
     readers: Channel[WeightsReader] = Channel(across="hosts")
     go_on: Channel[None] = Channel(across="hosts")
     trainer = HostPeer(train, where, readers, go_on)
@@ -50,7 +50,7 @@ def test_readers_of_a_killed_trainer_get_broken_with_the_name(where: str) -> Non
 
 
 @everywhere
-def test_reader_that_waits_for_a_killed_trainer_gets_broken(where: str) -> None:
+def test_waiting_refresh_raises_broken_if_the_trainer_is_killed(where: str) -> None:
     readers: Channel[WeightsReader] = Channel(across="hosts")
     go_on: Channel[None] = Channel(across="hosts")
     trainer = HostPeer(train, where, readers, go_on)
@@ -69,7 +69,7 @@ def test_reader_that_waits_for_a_killed_trainer_gets_broken(where: str) -> None:
 
 
 @everywhere
-def test_trainer_killed_at_a_random_moment_leaves_whole_versions(where: str) -> None:
+def test_readers_see_whole_versions_if_trainer_dies_at_random_time(where: str) -> None:
     for _ in range(3):
         readers: Channel[WeightsReader] = Channel(across="hosts")
         go_on: Channel[None] = Channel(across="hosts")
@@ -90,7 +90,7 @@ def test_trainer_killed_at_a_random_moment_leaves_whole_versions(where: str) -> 
 
 
 def open_files() -> Counter[str]:
-    """Return the kinds of files that this process has open, without the slots of the weights."""
+    """Count this process's open files by kind, except the memory of the weights."""
     found: Counter[str] = Counter()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -107,8 +107,8 @@ def refresh_forever(reader: WeightsReader, begun: Channel[None]) -> None:
 
 
 @everywhere
-def test_killed_readers_leave_nothing(where: str) -> None:
-    """Neither memory, nor a slot, nor a file of the trainer stays in use."""
+def test_killed_readers_leave_no_resources_in_use(where: str) -> None:
+    """The trainer releases the memory, slots and files of the killed readers."""
     trained = {"w": np.ones(50_000)}
     with Weights(trained) as weights:
         weights.publish()
@@ -152,7 +152,7 @@ def test_stopped_reader_stalls_neither_trainer_nor_other_readers(where: str) -> 
         stopped.join()
 
 
-def test_stopped_trainer_lets_remote_readers_time_out() -> None:
+def test_remote_refresh_times_out_while_the_trainer_is_stopped() -> None:
     readers: Channel[WeightsReader] = Channel(across="hosts")
     go_on: Channel[None] = Channel(across="hosts")
     trainer = HostPeer(train, "remote", readers, go_on)
@@ -167,7 +167,7 @@ def test_stopped_trainer_lets_remote_readers_time_out() -> None:
     trainer.join()
 
 
-def test_trainer_stopped_while_it_publishes_stalls_no_reader() -> None:
+def test_trainer_stopped_while_publishing_does_not_stall_readers() -> None:
     readers: Channel[WeightsReader] = Channel(across="hosts")
     go_on: Channel[None] = Channel(across="hosts")
     trainer = HostPeer(train, "here", readers, go_on)
@@ -183,7 +183,9 @@ def test_trainer_stopped_while_it_publishes_stalls_no_reader() -> None:
     trainer.join()
 
 
-def test_remote_refresh_is_whole_after_an_interrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_refresh_copies_whole_version_after_an_interrupted_refresh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trained = {"w": np.ones(1000)}
     with Weights(trained) as weights:
         weights.publish()

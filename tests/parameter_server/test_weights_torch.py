@@ -38,7 +38,7 @@ def network(seed: int = 0) -> Any:
 def test_module_is_published_and_refreshed_with_its_buffers(where: str) -> None:
     trained, model = network(), network(1)
     with torch.no_grad():
-        trained(torch.ones(8, 4))  # changes the buffers
+        trained(torch.ones(8, 4))  # update the buffers
     with Weights(trained) as weights:
         reader = reader_of(weights, where)
         weights.publish(step=1)
@@ -54,7 +54,7 @@ def test_module_is_published_and_refreshed_with_its_buffers(where: str) -> None:
 
 @everywhere
 @pytest.mark.parametrize("name", DTYPES)
-def test_weights_accept_torch_dtypes_with_all_bits(where: str, name: str) -> None:
+def test_weights_preserve_all_bits_of_torch_dtypes(where: str, name: str) -> None:
     dtype = getattr(torch, name, None)
     bits = torch.randint(0, 2 if name == "bool" else 256, (1024,), dtype=torch.uint8)
     trained = {
@@ -74,8 +74,8 @@ def test_weights_accept_torch_dtypes_with_all_bits(where: str, name: str) -> Non
 
 
 @everywhere
-def test_nan_payloads_arrive(where: str) -> None:
-    """All values of 16 bits; among them are all NaNs of ``bfloat16``."""
+def test_refresh_preserves_nan_payloads(where: str) -> None:
+    """The weights contain all 16-bit values, and thus every NaN of ``bfloat16``."""
     every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     trained = {"w": torch.zeros(2**16, dtype=torch.bfloat16)}
     with Weights(trained) as weights:
@@ -93,7 +93,7 @@ def test_nan_payloads_arrive(where: str) -> None:
 
 
 @everywhere
-def test_refresh_fills_transposed_tensors_and_leaves_that_require_gradients(where: str) -> None:
+def test_refresh_fills_transposed_tensors_and_tensors_that_require_gradients(where: str) -> None:
     trained = {"w": torch.arange(6.0).view(2, 3).t(), "v": torch.ones(3, requires_grad=True)}
     model = {"w": torch.zeros(2, 3).t(), "v": torch.zeros(3, requires_grad=True)}
     with Weights(trained) as weights:
@@ -104,7 +104,7 @@ def test_refresh_fills_transposed_tensors_and_leaves_that_require_gradients(wher
     assert model["w"].stride() == (1, 3)
 
 
-def test_arrays_and_tensors_of_one_dtype_fit_each_other() -> None:
+def test_arrays_and_tensors_of_equal_dtype_are_interchangeable() -> None:
     with Weights({"w": torch.ones(3)}) as weights:
         weights.publish()
         array = {"w": np.zeros(3, "f4")}

@@ -1,4 +1,4 @@
-"""Train the model of ``simulations.py`` with the product's algorithms, over any parameter server."""
+"""Train the model of ``simulations.py`` with the product's algorithms, on a plain or a real server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def state_of(model: nn.Module) -> State:
 
 
 def assert_equal(one: State, other: State) -> None:
-    """Compare bit for bit."""
+    """Assert that two states are equal bit for bit."""
     assert one.keys() == other.keys()
     for name, x in one.items():
         assert x.dtype == torch.float64
@@ -37,7 +37,7 @@ def backward(model: nn.Module, batch: Batch) -> None:
 
 @torch.no_grad()
 def plain_step(model: nn.Module, lr: float) -> None:
-    """Take a step of SGD with the operations of the simulations."""
+    """Take an SGD step with the same operations as the simulations."""
     for parameter in model.parameters():
         parameter.add_(parameter.grad * -lr)
 
@@ -45,12 +45,13 @@ def plain_step(model: nn.Module, lr: float) -> None:
 def in_turn(
     start: Callable[[nn.Module], Any], data: Sequence[Sequence[Batch]], inner_lr: float | None = None
 ) -> list[list[State]]:
-    """Let the workers take their steps in turn, and finish; return their parameters after each step.
+    """Let the workers step in turn and finish. Return each worker's parameters after each step.
 
     Args:
-        start: Function that creates the algorithm of a worker for its model.
-        data: The batches of each worker.
-        inner_lr: Learning rate of SGD before each step of the algorithm; None if the algorithm has its own.
+        start: Function that creates a worker's algorithm for a model.
+        data: Batches of each worker.
+        inner_lr: Learning rate of the SGD step before each step of the algorithm. None if the algorithm
+            takes that SGD step.
     """
     models = [simulations.model() for _ in data]
     trainings = [start(model) for model in models]
@@ -68,16 +69,16 @@ def in_turn(
 
 
 class Turns:
-    """Numbers of the workers in the order in which they may push."""
+    """Order in which the workers may push, as a list of worker numbers."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self.order, self.place, self.moved = order, 0, threading.Condition()
 
     def take(self, worker: int, push: Callable[[], Any]) -> Any:
-        """Push when it is the worker's turn, and wait until the push has been applied."""
+        """Wait for the worker's turn, push, and wait until the server has applied the push."""
         with self.moved:
             ready = self.moved.wait_for(lambda: self.order[self.place] == worker, timeout=60)
-            assert ready, f"worker {worker} has waited too long for its turn"
+            assert ready, f"worker {worker} waited more than 60 s for its turn"
             handle = push()
             handle.wait(timeout=60)
             self.place += 1
@@ -86,7 +87,7 @@ class Turns:
 
 
 class ClientInTurn:
-    """A client whose contributions to DiLoCo's rounds come in a fixed order."""
+    """Client that contributes to DiLoCo's rounds in a fixed order."""
 
     def __init__(self, client: Any, worker: int, turns: Turns) -> None:
         self._client, self._worker, self._turns = client, worker, turns
@@ -103,7 +104,7 @@ class ClientInTurn:
 
 
 def at_once(work: Callable[[int], Any], workers: int) -> list[Any]:
-    """Call ``work`` with the number of each worker, in one thread for each."""
+    """Call ``work`` with the number of each worker, in one thread per worker."""
     with ThreadPoolExecutor(workers) as threads:
         return list(threads.map(work, range(workers), timeout=100))
 
@@ -120,7 +121,7 @@ def real(tensors: Any, **options: Any) -> Iterator[Any]:
 
 
 class Serving:
-    """A real server whose clients wait for each push and prefetch, so that the order is fixed."""
+    """Real server with a fixed order of calls: the clients wait for each push and prefetch."""
 
     def __init__(self, server: ParameterServer) -> None:
         self._server = server
@@ -152,4 +153,4 @@ SERVERS: dict[str, Callable[..., Any]] = {
     "real": real,
     "real, three shards": functools.partial(real, shards=3),
 }
-"""Context managers that start a server; ``client()`` of their result returns a client."""
+"""Context managers that start a server. The method ``client()`` of the server returns a new client."""

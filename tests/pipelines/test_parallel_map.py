@@ -301,7 +301,7 @@ def test_misspelt_option_names_the_closest_option() -> None:
         map(2, abs, onn="process")  # type: ignore[call-arg]
 
 
-def test_close_ends_live_worker_processes_and_keeps_results() -> None:
+def test_close_stops_live_worker_processes_and_keeps_results() -> None:
     pids = Channel[int](2, across="processes")
 
     def work(worker: int) -> int:

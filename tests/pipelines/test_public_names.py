@@ -34,8 +34,8 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
         assert not bare
 
 
-# Modules that patterns may use in addition to the public names: options, placements, argument checks, the
-# globals of the main script, refusals, failures, and the ends of workers.
+# Modules that patterns may use in addition to the public names. They cover options, placements, argument
+# checks, the globals of the main script, refusals, failures and worker exits.
 SHARED = {
     "flowchan.channel.transports",
     "flowchan.items.arguments",

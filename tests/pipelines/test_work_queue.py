@@ -453,7 +453,7 @@ def test_a_queue_between_threads_cannot_be_sent_to_a_process() -> None:
 
 
 class LateAnswers:
-    """Channel that sends its items only in ``flush``, as late as a remote channel may (C16)."""
+    """Channel that sends items only in ``flush``, the latest point allowed for a remote channel (C16)."""
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
@@ -474,8 +474,8 @@ class LateAnswers:
 
 
 @pytest.mark.parametrize("last", ["get", "close", "end"])
-def test_question_is_finished_after_owner_has_its_answer(last: str) -> None:
-    """Otherwise another worker, which sees that all questions are finished, closes the answers too early."""
+def test_question_is_finished_after_its_answer_reaches_the_owner(last: str) -> None:
+    """Otherwise another worker sees all questions finished and closes the answer channel too early."""
 
     def answer_one(queue: WorkQueue, worker: int) -> None:
         queue.put(queue.get())

@@ -11,7 +11,7 @@ from flowchan.run.crew import memory
 from flowchan.run.observe import cgroups
 
 MIB = 2**20
-MOST_CORES = cgroups.most_cores.__wrapped__  # without its cache
+MOST_CORES = cgroups.most_cores.__wrapped__  # bypasses the cache
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Test which sets of workers a new worker joins, requests to end a worker, and the bounds of the limits."""
+"""Test decisions to add or terminate workers, and decisions at the limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATE = PolicyState(
 )  # fmt: skip
 
 
-def test_request_to_end_a_worker_signals_only_live_processes() -> None:
+def test_request_to_terminate_a_worker_signals_only_live_processes() -> None:
     assert decide(STATE, EndWorker(WORK, False), 0.0) == (STATE, (Terminate(WORK, force=False),))
     assert decide(STATE, EndWorker(WORK, True), 0.0) == (STATE, (Terminate(WORK, force=True),))
     for other in (SINK, WorkerId("work", 2)):

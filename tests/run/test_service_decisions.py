@@ -1,4 +1,4 @@
-"""Test the supervisor's decisions about services, which end after all other workers."""
+"""Test how the supervisor treats services, which must shut down after all other workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def at(**values: Any) -> PolicyState:
     return dataclasses.replace(START, **values)
 
 
-def test_services_end_when_all_other_workers_have_ended() -> None:
+def test_services_shut_down_after_all_other_workers_exit() -> None:
     state, actions = decide(START, Ended(SOURCE), 0.0)
     assert actions == (ReleasePorts(SOURCE),)
     state, actions = decide(state, Ended(SINK), 1.0)
@@ -40,14 +40,14 @@ def test_services_end_when_all_other_workers_have_ended() -> None:
     assert (state.phase, actions) == ("ended", (ReleasePorts(OTHER),))
 
 
-def test_service_that_dies_after_the_other_workers_is_replaced() -> None:
+def test_service_is_replaced_if_it_dies_after_other_workers_exit() -> None:
     state, _ = decide(at(alive=frozenset({SINK, SERVICE})), Ended(SINK), 0.0)
     state, actions = decide(state, died(SERVICE), 1.0)
     assert actions == (Replace(SERVICE, 0.0),)
     assert SERVICE in state.alive
 
 
-def test_sources_are_stopped_before_the_services_end() -> None:
+def test_sources_are_stopped_before_the_services_shut_down() -> None:
     state, actions = decide(START, Ended(SINK), 7.0)
     assert actions == (ReleasePorts(SINK), StopSources())
     assert (state.phase, state.stopped, next_at(state)) == ("stopping", False, 7.0 + GRACE)
@@ -55,7 +55,7 @@ def test_sources_are_stopped_before_the_services_end() -> None:
     assert actions == (ReleasePorts(SOURCE), EndServices())
 
 
-def test_services_do_not_wait_for_a_source_that_does_not_end() -> None:
+def test_services_do_not_wait_for_a_source_that_keeps_running() -> None:
     state, _ = decide(START, Ended(SINK), 7.0)
     assert decide(state, Tick(), 7.0 + GRACE) == (state, ())
     state, actions = decide(state, Tick(), 7.1 + GRACE)
@@ -66,7 +66,7 @@ def test_services_do_not_wait_for_a_source_that_does_not_end() -> None:
 
 
 @pytest.mark.parametrize("alive", [{SERVICE}, {SERVICE, OTHER}])
-def test_stopped_run_of_services_alone_ends_them_at_once(alive: set[WorkerId]) -> None:
+def test_stop_shuts_services_down_at_once_without_other_workers(alive: set[WorkerId]) -> None:
     state, _ = decide(at(alive=frozenset(alive)), StopRequested(), 0.0)
     state, actions = decide(state, Tick(), 0.0)
     assert actions == (EndServices(),)

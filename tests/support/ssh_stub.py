@@ -1,7 +1,7 @@
-"""Stand-in for ``ssh`` that runs the command on this machine, for tests without an ssh server.
+"""Replace ``ssh`` with a stand-in that runs commands on this machine, for tests without an ssh server.
 
-Like an ssh server, it runs the command in a new session. If the stand-in is killed, the command keeps
-running without its output.
+Like an ssh server, the stand-in runs each command in a new session. If the stand-in is killed, the command
+keeps running, but its output is lost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ else:
 
 @contextlib.contextmanager
 def ssh_stub(folder: Path) -> Iterator[None]:
-    """Let programs that run ``ssh`` find the stand-in instead; every host name means this machine."""
+    """Put the stand-in on ``PATH`` in place of ``ssh``. Every host name then refers to this machine."""
     before = os.environ["PATH"]
     (folder / "bin").mkdir()
     (folder / "bin" / "ssh").write_text(STUB.format(python=sys.executable))
