@@ -194,7 +194,7 @@ def test_client_is_not_forwarded_to_a_host_by_another_process() -> None:
         clients.map(use_item, on=local(1)).collect()
         with pytest.raises(RunError) as caught:
             graph.run()
-    assert "must be sent to another host by the program that has the server" in str(caught.value.exceptions)
+    assert "another host by the program that created the server" in str(caught.value.exceptions)
 
 
 def unchanged(client: Any) -> Any:

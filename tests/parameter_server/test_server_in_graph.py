@@ -101,7 +101,7 @@ def test_failure_of_another_stage_ends_the_server(on: str) -> None:
     with pytest.raises(RunError) as caught:
         graph.run()
     assert [type(error.__cause__) for error in caught.value.exceptions] == [ZeroDivisionError]
-    with pytest.raises(Closed, match="the parameter server has ended"):
+    with pytest.raises(Closed, match="the parameter server has shut down"):
         client.pull(at_least=2)
 
 
