@@ -95,7 +95,8 @@ class ParameterServer:
         rows: Mapping from table names to a :class:`RowOptimizer`, for tables that get gradients from
             ``push_rows`` (default: none).
         graph: Graph that gets the server as a stage. The server ends when all other stages have ended, and
-            the graph can run only once. By default, the server starts its own run, which ``close()`` ends.
+            the graph can run only once. Without a graph, the server starts its own run, which ``close()``
+            ends.
         name: Name of the stage (default: ``"parameters"``).
 
     Raises:
@@ -130,8 +131,8 @@ class ParameterServer:
         placement = placement_argument("ParameterServer", on)
         if placement.hosts or placement.nowhere:
             raise ValueError(
-                f"ParameterServer: on must be 'process' or 'thread', got {shown(on)}; clients may run on any "
-                "host, but the server runs on the machine of the program that creates it"
+                f"ParameterServer: on must be 'process' or 'thread', got {shown(on)}; only clients can run "
+                "on other hosts"
             )
         stored = tensors if isinstance(tensors, StoredState) else None
         tensors = tensors if stored is None else stored.given

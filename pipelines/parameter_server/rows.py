@@ -52,8 +52,7 @@ class RowOptimizer:
 
     @classmethod
     def adagrad(cls, lr: float = 0.01, *, eps: float = 1e-10) -> RowOptimizer:
-        """Return an optimizer that divides gradients by the root of their summed squares (torch's
-        ``Adagrad``).
+        """Return an optimizer that scales steps by past squared gradients (``torch.optim.Adagrad``).
 
         Args:
             lr: Learning rate (default 0.01).

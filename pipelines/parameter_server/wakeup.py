@@ -8,8 +8,7 @@ import platform
 import time
 
 MOST_SECONDS = 0.1
-"""Longest single wait. The caller then checks again, so a missed wake-up or a dead waker costs only this
-time."""
+"""Longest single wait. The caller then checks again, so a missed wake-up costs only this time."""
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
