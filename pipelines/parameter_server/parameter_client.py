@@ -95,7 +95,7 @@ class ParameterClient(RowClient):
         form: Kind of the server's state.
         memories: Memory of each shard.
         inbox: Channel that carries the pushes.
-        ended: Channel that closes when the server has ended.
+        ended: Channel that closes when the server shuts down.
 
     Example:
         >>> import numpy as np
@@ -171,7 +171,7 @@ class ParameterClient(RowClient):
             The handle of the push.
 
         Raises:
-            Closed: The server has ended.
+            Closed: The server has shut down.
             KeyError: ``values`` contains a name that the server does not have.
             TimeoutError: ``timeout`` expired. The values were not sent.
             TypeError: A value or the rule has the wrong type, or cannot be sent to another process.
@@ -288,9 +288,9 @@ class ParameterClient(RowClient):
             ``out`` if given; otherwise the tensors by name, the one tensor, or the object.
 
         Raises:
-            Closed: The server has ended before version ``at_least``.
+            Closed: The server shut down before version ``at_least``.
             KeyError: ``names`` contains a name that the server does not have, or ``out`` lacks a tensor.
-            TimeoutError: ``timeout`` expired before version ``at_least``.
+            TimeoutError: ``timeout`` expired before the server reached version ``at_least``.
             ValueError: A tensor in ``out`` has the wrong shape.
 
         Example:

@@ -80,13 +80,13 @@ class ParameterServerStats:
 class ParameterServer:
     """Tensors that many workers push to and pull from, from any process or host.
 
-    The server applies each push exactly once, even if its workers are killed. A pull returns all tensors at
+    The server applies each push exactly once, even if server workers are killed. A pull returns all tensors at
     the same version. A client on the server's machine reads the tensors from shared memory. A client on
     another host requests them from the program that created the server.
 
     Args:
         tensors: Mapping from names to tensors or arrays (such as ``model.state_dict()``), one tensor or
-            array, or any picklable object. The server copies it.
+            array, or any picklable object. The server makes a copy.
         shards: Number of server workers; each tensor belongs to one of them (default: 1). An object requires
             one shard.
         on: Where the server's workers run: ``"process"`` (default) or ``"thread"``.

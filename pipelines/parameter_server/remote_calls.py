@@ -27,7 +27,7 @@ from flowchan import Channel, ChannelError, Closed, Drained, Empty
 from flowchan.pipelines.channel_backed import Shared
 
 MOST_OPEN = 32
-"""Maximum number of calls of one client that have no answer yet."""
+"""Maximum number of unanswered calls of one client."""
 
 CLOSE_TIMEOUT_S = 10.0
 """Maximum seconds that ``close`` waits for calls that have arrived."""
@@ -44,7 +44,7 @@ Perform = Callable[[Any, tuple[Any, ...]], Any]
 
 
 class Gateway(Shared):
-    """Gateway of a parameter server for clients on other machines.
+    """Entry point of a parameter server for clients on other machines.
 
     The server's program creates the gateway. A process that receives the gateway can open a session.
 
@@ -76,7 +76,7 @@ class Gateway(Shared):
         return Session(self)
 
     def close(self) -> None:
-        """Refuse new sessions, and end each session after the calls that have arrived.
+        """Refuse new sessions, and end each session after it has performed all calls received so far.
 
         A session that is still busy after ``CLOSE_TIMEOUT_S`` ends later.
         """
@@ -160,7 +160,7 @@ def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 class Session:
-    """Session in the process of a remote client.
+    """Client-side handle of a session.
 
     Args:
         gateway: Gateway of the server.
@@ -168,8 +168,8 @@ class Session:
 
     def __init__(self, gateway: Gateway) -> None:
         calls, answers = gateway._another(2 * MOST_OPEN), gateway._another(2 * MOST_OPEN)
-        # Open the ports before the program can use the channels, so that the program notices a death of this
-        # process.
+        # Open the ports before the program can use the channels, so that the program notices if this process
+        # dies.
         self._calls, self._answers = calls.writer(), answers.reader()
         gateway.channels[0].put((calls, answers))
         gateway.channels[0].flush()
@@ -247,7 +247,7 @@ class Session:
         return True
 
     def close(self) -> None:
-        """End the session after the calls that were sent. Closing a closed session has no effect."""
+        """End the session after the server has performed all sent calls. Further calls have no effect."""
         self._calls.close()
         self._answers.close()
 

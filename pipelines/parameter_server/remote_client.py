@@ -60,7 +60,7 @@ class RemotePullHandle(PullHandle):
         self._finish = finish
 
     def wait(self, out: Any = None, timeout: float | None = None) -> Any:
-        """Wait for the pull, and return the tensors or ``out``."""
+        """Wait until the pull has finished, and return the tensors or ``out``."""
         return self._finish(out, timeout)
 
 

@@ -81,7 +81,7 @@ class RowClient(ABC):
 
         Args:
             table: Name of the tensor.
-            ids: List, array or tensor of row numbers, from 0.
+            ids: List, array or tensor of row numbers, starting at 0.
             values: Tensor with one row per id.
             rule: ``"add"`` (default), ``"copy"``, ``"zero"``, ``"gradient"`` for a step of the table's
                 :class:`RowOptimizer`, or a function ``(current rows, given rows) -> new rows``.
@@ -92,9 +92,9 @@ class RowClient(ABC):
             The handle of the push.
 
         Raises:
-            Closed: The server has ended.
+            Closed: The server has shut down.
             IndexError: The table has no row with one of the ids.
-            KeyError: The server has no tensor of this name.
+            KeyError: The server has no tensor with this name.
             TimeoutError: ``timeout`` expired. The rows were not sent.
             TypeError: ``ids``, ``values`` or ``rule`` has the wrong type.
             ValueError: ``values`` has the wrong shape, or the table has no optimizer for ``"gradient"``.
@@ -125,7 +125,7 @@ class RowClient(ABC):
 
         Args:
             table: Name of the tensor.
-            ids: List, array or tensor of row numbers, from 0.
+            ids: List, array or tensor of row numbers, starting at 0.
             at_least: Wait for this version or a later one (default: do not wait).
             timeout: Maximum seconds to wait (default: no limit).
 
@@ -133,10 +133,10 @@ class RowClient(ABC):
             Tensor with one row per id, in the order of the ids.
 
         Raises:
-            Closed: The server has ended before version ``at_least``.
+            Closed: The server shut down before version ``at_least``.
             IndexError: The table has no row with one of the ids.
-            KeyError: The server has no tensor of this name.
-            TimeoutError: ``timeout`` expired before version ``at_least``.
+            KeyError: The server has no tensor with this name.
+            TimeoutError: ``timeout`` expired before the server reached version ``at_least``.
             TypeError: The ids are not integers.
 
         Example:

@@ -52,7 +52,9 @@ class RowOptimizer:
 
     @classmethod
     def adagrad(cls, lr: float = 0.01, *, eps: float = 1e-10) -> RowOptimizer:
-        """Return an optimizer that scales steps by past squared gradients (``torch.optim.Adagrad``).
+        """Return an optimizer that divides gradients by the root of their summed squares.
+
+        The optimizer is ``torch.optim.Adagrad``.
 
         Args:
             lr: Learning rate (default 0.01).

@@ -58,7 +58,7 @@ class PushHandle:
 
         Raises:
             TimeoutError: ``timeout`` expired. The server still applies the push later.
-            Closed: The server ended without applying the push.
+            Closed: The server shut down without applying the push.
             Exception: The error that the rule raised on the server.
         """
         self._connection.await_outcome(self, timeout)
@@ -94,7 +94,7 @@ class ServerConnection:
     Args:
         memories: Memory of each shard.
         inbox: Channel that carries the pushes.
-        ended: Channel that closes when the server has ended.
+        ended: Channel that closes when the server shuts down.
     """
 
     def __init__(self, memories: Sequence[ShardMemory], inbox: Channel[Push], ended: Channel[None]) -> None:
@@ -144,7 +144,7 @@ class ServerConnection:
             )
 
     def await_(self, shard: OpenShard, done: Callable[[], bool], late: float | None, call: str) -> None:
-        """Wait until ``done()`` is true, and check after each wake-up by the shard."""
+        """Wait until ``done()`` is true, checking after each wake-up by the shard."""
         while True:
             seen = shard.wakeup.count
             if done():
@@ -156,7 +156,7 @@ class ServerConnection:
             shard.wakeup.wait(seen, left)
 
     def _check_server(self, done: Callable[[], bool], call: str) -> None:
-        """Raise ``Closed`` if the server has ended and ``done()`` is still false."""
+        """Raise ``Closed`` if the server has shut down and ``done()`` is still false."""
         if (self._ended.closed or self._memory.gone) and not done():
             raise Closed(f"{call}: the parameter server has shut down")
 

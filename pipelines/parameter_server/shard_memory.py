@@ -47,7 +47,7 @@ from flowchan.pipelines.parameter_server.wakeup import Wakeup
 SLOTS = 1024
 """Maximum number of simultaneous clients of one server."""
 PENDING = 64
-"""Maximum number of pushes of one client that have no outcome yet."""
+"""Maximum number of one client's pushes without an outcome."""
 MOST_LOCKED_S = 1.0
 """Maximum time that a reader can delay a push, in seconds."""
 OPTIMISTIC_READS = 3

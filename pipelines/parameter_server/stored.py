@@ -17,7 +17,7 @@ _HEADER = "flowchan.ParameterServer"
 
 @dataclass(frozen=True)
 class StoredState:
-    """Server state that a file stores.
+    """Server state as stored in a file.
 
     Args:
         version: Version of the state.
@@ -38,7 +38,7 @@ class StoredState:
 
 
 def save_state(path: str | os.PathLike[str], state: StoredState) -> None:
-    """Write a state to a file. An existing file is replaced atomically, so a kill leaves the old file."""
+    """Write a state to a file. If the program is killed during the call, an existing file stays intact."""
     arrays = state.tensors | state.slots
     header = {
         "version": state.version,

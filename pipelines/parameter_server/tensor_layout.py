@@ -155,7 +155,7 @@ def layout_of(tensors: Mapping[str, Any], slots: Mapping[str, Any]) -> Layout:
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor detached and on the CPU, or an array unchanged."""
+    """Return a detached CPU tensor, or an array unchanged."""
     return value.detach().cpu() if hasattr(value, "detach") else value
 
 

@@ -8,7 +8,7 @@ import platform
 import time
 
 MOST_SECONDS = 0.1
-"""Longest single wait. The caller then checks again, so a missed wake-up costs only this time."""
+"""Longest single wait. Callers then check again, so a missed wake-up or a dead waker costs only this time."""
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
@@ -36,13 +36,14 @@ class Wakeup:
         return self._count.value
 
     def wake(self) -> None:
-        """Increase the counter, and wake all waiting threads."""
+        """Increment the counter, and wake all waiting threads."""
         self._count.value = (self._count.value + 1) & 0xFFFFFFFF
         if _FUTEX is not None:
             _libc.syscall(_FUTEX, ctypes.byref(self._count), _WAKE, _ALL, None, None, 0)
 
     def wait(self, seen: int, seconds: float) -> None:
-        """Sleep until the counter differs from ``seen``, for at most ``seconds`` or ``MOST_SECONDS``."""
+        """Sleep until the counter differs from ``seen``, for at most the smaller of ``seconds`` and
+        ``MOST_SECONDS``."""
         seconds = min(seconds, MOST_SECONDS)
         if _FUTEX is None:
             time.sleep(min(seconds, 0.001))

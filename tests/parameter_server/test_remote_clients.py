@@ -260,5 +260,5 @@ def test_remote_client_raises_closed_after_the_server_has_ended(tmp_path: Path) 
 
 
 def test_shards_on_a_pool_are_refused_with_a_remedy() -> None:
-    with pytest.raises(ValueError, match=r"on must be 'process' or 'thread', got local.*; clients"):
+    with pytest.raises(ValueError, match=r"on must be 'process' or 'thread', got local.*; only clients"):
         ParameterServer(tensors(), on=hosts.local(2))
