@@ -80,8 +80,8 @@ class ParameterServerStats:
 class ParameterServer:
     """Tensors that many workers push to and pull from, from any process or host.
 
-    The server applies each push exactly once, even if server workers are killed. A pull returns all tensors at
-    the same version. A client on the server's machine reads the tensors from shared memory. A client on
+    The server applies each push exactly once, even if server workers are killed. A pull returns all tensors
+    at the same version. A client on the server's machine reads the tensors from shared memory. A client on
     another host requests them from the program that created the server.
 
     Args:

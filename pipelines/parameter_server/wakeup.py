@@ -42,8 +42,7 @@ class Wakeup:
             _libc.syscall(_FUTEX, ctypes.byref(self._count), _WAKE, _ALL, None, None, 0)
 
     def wait(self, seen: int, seconds: float) -> None:
-        """Sleep until the counter differs from ``seen``, for at most the smaller of ``seconds`` and
-        ``MOST_SECONDS``."""
+        """Sleep until the counter differs from ``seen``, for at most ``min(seconds, MOST_SECONDS)``."""
         seconds = min(seconds, MOST_SECONDS)
         if _FUTEX is None:
             time.sleep(min(seconds, 0.001))
