@@ -1,4 +1,4 @@
-"""Measure the time from publish to the end of refresh in another process, and the size of deltas."""
+"""Measure the time from publish until another process has refreshed its weights, and the size of a delta."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flowchan import Channel
 from flowchan.pipelines import Weights, WeightsReader
 
 ISOLATES = (
-    "1 GB of bfloat16 in 64 tensors. The clock runs from the call of publish until the reader, in another "
-    "process on this machine, has filled its tensors and has replied. The peer copies the same tensors once "
-    "in one process. All memory has been used before. For the delta, one in a hundred values is set to "
-    "another value; the percentage counts the bytes of the delta, which a reader on another machine gets."
+    "1 GB of bfloat16 in 64 tensors. The timer starts when the trainer calls publish. It stops when a reader "
+    "in another process on this machine has filled its tensors and replied. The baseline copies the same "
+    "tensors once within one process. All memory has been touched before. For the delta, one value in a "
+    "hundred changes; the percentage is the size of the delta that a reader on another machine receives."
 )
 TENSORS = 64
 MOST_COPIES = 2
@@ -48,7 +48,7 @@ def measure(effort: Effort) -> Report:
     with Weights(trained) as weights:
         process = CONTEXT.Process(target=_refresh, args=(weights.reader(), go_on, refreshed))
         process.start()
-        for _ in range(2):  # use all memory once
+        for _ in range(2):  # touch all memory before timing
             publish()
             copy()
         cases = [Case("flowchan", "s", publish), Case("copy of the tensors", "s", copy)]
@@ -71,7 +71,7 @@ def _refresh(reader: WeightsReader, go_on: Channel[int], refreshed: Channel[int]
 
 
 def _delta(weights: Weights, trained: dict[str, Any]) -> Result:
-    """Return the bytes of a delta as a percentage of the bytes of the weights."""
+    """Return the size of a delta as a percentage of the size of the weights."""
     reader = weights.reader()
     reader._source = dataclasses.replace(reader._source, machine="another machine")
     reader.refresh()

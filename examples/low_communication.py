@@ -1,13 +1,14 @@
-"""Train networks on handwritten digits with little communication, by four algorithms over a parameter server.
+"""Train networks on handwritten digits with four low-communication algorithms over a parameter server.
 
     python examples/low_communication.py [--workers N] [--steps N] [--curves FILE] [ALGORITHM …]
     flowchan run examples/low_communication.py [-- ALGORITHM WORKERS STEPS]
     flowchan viz examples/low_communication.py -o low_communication.svg
 
-In each graph, a source deals out batches of scikit-learn's digits to workers in processes. Each worker trains
-its own network and exchanges parameters with the server, which is a stage of the graph. A further stage pulls
-the server's parameters from time to time and tests them on digits that were held out. With ``--curves``, the
-program draws these errors, and those of plain SGD in one process. The example needs torch and scikit-learn.
+In each graph, a source distributes batches of scikit-learn's digits to worker processes. Each worker trains
+its own network and exchanges parameters with the server, which is a stage of the graph. Another stage
+regularly pulls the server's parameters and tests them on held-out digits. With ``--curves``, the program
+plots the error rates of these tests and of plain SGD in one process. The example needs torch and
+scikit-learn.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from flowchan import Graph, In, Out, Stream
 from flowchan.pipelines import AsySGInCon, DiLoCo, Downpour, ElasticAveraging, ParameterServer
 
 BATCH, HELD_OUT, LR = 32, 400, 0.1
-MEASURE_EVERY = 5  # steps of each worker between two tests
+MEASURE_EVERY = 5  # steps per worker between two tests
 Batch = tuple[Tensor, Tensor]
 Curve = list[tuple[int, float]]
-"""Pairs of a number of steps per worker and a share of wrong answers."""
+"""Pairs of the number of steps per worker and the error rate."""
 
 ALGORITHMS = ("Downpour", "ElasticAveraging", "DiLoCo", "AsySGInCon")
 
 
 @functools.cache
 def digits() -> Batch:
-    """Return 1,797 images of 8 × 8 pixels with values from 0 to 1, and their digits, shuffled."""
+    """Return 1,797 shuffled images of 8 × 8 pixels, with values from 0 to 1, and their labels."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -60,7 +61,7 @@ def network() -> nn.Sequential:
 
 
 def error(model: nn.Module) -> float:
-    """Return the share of the held-out digits that a network does not recognise."""
+    """Return the fraction of held-out digits that a network misclassifies."""
     images, labels = digits()
     with torch.no_grad():
         return (model(images[:HELD_OUT]).argmax(1) != labels[:HELD_OUT]).double().mean().item()
@@ -70,14 +71,14 @@ def server_for(algorithm: str, workers: int, graph: Graph) -> ParameterServer:
     if algorithm == "DiLoCo":
         return ParameterServer(DiLoCo.tensors(network()), graph=graph)
     if algorithm == "AsySGInCon":
-        # the sum of the gradients of all workers, with the learning rate of one
+        # one step sums the gradients of all workers, so divide the learning rate by their number
         sgd = AsySGInCon.optimizer(lambda p: torch.optim.SGD(p, lr=LR / workers), gradients=workers)
         return ParameterServer(network().state_dict(), optimizer=sgd, graph=graph)
     return ParameterServer(network().state_dict(), graph=graph)
 
 
 def started(algorithm: str, client: Any, model: nn.Module, workers: int) -> tuple[Any, Any]:
-    """Return the algorithm of one worker, and the optimizer that it uses between the exchanges, if any."""
+    """Return the algorithm of one worker, and the worker's own optimizer or None."""
     if algorithm == "Downpour":
         return Downpour(client, model, lr=LR / workers, push_every=5, pull_every=5), None
     if algorithm == "AsySGInCon":
@@ -90,7 +91,7 @@ def started(algorithm: str, client: Any, model: nn.Module, workers: int) -> tupl
 
 
 def training(algorithm: str, workers: int, steps: int) -> tuple[Graph, Stream[tuple[int, float]]]:
-    """Return the graph of one training, and the stream of its curve."""
+    """Return the graph that trains with one algorithm, and the stream of its error rates."""
     graph = Graph(algorithm)
     server = server_for(algorithm, workers, graph)
     client, watching = server.client(), server.client()
@@ -125,7 +126,7 @@ def training(algorithm: str, workers: int, steps: int) -> tuple[Graph, Stream[tu
 
 
 def show(point: tuple[int, float]) -> None:
-    print(f"step {point[0]}: {point[1]:.1%} of the held-out digits are wrong")
+    print(f"step {point[0]}: {point[1]:.1%} of the held-out digits are misclassified")
 
 
 def graph(algorithm: str = "DiLoCo", workers: int = 4, steps: int = 200) -> Graph:
@@ -152,14 +153,14 @@ WIDTH, HEIGHT, LEFT, TOP = 640, 300, 70, 50
 
 
 def drawing(curves: dict[str, Curve], title: str) -> str:
-    """Return an SVG with one line for each curve. The axis of the errors is logarithmic."""
+    """Return an SVG plot of the curves, with a logarithmic error axis."""
     most = max(step for curve in curves.values() for step, _ in curve) or 1
 
     def x(step: float) -> float:
         return LEFT + WIDTH * step / most
 
     def y(share: float) -> float:
-        return TOP - HEIGHT * math.log10(max(share, 0.01)) / 2  # from 100 % to 1 %
+        return TOP - HEIGHT * math.log10(max(share, 0.01)) / 2  # the axis covers 1 % to 100 %
 
     parts = [text(LEFT, 24, title, "start", 'font-size="16" font-weight="bold"')]
     for share in (1, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01):
@@ -172,7 +173,7 @@ def drawing(curves: dict[str, Curve], title: str) -> str:
             line(x(step), TOP, x(step), TOP + HEIGHT),
             text(x(step), TOP + HEIGHT + 18, str(step), "middle"),
         ]
-    parts.append(text(LEFT + WIDTH / 2, TOP + HEIGHT + 40, "steps of each worker", "middle"))
+    parts.append(text(LEFT + WIDTH / 2, TOP + HEIGHT + 40, "steps per worker", "middle"))
     for number, (name, curve) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
         points = " ".join(f"{x(step):.1f},{y(share):.1f}" for step, share in curve)
@@ -197,11 +198,13 @@ def text(x: float, y: float, content: str, anchor: str, style: str = "") -> str:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Train on digits by algorithms with little communication.")
+    parser = argparse.ArgumentParser(
+        description="Train on handwritten digits with low-communication algorithms."
+    )
     parser.add_argument("algorithms", nargs="*", metavar="ALGORITHM", help=", ".join(ALGORITHMS))
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=200, help="number of steps of each worker")
-    parser.add_argument("--curves", type=Path, help="file for a picture of the errors (SVG)")
+    parser.add_argument("--steps", type=int, default=200, help="number of steps per worker")
+    parser.add_argument("--curves", type=Path, help="SVG file for a plot of the error rates")
     arguments = parser.parse_args(words)
     curves = {"plain SGD, one process": plain_sgd(arguments.steps)}
     for algorithm in arguments.algorithms or ALGORITHMS:
@@ -210,11 +213,11 @@ def main(words: Sequence[str] | None = None) -> None:
         curves[algorithm] = list(declared.run(seed=0)[points])
     for name, curve in curves.items():
         step, share = curve[-1]
-        print(f"{name}: {share:.1%} of the held-out digits are wrong after {step} steps")
+        print(f"{name}: {share:.1%} of the held-out digits are misclassified after {step} steps")
     if arguments.curves:
-        title = f"Wrong answers on digits that were held out, with {arguments.workers} workers"
+        title = f"Error rates on held-out digits, with {arguments.workers} workers"
         arguments.curves.write_text(drawing(curves, title))
-        print(f"{arguments.curves} shows the curves")
+        print(f"wrote the curves to {arguments.curves}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Train a network with a parameter server, while a second graph answers with the newest weights.
+"""Train a network with a parameter server while a second graph makes predictions with the newest weights.
 
     python examples/parameter_server.py [--trainers N] [--epochs N]
     flowchan viz examples/parameter_server.py -o parameter_server.svg
 
-Each trainer is a process. For each batch of scikit-learn's digits, it pulls the newest parameters from the
-server, computes gradients, and pushes them back. The trainers do not wait for each other.
+Each trainer is a process. For each batch of scikit-learn's digits, the trainer pulls the newest parameters
+from the server, computes gradients, and pushes them to the server. The trainers do not wait for each other.
 
-The program publishes the parameters as weights every 40 batches. A second graph then answers which digits the
-held-out images show. Its workers refresh their models without stopping the training. Halfway, the program
-kills a trainer; another one takes its place. The example needs torch and scikit-learn.
+Every 40 batches, the program publishes the parameters as weights. A second graph then classifies the held-out
+images. The workers of this graph refresh their models without stopping the training. Halfway through the
+training, the program kills a trainer, and a new one replaces it. The example needs torch and scikit-learn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def digits() -> Batch:
-    """Return 1,797 images of 8 × 8 pixels with values from 0 to 1, and their digits, shuffled."""
+    """Return 1,797 shuffled images of 8 × 8 pixels, with values from 0 to 1, and their labels."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -52,7 +52,7 @@ def network() -> nn.Sequential:
 
 
 class Trainer:
-    """A model in a worker process that is trained with the parameters of the server."""
+    """A worker's model, which trains with the parameters of the server."""
 
     def __init__(self, client: ParameterClient) -> None:
         torch.set_num_threads(1)
@@ -70,7 +70,7 @@ class Trainer:
 
 
 class Answers:
-    """A model in a worker process that answers with the newest weights."""
+    """A worker's model, which classifies images with the newest weights."""
 
     def __init__(self, reader: WeightsReader) -> None:
         torch.set_num_threads(1)
@@ -101,7 +101,9 @@ def parameter_server() -> Graph:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train on digits with a parameter server, and answer.")
+    parser = argparse.ArgumentParser(
+        description="Train on digits with a parameter server, and classify held-out images."
+    )
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=8)
     arguments = parser.parse_args()
@@ -125,7 +127,7 @@ def main() -> None:
                     answering[questions].put(images[:HELD_OUT])
                     found, version = next(answered)
                     right = (found == labels[:HELD_OUT]).double().mean().item()
-                    print(f"loss {loss:.3f}, weights {version}: {right:.1%} of the held-out digits are right")
+                    print(f"loss {loss:.3f}, weights {version}: {right:.1%} of held-out digits are correct")
     stats = server.stats()
     print(f"{stats.pushes} pushes, at most {stats.max_staleness} versions late")
 

@@ -8,12 +8,12 @@
 - :class:`Lock`, :class:`Semaphore`, :class:`Barrier`, :class:`Event`, :class:`Condition` and
   :class:`SharedDict`: synchronisation and state for several processes.
 - :class:`ParameterServer`: tensors that many workers push to and pull from.
-- :class:`Weights`: weights that a trainer publishes and that inference workers refresh from.
+- :class:`Weights`: model weights that a trainer publishes to inference workers.
 - :class:`Sequential`: an ``nn.Sequential`` whose parts run at the same time. :class:`Stash` and :class:`Pop`
   form skip connections in it, and its ``trainer(...)`` returns a :class:`Training`.
 - :func:`dataset`: use a graph as the data of a training loop.
-- :class:`Downpour`, :class:`ElasticAveraging`, :class:`DiLoCo` and :class:`AsySGInCon`: training with little
-  communication over a parameter server.
+- :class:`Downpour`, :class:`ElasticAveraging`, :class:`DiLoCo` and :class:`AsySGInCon`: low-communication
+  training through a parameter server.
 
 Only ``dataset``, ``Sequential`` and its companions, and these four algorithms need torch. They are imported
 on first use.

@@ -95,6 +95,7 @@ class Runnable(ABC):
         chosen = int.from_bytes(os.urandom(6)) if seed is None else whole("run", "seed", seed, 0)
         leave_if_unguarded(graph)
         raise_for(graph)
+        _refuse_ended_services(graph)
         with terminate_as_interrupt():
             return self._start(graph, _StartOptions(chosen, memory, resume, trace, page, metrics))
 
@@ -218,6 +219,15 @@ class Runnable(ABC):
                 if run is not None and not isinstance(interrupt, Interrupted):
                     run._interruption.end(signal_of(interrupt), again=deferral.deferred > 1)
                 raise
+
+
+def _refuse_ended_services(graph: Blueprint) -> None:
+    for name, (inbox, _) in reversed(graph._services.items()):  # a server is declared after its inputs
+        if inbox.closed:
+            raise RuntimeError(
+                f"start: graph {graph.name!r} runs only once, because {name!r} ended with the first run; "
+                "declare the graph and its parameter server again"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Parameter servers: tensors that many workers push to and pull from; and published weights."""
+"""Parameter servers that many workers push to and pull from, and published model weights."""
 
 from flowchan.pipelines.parameter_server.encoded import gathered
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient, PullHandle

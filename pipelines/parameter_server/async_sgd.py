@@ -1,4 +1,4 @@
-"""AsySG-InCon: workers push gradients and read the parameters while the server changes them."""
+"""AsySG-InCon: workers push gradients, and pull parameters while the server updates them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ Make = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
 class AsySGInCon(Replica):
-    """Train a replica by asynchronous SGD with inconsistent reads.
+    """Train a replica with asynchronous SGD and inconsistent reads.
 
-    In each step, the replica pushes its gradients and pulls the parameters. It does not wait for other
-    workers. The server may change the parameters during the pull, so some of the pulled tensors can be newer
-    than the others. The server adds up 32 gradients, from any workers, and then takes one step with the sum.
+    In each step, the replica pushes its gradients and pulls the parameters without waiting for other workers.
+    The server may update the parameters during a pull, so some of the pulled tensors can be newer than
+    others. The server sums 32 gradients from any workers, and then takes one step with the sum.
 
-    AsySGInCon replaces the optimizer: compute the gradients, and call :meth:`step`. The constructor copies
-    the server's parameters into the model. Buffers of the model, such as running means, stay local.
+    AsySGInCon replaces the optimizer: compute the gradients, then call :meth:`step`. The constructor copies
+    the server's parameters into the model. The model's buffers, such as running means, stay local.
 
     The algorithm is AsySG-InCon by Lian et al., "Asynchronous Parallel Stochastic Gradient for Nonconvex
-    Optimization" (2015). The number 32 is that of pytorch_ps_mpi.
+    Optimization" (2015). The default of 32 gradients follows pytorch_ps_mpi.
 
     Args:
         client: Client of a server with the model's parameters and the optimizer from :meth:`optimizer`.
-        model: The model of this worker.
-        **options: Keyword options:
-            group (Group): Group whose members have equal replicas and average their gradients (default:
-                None). Only its rank 0 uses ``client``.
-            timeout (float): Maximum seconds for each wait for the server (default: no limit).
+        model: Model that this worker trains.
+        **options: Options that all algorithms accept:
+            group (Group): Group whose members have identical replicas and average their gradients (default:
+                None). Only rank 0 of the group uses ``client``.
+            timeout (float): Maximum seconds to wait for each server operation (default: no limit).
 
     Raises:
         ValueError: ``timeout`` is out of range, or the model has no parameters that require gradients.
@@ -69,14 +69,14 @@ class AsySGInCon(Replica):
 
     @staticmethod
     def optimizer(make: Make, *, gradients: int = 32) -> Callable[[Iterable[Tensor]], SummedGradients]:
-        """Return the server's optimizer: one step with the sum of several gradients.
+        """Return a server optimizer that sums several gradients for each step.
 
         Args:
-            make: Function that creates the optimizer of this step for a list of parameters.
-            gradients: Number of gradients in a sum, at least 1 (default 32).
+            make: Function that creates the underlying optimizer for a list of parameters.
+            gradients: Number of gradients per sum, at least 1 (default 32).
 
         Returns:
-            The ``optimizer=`` of :class:`ParameterServer`.
+            The function to pass to :class:`ParameterServer` as ``optimizer=``.
 
         Raises:
             TypeError: ``gradients`` is not an int.
@@ -99,7 +99,7 @@ class AsySGInCon(Replica):
         )
 
     def step(self) -> None:
-        """Push the model's gradients, and pull the parameters.
+        """Push the model's gradients, and pull the server's parameters.
 
         Raises:
             TimeoutError: The server did not answer in time.
@@ -121,9 +121,9 @@ class AsySGInCon(Replica):
         self._adopt(self._exchange)
 
     def finish(self) -> None:
-        """Wait until the server has counted the last gradients, and pull one version of its parameters.
+        """Wait until the server has processed the last gradients, and pull consistent parameters.
 
-        Gradients of an incomplete sum have no effect on the parameters.
+        Gradients in an incomplete sum do not affect the parameters.
 
         Raises:
             TimeoutError: The server did not answer in time.
@@ -159,14 +159,15 @@ class AsySGInCon(Replica):
 
 
 _INNER = "inner."
-"""First part of the keys in ``SummedGradients.state`` that belong to the inner optimizer."""
+"""Prefix of the inner optimizer's keys in ``SummedGradients.state``."""
 
 
 class SummedGradients(torch.optim.Optimizer):
-    """Add up gradients, and take a step of another optimizer after each ``gradients`` of them.
+    """Sum gradients, and take a step of another optimizer with each complete sum.
 
-    All state is in ``self.state``, in tensors and numbers, because the server keeps only these. The tensors
-    of the inner optimizer's state exist from the start, since the server looks for them after a first step.
+    All state is in ``self.state``, as tensors and numbers, because the server stores nothing else. The server
+    looks for state tensors after a first step. The constructor therefore creates all state tensors of the
+    inner optimizer.
     """
 
     def __init__(self, params: Iterable[Tensor], make: Make, gradients: int) -> None:
@@ -183,7 +184,7 @@ class SummedGradients(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Add the gradients to the sums, and take a step of the inner optimizer with each complete sum."""
+        """Add the gradients to the sums, and take an inner optimizer step for each complete sum."""
         complete = []
         for p in self._own:
             if p.grad is not None:
@@ -197,7 +198,7 @@ class SummedGradients(torch.optim.Optimizer):
         for p in complete:
             state = self.state[p]
             kept = {key.removeprefix(_INNER): x for key, x in state.items() if key.startswith(_INNER)}
-            # optimizers create their state in the first step
+            # most optimizers create their state in the first step
             self._inner.state[p] = kept if state["steps"] else self._first[p]
             p.grad = state["sum"].clone()
         if complete:
@@ -212,7 +213,7 @@ class SummedGradients(torch.optim.Optimizer):
 
 
 def _states_after_a_step(make: Make, parameters: list[Tensor]) -> list[dict[str, Tensor]]:
-    """Return the tensors that an optimizer keeps for each parameter."""
+    """Return the state tensors of each parameter after one step of the optimizer."""
     copies: list[Tensor] = [nn.Parameter(p.detach().clone()) for p in parameters]
     optimizer = make(copies)
     for p in copies:

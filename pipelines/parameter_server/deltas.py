@@ -1,10 +1,10 @@
 """Differences between two versions of a block of bytes.
 
-The block is divided into units of two bytes, the size of a ``bfloat16``, and into buckets of 65,536 units.
-A delta contains the position and the value of each changed unit, which are four bytes, and no other units. If
-more than half of a bucket has changed, the delta contains the whole bucket, which is then smaller.
+The block consists of units of two bytes, the size of a ``bfloat16``. Each 65,536 units form a bucket. A delta
+contains the position and the value of each changed unit, four bytes in total. If more than half of the units
+in a bucket have changed, the delta contains the whole bucket instead, because this takes less space.
 
-Units are compared as integers, so all bits arrive, also those of NaNs.
+Units are compared as integers, so the delta preserves all bits, including those of NaNs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 _BUCKET = 1 << 16
-"""Units in a bucket; the position of a unit in its bucket fits into 16 bits."""
+"""Number of units in a bucket. The position of a unit within its bucket fits into 16 bits."""
 _CHUNK = 64 * _BUCKET
-"""Units that are compared at a time, so that temporary arrays stay small."""
+"""Number of units to compare at a time, so that temporary arrays stay small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class Delta:
     """Changed units of a block, as NumPy arrays.
 
     Attributes:
-        buckets: Numbers of the buckets whose changed units follow.
+        buckets: Indices of the buckets that are sent as changed units.
         counts: Number of changed units in each of these buckets.
-        positions: Positions of the changed units in their buckets.
+        positions: Positions of the changed units within their buckets.
         values: Values of the changed units.
-        whole: Numbers of the buckets that are sent as a whole.
-        contents: All units of these buckets.
+        whole: Indices of the buckets that are sent whole.
+        contents: All units of the whole buckets.
     """
 
     buckets: Any
@@ -46,11 +46,11 @@ class Delta:
 
 
 def changed_units(old: memoryview, new: memoryview) -> Any:
-    """Return a NumPy array with one bit for each unit, which is 1 if the unit differs.
+    """Return a NumPy bit array with one bit per unit. A bit is 1 if the unit has changed.
 
     Args:
-        old: The block before. Its size must be a multiple of 16 bytes.
-        new: The block after.
+        old: The old block. Its size must be a multiple of 16 bytes.
+        new: The new block, with the same size.
     """
     import numpy as np
 
@@ -62,7 +62,7 @@ def changed_units(old: memoryview, new: memoryview) -> Any:
 
 
 def delta_of(bits: Any, new: memoryview) -> Delta:
-    """Return the delta with the units of ``new`` whose bit in ``bits`` is 1."""
+    """Return a delta with each unit of ``new`` whose bit in ``bits`` is 1."""
     import numpy as np
 
     after = np.frombuffer(new, np.uint16)
@@ -96,7 +96,7 @@ def delta_of(bits: Any, new: memoryview) -> Delta:
 
 
 def apply_delta(delta: Delta, block: bytearray) -> None:
-    """Change a block from the old version of a delta to the new one."""
+    """Update a block in place from the old version of a delta to the new version."""
     import numpy as np
 
     units = np.frombuffer(block, np.uint16)

@@ -1,14 +1,15 @@
-"""DiLoCo: replicas train for many steps between two rounds, and an outer optimizer combines their results.
+"""DiLoCo: replicas train for many steps per round, and an outer optimizer combines their results.
 
-*State.* The server holds the parameters, the sums of the replicas' differences, the state of the outer
-optimizer, and the counts of the round. So a replica that is killed takes nothing with it.
+*State.* The server holds the parameters, the summed differences from the replicas, the state of the outer
+optimizer, and the round counters. Killing a replica therefore loses no shared state.
 
-*Contribution.* A replica adds its differences to the sums, and 1 to the count, in one push.
+*Contribution.* In one push, a replica adds its differences to the sums and increments the count of
+contributions.
 
-*Closing.* One replica pulls this whole state, takes the outer step, and pushes the result with zeroed sums.
-The server drops this push if any other push came first (``max_staleness=0``). So a round is closed once, with
-each contribution that it counts, and it does not matter which replica closes it. The last contributor closes
-it at once, and the others only if it does not.
+*Closing.* One replica pulls this whole state, takes the outer step, and pushes the result with the sums reset
+to zero. The server drops this push if any other push came first (``max_staleness=0``). Each round is
+therefore closed exactly once and includes every counted contribution, whichever replica closes it. The last
+contributor closes the round at once. Earlier contributors close it only if the last one does not.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Outer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 TAKEOVER_S = 5.0
 """Seconds after which a replica closes a round that a later contributor should have closed."""
 _SUM, _OUTER, _ROUND = "diloco.sum/", "diloco.outer", "diloco.round"
-"""Names of the server's additional tensors."""
+"""Names and name prefixes of the tensors that DiLoCo adds to the server."""
 
 
 def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -40,9 +41,13 @@ def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Counts(NamedTuple):
-    """Counts of the current round: ``sent`` contributions, and ``left`` replicas that have finished.
+    """Counters that the replicas share on the server.
 
-    ``closed`` is the version that closed the last round.
+    Attributes:
+        rounds: Number of completed rounds.
+        sent: Number of contributions to the current round.
+        left: Number of replicas that have finished.
+        closed: Version of the push that closed the last round.
     """
 
     rounds: int
@@ -52,38 +57,42 @@ class Counts(NamedTuple):
 
 
 class DiLoCo(Replica):
-    """Train a replica by DiLoCo.
+    """Train a replica with DiLoCo.
 
-    Every ``every`` steps, a round ends. Each replica pushes the difference between the parameters with which
-    it began the round and those it has now. The outer optimizer uses the mean of these differences as the
-    gradient of the server's parameters, and the replicas continue with the result. A contribution that comes
-    after the end of its round counts in the next one.
+    A round takes ``every`` steps. At its end, each replica pushes the difference between its parameters at
+    the start of the round and its current parameters. The outer optimizer uses the mean difference as the
+    gradient of the server's parameters, and the replicas continue from the result. A contribution that
+    arrives after its round has ended counts towards the next round.
 
-    A round ends when all replicas have contributed, except for those that have called :meth:`finish`. With
-    ``quorum`` and ``grace``, it also ends ``grace`` seconds after ``quorum`` replicas have contributed. So a
-    replica that was killed does not stop the others.
+    A round ends when every replica that has not called :meth:`finish` has contributed. With ``quorum`` and
+    ``grace``, a round also ends ``grace`` seconds after ``quorum`` replicas have contributed. A killed
+    replica therefore does not block the others.
 
-    Train the model with any optimizer, and call :meth:`step` after each of its steps. The constructor copies
-    the server's parameters into the model. Buffers of the model, such as running means, stay local.
+    Train the model with any optimizer, and call :meth:`step` after each optimizer step. The constructor
+    copies the server's parameters into the model. The model's buffers, such as running means, stay local.
 
     The algorithm is by Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models"
     (2023).
 
     Args:
         client: Client of a server that was created with :meth:`tensors`.
-        model: The model of this worker.
-        every: Number of steps in a round, at least 1 (default 100).
+        model: Model that this worker trains.
+        every: Number of steps per round, at least 1 (default 100).
         outer: Function that creates the outer optimizer for a list of parameters (default: SGD with
             ``lr=0.7``, ``momentum=0.9`` and ``nesterov=True``). All replicas and :meth:`tensors` must use the
-            same.
-        workers: Number of replicas; a group counts as one.
-        quorum: Number of replicas with which a round can end, from 1 to ``workers`` (default: ``workers``).
-        grace: Seconds to wait for the other replicas after the quorum (default: no limit).
-        **options: Keyword options:
-            group (Group): Group whose members have equal replicas and average their gradients (default:
-                None). Only its rank 0 uses ``client``.
-            timeout (float): Maximum seconds for each round, and for each other wait for the server (default:
-                no limit).
+            same function.
+        workers: Number of replicas. A group counts as one replica.
+        quorum: Number of contributions after which the ``grace`` period starts, from 1 to ``workers``
+            (default:
+            ``workers``).
+        grace: Seconds to wait for the remaining contributions after the quorum is reached (default: no
+            limit).
+        **options: Options that all algorithms accept:
+            group (Group): Group whose members have identical replicas and average their gradients (default:
+                None). Only rank 0 of the group uses ``client``.
+            timeout (float): Maximum seconds to wait for the end of a round and for each other server
+                operation
+                (default: no limit).
 
     Raises:
         ValueError: An argument is out of range, ``grace`` is missing, the server was not created with
@@ -128,29 +137,30 @@ class DiLoCo(Replica):
         if self._quorum < workers and grace is None:
             raise ValueError(
                 f"DiLoCo: grace must be a number of seconds with quorum={quorum}, got None; "
-                "pass grace=0 to end a round with the quorum"
+                "pass grace=0 to end a round when the quorum is reached"
             )
         self._grace = math.inf if grace is None else grace
         self._outer = OptimizerState(outer, _copies("DiLoCo", model), _OUTER)
         self._counts = Counts(0, 0, 0, 0)
-        self._contributed = False  # to a round that has not ended yet
+        self._contributed = False  # whether this replica has contributed to the current round
         self._finished = False
         super().__init__(client, model, options)
 
     @staticmethod
     def tensors(model: nn.Module, *, outer: Outer = nesterov) -> dict[str, Tensor]:
-        """Return the tensors for the server: the parameters, and the state of the rounds.
+        """Return the tensors for the server: the parameters and the state of the rounds.
 
         Args:
-            model: The model.
-            outer: Function that creates the outer optimizer, as in :class:`DiLoCo`.
+            model: Model to train.
+            outer: Function that creates the outer optimizer. Pass the same function to :class:`DiLoCo`.
 
         Returns:
-            Tensors by name. The parameters are copies with their own names.
+            Tensors by name. Each parameter is copied under its own name.
 
         Raises:
-            TypeError: The model is not a module, or the optimizer keeps its state neither in tensors nor in
-                numbers.
+            TypeError: The model is not an ``nn.Module``, or the optimizer's state contains values other than
+                tensors
+                and numbers.
             ValueError: The model has no parameters that require gradients.
 
         Example:
@@ -170,18 +180,20 @@ class DiLoCo(Replica):
 
     @property
     def rounds(self) -> int:
-        """Return the number of rounds that had ended at this replica's last exchange with the server.
+        """Return the number of completed rounds, as of this replica's last exchange with the server.
 
         In a group, only rank 0 knows this number.
         """
         return self._counts.rounds
 
     def step(self) -> None:
-        """Count a step of the optimizer, and take part in a round if due. Call this after each step.
+        """Count one optimizer step, and contribute to a round if one is due.
+
+        Call this method after each optimizer step.
 
         Raises:
-            TimeoutError: The round did not end in time. The next call continues to wait for it.
-            RuntimeError: This replica has finished.
+            TimeoutError: The round did not end in time. The next call resumes the wait.
+            RuntimeError: :meth:`finish` has been called.
 
         Example:
             >>> import torch
@@ -206,12 +218,12 @@ class DiLoCo(Replica):
             self._steps = 0
 
     def finish(self) -> None:
-        """Contribute the remaining steps, leave the rounds, and copy the server's parameters into the model.
+        """Contribute the remaining steps, leave the rounds, and pull the server's parameters.
 
         Later rounds do not wait for this replica.
 
         Raises:
-            TimeoutError: The round did not end in time. The next call continues to wait for it.
+            TimeoutError: The round did not end in time. The next call resumes the wait.
 
         Example:
             >>> from torch import nn
@@ -237,7 +249,7 @@ class DiLoCo(Replica):
         return self._pull()
 
     def _pull(self) -> Values:
-        """Return the server's parameters, and remember them as the beginning of the round."""
+        """Pull the server's parameters, and save them as the starting point of the round."""
         self._finish_push()
         try:
             found = self._pulled([*self._parameters, _ROUND], self._version, self._limit())
@@ -251,7 +263,7 @@ class DiLoCo(Replica):
         return self._began
 
     def _round(self) -> Values:
-        """Contribute to a round, wait for its end, and return the new parameters."""
+        """Contribute to the round, wait until it ends, and return the new parameters."""
         if not self._contributed:
             self._send({**self._differences(), _ROUND: torch.tensor(Counts(0, 1, 0, 0))})
             self._contributed = True
@@ -267,7 +279,7 @@ class DiLoCo(Replica):
         }
 
     def _wait_for_end(self, sent_at: int) -> None:
-        """Wait until a round that contains the push with this version has ended."""
+        """Wait until the round that includes the push of version ``sent_at`` has ended."""
         limit = self._limit()
         counts = _counts(self._pulled([_ROUND], sent_at, limit))
         place, complete, quorum = counts.sent, math.inf, math.inf
@@ -286,20 +298,20 @@ class DiLoCo(Replica):
                 )
             if now >= closes:
                 self._close(sent_at, limit)
-                closes = math.inf  # a push by this or another replica has raised the version
+                closes = math.inf  # the next pull returns at once, because some push has raised the version
             try:
                 counts = _counts(self._pulled([_ROUND], version + 1, min(closes, limit)))
             except TimeoutError:
-                continue  # the time to close the round has come, or that of the limit
+                continue  # it is time to close the round or to give up
 
     def _close(self, sent_at: int, limit: float) -> None:
-        """Take the outer step, unless another push comes first."""
+        """Take the outer step, unless another push comes first or the round has ended."""
         names = [*self._parameters, *(_SUM + name for name in self._parameters), *self._outer.slots, _ROUND]
         state = {name: value.clone() for name, value in self._pulled(names, sent_at, limit).items()}
         counts, version = _counts(state), self._seen
         if counts.closed > sent_at:
             return
-        # the optimizer works in place, and some of its slots are arrays of bytes
+        # the optimizer modifies all slots in place, and needs NumPy arrays for slots that are not tensors
         bytes_slots = [name for name, slot in self._outer.slots.items() if not isinstance(slot, Tensor)]
         means = {name: state[_SUM + name] / counts.sent for name in self._parameters}
         self._outer.step({**state, **{name: state[name].numpy() for name in bytes_slots}}, means)
@@ -311,7 +323,7 @@ class DiLoCo(Replica):
         )
 
     def _limit(self) -> float:
-        """Return the time on the monotonic clock at which this call must have ended."""
+        """Return the deadline of this call on the monotonic clock."""
         return math.inf if self._timeout is None else time.monotonic() + self._timeout
 
     def _pulled(self, names: list[str], at_least: int, limit: float) -> Values:
@@ -328,7 +340,7 @@ def _counts(state: Values) -> Counts:
 
 
 def _until(limit: float) -> float | None:
-    """Return the seconds until a time on the monotonic clock, or ``None`` for infinity."""
+    """Return the seconds until ``limit`` on the monotonic clock, or ``None`` if ``limit`` is infinite."""
     return None if limit == math.inf else max(limit - time.monotonic(), 0.001)
 
 

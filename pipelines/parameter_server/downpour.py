@@ -1,4 +1,4 @@
-"""Downpour SGD: replicas train independently, and push their updates to a parameter server."""
+"""Downpour SGD: replicas train independently and push their updates to a parameter server."""
 
 from __future__ import annotations
 
@@ -15,34 +15,38 @@ from flowchan.pipelines.parameter_server.replica import Replica, ReplicaOptions,
 
 
 class Downpour(Replica):
-    """Train a replica by Downpour SGD.
+    """Train a replica with Downpour SGD.
 
-    The replica updates its parameters by SGD in each step, and adds up its updates. Every ``push_every``
-    steps, it adds this sum to the server's parameters. Every ``pull_every`` steps, it copies the server's
-    parameters, and adds its own updates that the server does not have yet. So a pull neither loses nor
-    repeats a step of the replica.
+    In each step, the replica updates its parameters by SGD and accumulates the update. Every ``push_every``
+    steps, the replica adds the accumulated updates to the server's parameters. Every ``pull_every`` steps, it
+    copies the server's parameters, and then adds the local updates that are not yet on the server. A pull
+    therefore neither loses nor repeats a local step.
 
-    Downpour replaces the optimizer: compute the gradients, and call :meth:`step`. The constructor copies the
-    server's parameters into the model. Buffers of the model, such as running means, stay local.
+    Downpour replaces the optimizer: compute the gradients, then call :meth:`step`. The constructor copies the
+    server's parameters into the model. The model's buffers, such as running means, stay local.
 
-    The algorithm is Downpour SGD by Dean et al., "Large Scale Distributed Deep Networks" (2012). The prefetch
-    and the delayed start are those of TorchMPI.
+    The algorithm is Downpour SGD by Dean et al., "Large Scale Distributed Deep Networks" (2012). Prefetching
+    and the delayed start follow TorchMPI.
 
     Args:
-        client: Client of a server with the model's parameters: ``ParameterServer(model.state_dict())``.
-        model: The model of this worker.
+        client: Client of a server that holds the model's parameters, such as
+            ``ParameterServer(model.state_dict())``.
+        model: Model that this worker trains.
         lr: Learning rate, greater than 0.
-        push_every: Number of steps between two pushes, at least 1 (default 1).
-        pull_every: Number of steps between two uses of the server's parameters, at least 1 (default 10).
-        prefetch: Number of steps before such a use at which the pull begins, less than ``pull_every``
+        push_every: Number of steps between pushes, at least 1 (default 1).
+        pull_every: Number of steps after which the replica adopts the server's parameters, at least 1
+            (default
+            10).
+        prefetch: Number of steps by which a pull starts before its result is used, less than ``pull_every``
             (default 0).
-        start: Number of steps before the first interval begins (default 0). Updates of these steps are part
-            of the first push.
-        momentum: Nesterov momentum of the local updates, from 0 to less than 1 (default 0).
-        **options: Keyword options:
-            group (Group): Group whose members have equal replicas and average their gradients (default:
-                None). Only its rank 0 uses ``client``.
-            timeout (float): Maximum seconds for each wait for the server (default: no limit).
+        start: Number of steps before the first interval begins (default 0). The first push includes the
+            updates
+            from these steps.
+        momentum: Nesterov momentum of the local updates, at least 0 and less than 1 (default 0).
+        **options: Options that all algorithms accept:
+            group (Group): Group whose members have identical replicas and average their gradients (default:
+                None). Only rank 0 of the group uses ``client``.
+            timeout (float): Maximum seconds to wait for each server operation (default: no limit).
 
     Raises:
         ValueError: An argument is out of range, or the model has no parameters that require gradients.
@@ -81,21 +85,21 @@ class Downpour(Replica):
         if not 0 < lr < math.inf:
             raise ValueError(f"Downpour: lr must be greater than 0 and finite, got {shown(lr)}")
         if not 0 <= momentum < 1:
-            raise ValueError(f"Downpour: momentum must be from 0 to less than 1, got {shown(momentum)}")
+            raise ValueError(f"Downpour: momentum must be at least 0 and less than 1, got {shown(momentum)}")
         self._lr, self._momentum = lr, momentum
         self._push_every = whole("Downpour", "push_every", push_every, 1)
         self._pull_every = whole("Downpour", "pull_every", pull_every, 1)
         self._lead = prefetch_steps("Downpour", prefetch, pull_every)
         super().__init__(client, model, options, start)
         self._velocity: dict[str, Tensor] = {}
-        self._unsent: dict[str, Tensor] = {}  # sums of the updates since the last push
-        self._since: list[tuple[Any, Values]] = []  # pushes since the prefetch began, with their updates
+        self._unsent: dict[str, Tensor] = {}  # updates accumulated since the last push
+        self._since: list[tuple[Any, Values]] = []  # each push since the prefetch started, with its updates
 
     def step(self) -> None:
-        """Update the model with its gradients, and exchange updates with the server if due.
+        """Apply the gradients to the model, and exchange updates with the server if an exchange is due.
 
         Raises:
-            TimeoutError: The server did not answer in time. The exchange is repeated when it is next due.
+            TimeoutError: The server did not answer in time. The replica retries at the next exchange.
 
         Example:
             >>> import torch
@@ -120,7 +124,7 @@ class Downpour(Replica):
             self._begin_prefetch()
 
     def finish(self) -> None:
-        """Push the remaining updates, wait until the server has applied them, and pull its parameters.
+        """Push the remaining updates, wait until the server has applied them, and pull the parameters.
 
         Training can continue after this call.
 
@@ -161,7 +165,7 @@ class Downpour(Replica):
                 self._unsent[name] = update if unsent is None else unsent.add_(update)
 
     def _send_updates(self) -> None:
-        if not self._unsent:  # never on other members than the leader
+        if not self._unsent:  # always empty on members other than the leader
             return
         handle = self._send(self._unsent)
         if self._prefetch is not None:
@@ -169,10 +173,10 @@ class Downpour(Replica):
         self._unsent = {}
 
     def _merged(self) -> Values:
-        """Return the server's parameters plus own updates that they do not contain."""
+        """Return the server's parameters plus the local updates that they do not include."""
         fetched = dict(self._fetched())
         version = self._seen
-        for handle, updates in self._since:  # empty without a prefetch
+        for handle, updates in self._since:  # empty if no prefetch has started
             if handle.wait(timeout=self._timeout) > version:
                 _add(fetched, updates)
         self._since = []

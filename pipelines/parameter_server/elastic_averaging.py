@@ -1,4 +1,4 @@
-"""Asynchronous elastic averaging SGD: replicas and the centre on a parameter server attract each other."""
+"""Asynchronous elastic averaging SGD: replicas and the parameters on a server move towards each other."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from flowchan.pipelines.parameter_server.replica import Replica, ReplicaOptions,
 
 
 class ElasticAveraging(Replica):
-    """Train a replica by asynchronous elastic averaging SGD.
+    """Train a replica with asynchronous elastic averaging SGD.
 
-    The server holds the *centre*. Every ``every`` steps, the replica computes its difference from the centre,
-    times ``alpha``. It moves by this much towards the centre, and the centre moves by as much towards the
-    replica. No replica waits for another.
+    The server holds the *centre*, the shared parameters. Every ``every`` steps, the replica multiplies its
+    difference from the centre by ``alpha``. The replica subtracts the result from its parameters, and the
+    server adds the result to the centre. Replicas never wait for each other.
 
-    Train the model with any optimizer, and call :meth:`step` after each of its steps. The constructor copies
-    the centre into the model. Buffers of the model, such as running means, stay local.
+    Train the model with any optimizer, and call :meth:`step` after each optimizer step. The constructor
+    copies the centre into the model. The model's buffers, such as running means, stay local.
 
     The algorithm is asynchronous EASGD by Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging
-    SGD" (2015). Its moving rate is ``alpha``; the paper recommends 0.9 divided by the number of replicas.
-    ``flowchan.collective.training.gradients.ElasticAverage`` is the synchronous form, without a server.
+    SGD" (2015). ``alpha`` is the paper's moving rate; the paper recommends 0.9 divided by the number of
+    replicas. ``flowchan.collective.training.gradients.ElasticAverage`` is the synchronous variant, which
+    needs no server.
 
     Args:
-        client: Client of a server with the model's parameters: ``ParameterServer(model.state_dict())``.
-        model: The model of this worker.
-        every: Number of steps between two exchanges, at least 1 (default 10).
-        alpha: Share of the difference by which replica and centre move, between 0 and 1 (default 0.1).
-        prefetch: Number of steps before an exchange at which the pull of the centre begins, less than
+        client: Client of a server that holds the model's parameters, such as
+            ``ParameterServer(model.state_dict())``.
+        model: Model that this worker trains.
+        every: Number of steps between exchanges, at least 1 (default 10).
+        alpha: Fraction of the difference by which replica and centre move, between 0 and 1 (default 0.1).
+        prefetch: Number of steps by which the pull of the centre starts before the exchange, less than
             ``every`` (default 0).
         start: Number of steps before the first interval begins (default 0).
-        **options: Keyword options:
-            group (Group): Group whose members have equal replicas and average their gradients (default:
-                None). Only its rank 0 uses ``client``.
-            timeout (float): Maximum seconds for each wait for the server (default: no limit).
+        **options: Options that all algorithms accept:
+            group (Group): Group whose members have identical replicas and average their gradients (default:
+                None). Only rank 0 of the group uses ``client``.
+            timeout (float): Maximum seconds to wait for each server operation (default: no limit).
 
     Raises:
         ValueError: An argument is out of range, or the model has no parameters that require gradients.
@@ -81,10 +83,12 @@ class ElasticAveraging(Replica):
         super().__init__(client, model, options, start)
 
     def step(self) -> None:
-        """Count a step of the optimizer, and exchange with the centre if due. Call this after each step.
+        """Count one optimizer step, and exchange with the server if an exchange is due.
+
+        Call this method after each optimizer step.
 
         Raises:
-            TimeoutError: The server did not answer in time. The exchange is repeated when it is next due.
+            TimeoutError: The server did not answer in time. The replica retries at the next exchange.
 
         Example:
             >>> import torch
@@ -128,7 +132,7 @@ class ElasticAveraging(Replica):
         self._adopt(self._pull)
 
     def _attracted(self) -> Values:
-        """Push the elastic difference to the centre, and return the replica's new parameters."""
+        """Push the elastic difference to the server, and return the replica's new parameters."""
         centre = self._fetched()
         own = {name: parameter.detach() for name, parameter in self._parameters.items()}
         pulls = {name: (x - centre[name].to(x.device)) * self._alpha for name, x in own.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from flowchan.pipelines.parameter_server.remote_client import Entrance
 from flowchan.pipelines.parameter_server.rows import RowOptimizer
 from flowchan.pipelines.parameter_server.server_connection import ServerConnection
 from flowchan.pipelines.parameter_server.shard import Push, PushOrder, ShardStage
-from flowchan.pipelines.parameter_server.shard_memory import ShardMemory
+from flowchan.pipelines.parameter_server.shard_memory import OpenShard, ShardMemory
 from flowchan.pipelines.parameter_server.stored import StoredState, check_slots, load_state, save_state
 from flowchan.pipelines.parameter_server.tensor_layout import (
     form_of,
@@ -146,18 +146,11 @@ class ParameterServer:
         contents = dumps_in_one(tensors) if self._form == "object" else b""
         shares = shared_out(values, shards)
         updates = updates_of_shards(values, shares, optimizer, rows or {})
-        slots = {name: value for one in updates for name, value in one.slots.items()}
-        if stored is not None:
-            check_slots(stored.slots, slots)
-            slots = stored.slots
         self._memories = [
             ShardMemory(layout_of({key: values[key] for key in share}, one.slots))
             for share, one in zip(shares, updates, strict=True)
         ]
-        self._shards = [memory.opened() for memory in self._memories]
-        for shard in self._shards:
-            given = {name: (slots if name in slots else values)[name] for name in shard.memory.layout.names}
-            shard.fill(given, contents, 0 if stored is None else stored.version)
+        self._shards = _filled(self._memories, values, contents, updates, stored)
         # Limit the waiting pushes, so that a large push reuses memory that the server has read. New memory is
         # slower.
         size = sum(memory.layout.size for memory in self._memories)
@@ -366,3 +359,22 @@ class ParameterServer:
 
     def __repr__(self) -> str:
         return f"<ParameterServer {self.name!r}, version {self._shards[0].version}>"
+
+
+def _filled(
+    memories: Iterable[ShardMemory],
+    values: Mapping[str, Any],
+    contents: bytes,
+    updates: Iterable[BlockUpdates],
+    stored: StoredState | None,
+) -> list[OpenShard]:
+    """Open each shard's memory and store its first version, or the state that was loaded from a file."""
+    slots = {name: value for one in updates for name, value in one.slots.items()}
+    if stored is not None:
+        check_slots(stored.slots, slots)
+        slots = stored.slots
+    shards = [memory.opened() for memory in memories]
+    for shard in shards:
+        given = {name: (slots if name in slots else values)[name] for name in shard.memory.layout.names}
+        shard.fill(given, contents, 0 if stored is None else stored.version)
+    return shards

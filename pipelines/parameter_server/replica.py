@@ -1,7 +1,7 @@
-"""Replica of a model that exchanges its parameters with a parameter server.
+"""Base class of the algorithms that train a model through a parameter server.
 
-The algorithms of low-communication training are subclasses. In a group, each member has an equal replica.
-Rank 0 is the leader: only the leader exchanges values with the server, and it broadcasts the new parameters.
+Each algorithm for low-communication training is a subclass. All members of a group have identical replicas.
+Rank 0 is the leader: only the leader communicates with the server, and it broadcasts the new parameters.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from flowchan.collective import Group
 
 Values = Mapping[str, Tensor]
-"""Tensors by the names of the model's parameters."""
+"""Tensors keyed by the names of the model's parameters."""
 
 
 class ReplicaOptions(TypedDict, total=False):
-    """Keyword options of all algorithms."""
+    """Keyword arguments that all algorithms accept."""
 
     group: Group | None
-    """Group whose members have equal replicas (default: None). Only its rank 0 uses the client."""
+    """Group whose members have identical replicas (default: None). Only rank 0 uses the client."""
     timeout: float | None
-    """Maximum seconds for each wait for the server (default: no limit)."""
+    """Maximum seconds to wait for each server operation (default: no limit)."""
 
 
 class Replica:
-    """Model whose parameters come from a parameter server.
+    """Local copy of a model whose shared parameters are on a parameter server.
 
     The constructor copies the server's parameters into the model.
 
     Args:
         client: Client of the server.
-        model: The model of this worker.
-        options: The ``group`` and the ``timeout``.
-        start: Number of steps before the replica uses the server.
+        model: Model that this worker trains.
+        options: The keyword arguments ``group`` and ``timeout``.
+        start: Number of local steps before the first exchange interval begins.
 
     Raises:
         ValueError: The model has no parameters that require gradients, or an argument is out of range.
@@ -59,25 +59,28 @@ class Replica:
         self._start = whole(self._call, "start", start, 0)
         self._steps = 0
         self._parameters = trainable(self._call, model)
-        self._push: PushHandle | None = None  # handle of the last push; at most one push is under way
-        self._prefetch: PullHandle | None = None  # handle of a pull that has begun
-        self._version = 0  # version that contains all own pushes that are known to be applied
+        self._push: PushHandle | None = None  # the pending push, if any; there is never more than one
+        self._prefetch: PullHandle | None = None  # the pending pull, if a prefetch has started
+        self._version = 0  # server version that includes each push for which this replica has waited
         self._adopt(self._pull)
 
     def _due(self, every: int, lead: int = 0) -> bool:
-        """Return whether this step is ``lead`` steps before a multiple of ``every`` after the start."""
+        """Return whether an exchange that takes place every ``every`` steps is due in ``lead`` steps.
+
+        The steps of the delayed start do not count.
+        """
         counted = self._steps - self._start
         return counted > 0 and (counted + lead) % every == 0
 
     @property
     def _seen(self) -> int:
-        """Return the version of the last pull; the constructor makes the first one."""
+        """Return the version that the last pull returned. The constructor has already pulled once."""
         version = self._client.version
         assert version is not None
         return version
 
     def _send(self, values: Values, rule: str = "add") -> PushHandle:
-        """Begin a push, and return its handle. Later changes must not affect ``values``."""
+        """Start a push, and return its handle. The caller must not modify ``values`` afterwards."""
         self._finish_push()
         self._push = self._client.push(
             {name: value.detach().cpu() for name, value in values.items()}, rule=rule, timeout=self._timeout
@@ -85,13 +88,16 @@ class Replica:
         return self._push
 
     def _finish_push(self) -> None:
-        """Wait until the server has applied the last push."""
+        """Wait until the server has applied the pending push, if any."""
         if self._push is not None:
             self._version = self._push.wait(timeout=self._timeout)
             self._push = None
 
     def _pull(self) -> Values:
-        """Return the server's parameters with all pushes of this replica, and discard a prefetch."""
+        """Pull parameters that include all pushes of this replica.
+
+        If a prefetch is pending, wait for it and discard its result.
+        """
         self._finish_push()
         if self._prefetch is not None:
             self._prefetch.wait(timeout=self._timeout)
@@ -102,12 +108,12 @@ class Replica:
         return pulled
 
     def _begin_prefetch(self) -> None:
-        """Begin a pull that contains all earlier pushes of this replica."""
+        """Start a pull that includes all earlier pushes of this replica."""
         self._finish_push()
         self._prefetch = self._client.prefetch(names=list(self._parameters))
 
     def _fetched(self) -> Values:
-        """Return the parameters that a prefetch has requested, or pull them now."""
+        """Return the prefetched parameters. If no prefetch has started, pull the parameters now."""
         if self._prefetch is None:
             return self._pull()
         pulled: Values = self._prefetch.wait(timeout=self._timeout)
@@ -115,7 +121,7 @@ class Replica:
         return pulled
 
     def _adopt(self, new_parameters: Callable[[], Values]) -> None:
-        """Call a function on the leader, and copy its values into the model on all members."""
+        """Call ``new_parameters`` on the leader, and copy the result into the model on every member."""
         values = new_parameters() if self._group is None else _at_leader(self._group, new_parameters)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
@@ -123,7 +129,7 @@ class Replica:
 
 
 def trainable(call: str, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model that require gradients, by name."""
+    """Return the parameters of a model that require gradients, keyed by name."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{call}: model must be a torch.nn.Module, got {type(model).__name__}")
     found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -133,12 +139,15 @@ def trainable(call: str, model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def prefetch_steps(call: str, prefetch: int, every: int) -> int:
-    """Check the number of steps between the beginning and the use of a pull."""
+    """Check and return ``prefetch``, the number of steps from the start of a pull to its use."""
     return whole(call, "prefetch", prefetch, 0, every - 1)
 
 
 def _at_leader(group: Group, function: Callable[[], Values]) -> Values:
-    """Call a function on rank 0, and return its result on all members. If it raises, all members raise."""
+    """Call ``function`` on rank 0, and return the result on every member.
+
+    If the function raises an exception, every member raises it.
+    """
     result: Values | None = None
     if group.rank == 0:
         try:

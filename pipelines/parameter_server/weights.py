@@ -1,8 +1,9 @@
-"""Weights that a trainer publishes and that inference workers refresh from, on any hosts.
+"""Publish a trainer's weights to inference workers on any host.
 
 Readers on the trainer's machine copy the latest version from the trainer's memory (``weights_memory.py``).
-Readers on other machines ask the trainer over a channel, and a thread answers them (``weights_answers.py``).
-Such a reader keeps a copy of the weights, to which it applies deltas; it fills the model from this copy.
+Readers on other machines send requests over a channel, and a thread of the trainer answers them
+(``weights_answers.py``). Such a reader keeps its own copy of the weights. It applies each delta to this copy,
+and then copies the result into the model.
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ _MOST_STEPS = 2**63 - 1
 CONNECT_TIMEOUT_S = 10.0
 """Maximum seconds to connect to a trainer on another machine."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
-"""Seconds between two checks for a version that a reader is waiting for."""
+"""First and longest pause in seconds between checks for the version that a reader awaits."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsStats:
     """Statistics of published weights.
 
-    Readers on the trainer's machine read its memory directly, so only readers on other machines are counted.
+    Readers on the trainer's machine copy the weights from shared memory. The counts therefore include only
+    readers on other machines.
 
     Attributes:
-        version: Number of the latest version; 0 if none was published.
+        version: Number of the latest version; 0 if none has been published.
         size: Size of one version in bytes.
-        full: Full versions sent to readers on other machines.
-        deltas: Deltas sent to readers on other machines.
-        bytes_sent: Bytes of these versions and deltas.
+        full: Number of full versions sent to other machines.
+        deltas: Number of deltas sent to other machines.
+        bytes_sent: Total size of these versions and deltas in bytes.
 
     Example:
         >>> import numpy
@@ -63,13 +65,13 @@ class WeightsStats:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Everything that a reader needs to reach the weights.
+    """Information that a reader needs to access the weights.
 
     Attributes:
-        machine: Id of the trainer's machine.
+        machine: ID of the trainer's machine.
         memory: Address of the trainer's memory on that machine.
-        layout: Positions of the tensors in this memory.
-        requests: Address, secret and TLS setting of the channel for readers on other machines.
+        layout: Layout of the tensors in this memory.
+        requests: Address, secret and TLS setting of the request channel for readers on other machines.
     """
 
     machine: str
@@ -79,23 +81,23 @@ class _Source:
 
 
 class Weights:
-    """Weights of a model that a trainer publishes for inference workers.
+    """Model weights that a trainer publishes to inference workers.
 
-    Create the object in the trainer's process, and send a :meth:`reader` to each worker, on any host. A
-    reader always gets one whole version. The trainer never waits for a reader.
+    Create the object in the trainer's process, and send a :meth:`reader` to each worker on any host. A reader
+    always receives one complete version. The trainer never waits for a reader.
 
-    The trainer keeps two copies of the weights in memory, and a third one if readers are on other machines.
-    It keeps one more for each older version that a reader is copying.
+    The trainer keeps two copies of the weights in memory, or three if readers are on other machines. It keeps
+    one more copy for each older version that a reader is copying.
 
-    Readers on another machine connect to the address set by ``flowchan.hosts.serve``.
+    Readers on other machines connect to the address set by ``flowchan.hosts.serve``.
 
     Args:
-        source: The ``nn.Module`` to publish, or a mapping from names to tensors or NumPy arrays. Each
-            :meth:`publish` reads it again. Names, dtypes and shapes must not change.
-        name: Name of the weights in errors (default: ``"weights"``).
+        source: The ``nn.Module`` to publish, or a mapping from names to tensors or NumPy arrays. Each call to
+            :meth:`publish` reads the current values. Names, dtypes and shapes must not change.
+        name: Name of the weights in error messages (default: ``"weights"``).
 
     Raises:
-        TypeError: ``source`` is neither, or contains a value that is not a dense tensor or array.
+        TypeError: ``source`` is neither a module nor a mapping, or a value is not a dense tensor or array.
 
     Example:
         >>> import numpy
@@ -119,28 +121,30 @@ class Weights:
         self._lock = threading.Lock()
         self._version, self._pid = 0, os.getpid()
         self._memory = WeightsMemory(name, self._layout.size)
-        self._opened: list[WeightsAnswers] = []  # at most one
+        self._opened: list[WeightsAnswers] = []  # at most one element
         self._finalizer = weakref.finalize(self, _close, self._pid, self._memory, self._opened)
 
     def __repr__(self) -> str:
         return f"<Weights {self.name!r}, version {self._version}>"
 
     def publish(self, step: int | None = None) -> int:
-        """Copy the weights, and make the copy the latest version. The call does not wait for any reader.
+        """Copy the weights, and publish the copy as the latest version without waiting for any reader.
 
-        Do not change the weights during the call. If the call raises, the version before it stays the latest.
+        Do not change the weights during the call. If the call raises an exception, the previous version
+        remains the latest.
 
         Args:
-            step: Training step, which readers see as :attr:`WeightsReader.step` (default: none).
+            step: Training step of the new version, shown to readers as :attr:`WeightsReader.step` (default:
+                none).
 
         Returns:
-            The number of the version, from 1.
+            The number of the new version. The first version is 1.
 
         Raises:
             Closed: The weights were closed.
             OSError: There is not enough memory.
             RuntimeError: The caller is not in the process that created the weights.
-            ValueError: A name, a dtype or a shape has changed.
+            ValueError: A name, dtype or shape has changed.
 
         Example:
             >>> import numpy
@@ -159,10 +163,12 @@ class Weights:
             return self._version
 
     def reader(self) -> WeightsReader:
-        """Return a reader. Send it to a process or host as an item or an argument, or use it here.
+        """Return a reader for this process or any other one.
+
+        Send the reader to a process or host as an item or an argument, or use it in the trainer's process.
 
         Returns:
-            The reader. Each process that receives it has a separate reader, at version 0.
+            The reader. Each process that receives it has a separate reader, which starts at version 0.
 
         Raises:
             Closed: The weights were closed.
@@ -187,10 +193,10 @@ class Weights:
             return WeightsReader(_Source(machine(), self._memory.address, self._layout, at))
 
     def stats(self) -> WeightsStats:
-        """Return the statistics so far.
+        """Return the current statistics.
 
         Returns:
-            The latest version and the counts.
+            The latest version, its size, and the counts of data sent to other machines.
 
         Example:
             >>> import numpy
@@ -205,7 +211,9 @@ class Weights:
         return WeightsStats(self._version, self._layout.size, *sent)
 
     def close(self) -> None:
-        """Release the memory. Readers that refresh later get ``Broken``. Further calls have no effect.
+        """Release the memory. Later refreshes raise ``Broken``.
+
+        Closing the weights more than once has no effect.
 
         Example:
             >>> import numpy
@@ -242,9 +250,9 @@ def _close(pid: int, memory: WeightsMemory, opened: list[WeightsAnswers]) -> Non
 
 
 class WeightsReader:
-    """Reader of published weights. :meth:`Weights.reader` returns it.
+    """Reader of published weights, created by :meth:`Weights.reader`.
 
-    Use one reader for each model. A reader that is sent to another process starts there at version 0.
+    Use a separate reader for each model. A reader starts at version 0 in each process that receives it.
 
     Example:
         >>> import numpy
@@ -271,41 +279,44 @@ class WeightsReader:
 
     @property
     def version(self) -> int:
-        """Version of the last refresh; 0 before the first one."""
+        """Version that the last refresh copied; 0 before the first refresh."""
         return self._version
 
     @property
     def step(self) -> int | None:
-        """Training step of that version, or None if the trainer gave none."""
+        """Training step of :attr:`version`, or None if the trainer did not specify a step."""
         return self._step
 
     @property
     def values(self) -> dict[str, Any]:
-        """Tensors and arrays that ``refresh()`` without a model fills; empty before the first such call."""
+        """Tensors and arrays that ``refresh()`` fills by default; empty before the first such call."""
         return self._values
 
     def refresh(
         self, model: Any = None, timeout: float | None = None, at_least: int | None = None
     ) -> int | None:
-        """Copy the latest version into a model if it is newer than this reader's version.
+        """Copy the latest version into a model if this reader has an older version.
 
-        If the call raises, the model may contain parts of two versions. The next refresh copies everything.
+        If the call raises an exception, the model may contain parts of two versions. The next refresh
+        overwrites all of its weights.
 
         Args:
-            model: The ``nn.Module`` or the mapping to overwrite, on any device. It must have the same names,
-                dtypes and shapes as the weights. Default: :attr:`values`.
-            timeout: Maximum seconds to wait for ``at_least``, and for a trainer on another machine (default:
-                no limit).
-            at_least: Version to wait for (default: do not wait for a version).
+            model: The ``nn.Module`` or mapping to overwrite, on any device. Its names, dtypes and shapes must
+                match
+                those of the weights (default: :attr:`values`).
+            timeout: Maximum seconds to wait for ``at_least`` and for a trainer on another machine (default:
+                no
+                limit).
+            at_least: Lowest version to wait for (default: do not wait for a version).
 
         Returns:
-            The version that was copied, or None if there was nothing new.
+            The version that was copied, or None if no newer version was available.
 
         Raises:
-            Broken: The trainer has ended or closed the weights.
+            Broken: The trainer has exited, has closed the weights or cannot be reached.
             Empty: ``timeout`` expired.
             TypeError: ``model`` is neither a module nor a mapping.
-            ValueError: The names, a dtype or a shape of ``model`` differs.
+            ValueError: A name, dtype or shape in ``model`` differs from the weights.
 
         Example:
             >>> import numpy
@@ -341,7 +352,7 @@ class WeightsReader:
         return self._source.layout.checked("refresh", tensors_of("refresh", "model", model))
 
     def _copy_newer(self, tensors: Tensors, least: int, until: float | None) -> bool:
-        """Copy the latest version if it is at least ``least``. Return False if it is older."""
+        """Copy the latest version unless it is older than ``least``. Return whether a version was copied."""
         source = self._source
         if source.machine and source.machine == machine():
             if source.memory.latest() < least:
@@ -364,11 +375,11 @@ class WeightsReader:
 
 
 class _RemoteCopy:
-    """Copy of the weights in a process on another machine.
+    """Copy of the weights for a reader that is not on the trainer's machine.
 
     Args:
-        source: The weights.
-        until: Time at which to stop waiting for the trainer.
+        source: Information about how to access the weights.
+        until: Deadline for connecting to the trainer, or None for no deadline.
     """
 
     def __init__(self, source: _Source, until: float | None) -> None:
@@ -386,20 +397,20 @@ class _RemoteCopy:
                 raise self._late() from error
             place = address.rpartition("/")[0]
             raise Broken(
-                f"weights {self._memory.name!r}: no trainer can be reached at {place}; if it is on another "
-                "machine, call flowchan.hosts.serve(address) there before you create the weights"
+                f"weights {self._memory.name!r}: cannot reach a trainer at {place}; if the trainer is on "
+                "another machine, call flowchan.hosts.serve(address) there before you create the weights"
             ) from error
         self._block = bytearray(source.layout.size)
-        self._is_waiting = False  # whether a request has not been answered yet
+        self._is_waiting = False  # whether the trainer has yet to answer a request
 
     def read(self, into: memoryview, offset: int) -> None:
-        """Fill ``into`` with the bytes from ``offset`` of the copy."""
+        """Fill ``into`` with the bytes of the copy from ``offset`` onwards."""
         into[:] = memoryview(self._block)[offset : offset + len(into)]
 
     def update(self, least: int, until: float | None) -> bool:
-        """Get the latest version. Return False if it is older than ``least``."""
+        """Request the latest version. Return whether the copy now has at least version ``least``."""
         try:
-            if self._is_waiting:  # an earlier call was interrupted, or its time expired
+            if self._is_waiting:  # an earlier call was interrupted or timed out
                 self._take(until)
             self._ask(max(least, self.version + 1), until)
             self._take(until)
@@ -421,14 +432,14 @@ class _RemoteCopy:
         return Empty(f"weights {self._memory.name!r}: the trainer did not answer within the timeout")
 
     def _take(self, until: float | None) -> None:
-        """Apply the next answer."""
+        """Receive the next answer, and apply it to the copy."""
         answer = self._reply.get(_left(until))
         self._is_waiting = False
         if isinstance(answer, Exception):
             raise answer
         if not answer.version:
             return
-        self.version = 0  # until the copy is whole
+        self.version = 0  # the copy has no valid version until it is complete
         if answer.full is not None:
             memoryview(self._block)[:] = answer.full
         else:
@@ -438,5 +449,5 @@ class _RemoteCopy:
 
 
 def _left(until: float | None) -> float | None:
-    """Return the seconds until a time; None for no limit."""
+    """Return the seconds until a deadline, or None without a deadline."""
     return None if until is None else max(until - time.monotonic(), 0.001)

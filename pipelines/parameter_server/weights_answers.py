@@ -1,9 +1,9 @@
-"""Answers to readers of weights on other machines.
+"""Answers to readers on machines other than the trainer's.
 
-A thread of the trainer's process answers the readers one after the other. It keeps the version of its last
-answer pinned and compares it with the latest version. The comparison has one bit for each two bytes of the
-weights. The thread keeps the last comparisons, so it can answer with a delta to every reader that has asked
-recently. Other readers get the full weights.
+A thread in the trainer's process answers one request at a time. It keeps the version of its last answer
+pinned, and compares that version with the latest one. A comparison has one bit per two bytes of the weights.
+The thread keeps recent comparisons, so it can send a delta to each reader that has refreshed recently. Other
+readers receive the full weights.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from flowchan.pipelines.parameter_server.deltas import Delta, changed_units, del
 from flowchan.pipelines.parameter_server.weights_memory import PinnedVersion, WeightsMemory
 
 _MOST_COMPARISONS = 8
-"""Number of comparisons that are kept; each takes 1/16 of the memory of the weights."""
+"""Maximum number of stored comparisons. Each takes 1/16 of the memory of the weights."""
 
 
 class WeightsRequest(NamedTuple):
-    """Request of a reader on another machine.
+    """Request from a reader on another machine.
 
     Attributes:
-        reply: Address of the channel for the answer. The reader keeps this channel; the trainer owns it.
+        reply: Address of the reply channel. The trainer owns this channel, and the reader keeps it open.
         version: Version that the reader has; 0 for none.
-        least: Lowest version that the reader wants.
+        least: Lowest version that the reader accepts.
     """
 
     reply: str
@@ -38,12 +38,12 @@ class WeightsRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightsAnswer:
-    """Answer to a request, in one message.
+    """Answer to a request, sent as one message.
 
     Attributes:
-        version: Version of the weights that the answer contains; 0 if it contains none.
-        step: Training step of that version.
-        full: All weights, or None.
+        version: Version of the weights in the answer; 0 if the answer contains no weights.
+        step: Training step of this version.
+        full: The full weights, or None.
         delta: Difference from the reader's version, or None.
     """
 
@@ -54,12 +54,12 @@ class WeightsAnswer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights or of the delta."""
+        """Size of the weights or the delta in bytes."""
         return sum(part.nbytes for part in (self.full, self.delta) if part is not None)
 
 
 class WeightsAnswers:
-    """Thread that answers the readers on other machines.
+    """Thread that answers readers on other machines.
 
     Args:
         memory: The trainer's memory.
@@ -68,14 +68,14 @@ class WeightsAnswers:
     def __init__(self, memory: WeightsMemory) -> None:
         requests: Channel[WeightsRequest] = Channel(across="hosts")
         self.at = requests.address, requests.secret, requests._reached.tls
-        """Address, secret and TLS setting of the channel for requests."""
+        """Address, secret and TLS setting of the request channel."""
         self.full = self.deltas = self.bytes_sent = 0
         self._memory = memory
         self._base: PinnedVersion | None = None
         self._comparisons: list[tuple[int, Any]] = []
-        """The version before each comparison, and its bits; the next comparison begins where it ends."""
+        """Old version and bits of each comparison, without gaps between the comparisons."""
         self._last: tuple[int, WeightsAnswer] | None = None
-        """The last delta with the version that it changes, for readers that ask at about the same time."""
+        """Last delta and the version that it updates, for readers that ask at about the same time."""
         self._requests: Channel[WeightsRequest] | None = requests
         self._thread = threading.Thread(
             target=self._run, args=(requests,), name="flowchan weights", daemon=True
@@ -83,11 +83,12 @@ class WeightsAnswers:
         self._thread.start()
 
     def close(self) -> None:
-        """Answer the requests that have arrived, and end the thread. Later requests fail."""
+        """Answer all pending requests, and stop the thread. Later requests fail."""
         if self._requests is not None:
             self._requests.close()
             self._requests = None
-            if threading.current_thread() is not self._thread:  # the garbage collector may call this method
+            # the garbage collector may call close() on this thread
+            if threading.current_thread() is not self._thread:
                 self._thread.join()
 
     def _run(self, requests: Channel[WeightsRequest]) -> None:
@@ -98,7 +99,7 @@ class WeightsAnswers:
                 except FlowchanError:
                     if requests.closed or requests.broken:
                         return
-                    # otherwise, a reader has ended
+                    # otherwise, only the reader has exited
         finally:
             self._last = None
             if self._base is not None:
@@ -106,13 +107,13 @@ class WeightsAnswers:
 
     def _answer(self, request: WeightsRequest) -> None:
         _, secret, tls = self.at
-        reply = open_channel(request.reply, secret, tls=tls)  # raises if the reader has ended
+        reply = open_channel(request.reply, secret, tls=tls)  # raises an error if the reader has exited
         try:
             answer = self._answer_to(request)
         except Exception as error:
             reply.put_nowait(error)
             return
-        # before the put, so that a reader that has the answer sees it in the statistics
+        # count before the put, so that the statistics include each answer that a reader has received
         self.bytes_sent += answer.nbytes
         self.full += answer.full is not None
         self.deltas += answer.delta is not None
@@ -133,7 +134,7 @@ class WeightsAnswers:
         return self._last[1]
 
     def _compared(self) -> PinnedVersion:
-        """Pin the latest version, compare it with the one that was pinned, and return it."""
+        """Pin and return the latest version, and compare it with the version that was pinned before."""
         old, new = self._base, self._memory.address.pin()
         if old is not None and old.version == new.version:
             new.close()

@@ -1,4 +1,4 @@
-"""Positions of tensors and arrays in one block of bytes."""
+"""Layout of tensors and arrays in one block of bytes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _ALIGNMENT = 64
 Tensors = Mapping[str, Any]
 """NumPy arrays or torch tensors by name."""
 Read = Callable[[memoryview, int], None]
-"""Function that fills memory with the bytes from an offset of the block."""
+"""Function that fills memory with the bytes of the block from an offset onwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One tensor or array of a layout.
+    """One tensor or array in a layout.
 
     Attributes:
-        name: Its name.
-        dtype: Its torch or NumPy dtype.
-        shape: Its shape.
-        offset: Offset of its first byte in the block.
-        nbytes: Its size in bytes.
+        name: Name of the tensor or array.
+        dtype: Data type, from torch or NumPy.
+        shape: Shape of the tensor or array.
+        offset: Offset of the first byte in the block.
+        nbytes: Size in bytes.
     """
 
     name: str
@@ -36,7 +36,7 @@ class _Entry:
     nbytes: int
 
     def new(self) -> Any:
-        """Return a new tensor or array like this one. Its values are undefined."""
+        """Return an uninitialized tensor or array with this dtype and shape."""
         if _is_torch_dtype(self.dtype):
             import torch
 
@@ -46,7 +46,7 @@ class _Entry:
         return numpy.empty(self.shape, self.dtype)
 
     def write(self, value: Any, memory: memoryview) -> None:
-        """Copy a tensor or an array into the block."""
+        """Copy a tensor or array into the block."""
         if not self.nbytes:
             return
         if _is_torch_dtype(self.dtype):
@@ -62,14 +62,14 @@ class _Entry:
 
 
 class WeightsLayout:
-    """Positions of all tensors of a state.
+    """Layout of all tensors and arrays of a model.
 
     Args:
-        call: Name of the caller, for errors.
-        tensors: The tensors.
+        call: Name of the calling function, for error messages.
+        tensors: Tensors and arrays by name.
 
     Raises:
-        TypeError: A value is not a plain tensor or array.
+        TypeError: A value is not a dense tensor or array.
     """
 
     def __init__(self, call: str, tensors: Tensors) -> None:
@@ -84,11 +84,11 @@ class WeightsLayout:
         """Size of the block in bytes, a multiple of 64."""
 
     def checked(self, call: str, tensors: Tensors) -> Tensors:
-        """Return ``tensors`` if their names, dtypes and shapes are those of the layout.
+        """Return ``tensors`` if their names, dtypes and shapes match the layout.
 
         Raises:
-            TypeError: A value is not a plain tensor or array.
-            ValueError: A name, a dtype or a shape differs.
+            TypeError: A value is not a dense tensor or array.
+            ValueError: A name, dtype or shape differs.
         """
         ours = [entry.name for entry in self._entries]
         for message, names in (
@@ -110,7 +110,7 @@ class WeightsLayout:
         return tensors
 
     def new(self) -> dict[str, Any]:
-        """Return new tensors and arrays with this layout. Their values are undefined."""
+        """Return uninitialized tensors and arrays with this layout."""
         return {entry.name: entry.new() for entry in self._entries}
 
     def write(self, tensors: Tensors, memory: memoryview) -> None:
@@ -122,7 +122,7 @@ class WeightsLayout:
         """Overwrite tensors with the values in a block.
 
         Args:
-            tensors: Tensors with this layout.
+            tensors: Tensors and arrays with this layout.
             read: Function that reads from the block.
         """
         for entry in self._entries:
@@ -144,7 +144,7 @@ def tensors_of(call: str, argument: str, source: Any) -> Tensors:
     """Return the tensors of a module or a mapping.
 
     Raises:
-        TypeError: ``source`` is neither.
+        TypeError: ``source`` is neither a module nor a mapping.
     """
     if isinstance(source, Mapping):
         return source
@@ -162,7 +162,7 @@ def _missing(names: Iterable[str], among: Iterable[str]) -> list[str]:
 
 
 def _form(call: str, name: str, value: Any) -> tuple[Any, tuple[int, ...]]:
-    """Return the dtype and the shape of a tensor or an array."""
+    """Return the dtype and shape of a tensor or array."""
     numpy = sys.modules.get("numpy")
     if _is_tensor(value):
         torch = sys.modules["torch"]
@@ -188,7 +188,7 @@ def _is_torch_dtype(dtype: Any) -> bool:
 
 
 def _dtype_name(dtype: Any) -> str:
-    """Return a name that a torch dtype and the equal NumPy dtype share, such as ``float32``."""
+    """Return the name that torch and NumPy share for a dtype, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,19 +1,19 @@
-"""Memory in which a trainer publishes its weights for readers on the same machine.
+"""Memory through which a trainer publishes its weights to readers on the same machine.
 
-Algorithm. Each version is in an in-memory file of the trainer, its slot. One descriptor of the trainer, the
-front, always refers to the slot of the latest version. Readers open the front by its path in ``/proc``. A
-reader that copies a version has a shared lock (``flock``) on its slot. To publish, the trainer takes the
-exclusive lock of a slot that is neither the latest nor locked. It writes the version into the slot, releases
-the lock, and moves the front to this slot in one step (``dup2``). If all slots are locked, the trainer makes
-another one. It frees the slots that it does not need.
+Algorithm. Each version is in a slot, which is an in-memory file of the trainer. One file descriptor of the
+trainer, the front, always refers to the slot of the latest version. Readers open the front by its path in
+``/proc``. A reader holds a shared lock (``flock``) on a slot while it copies the version. To publish, the
+trainer takes the exclusive lock on a slot that is neither the latest nor locked. The trainer writes the
+version into this slot, releases the lock, and atomically moves the front to the slot (``dup2``). If no such
+slot exists, the trainer creates one. It frees any other unused slots.
 
-Invariants. A slot does not change while a reader has its lock, so a reader copies one whole version. The
-trainer never waits for a lock. A reader does not wait either: if its slot is locked, the front has moved to
-another slot. The kernel releases the lock of a reader that is killed. All memory belongs to the trainer, and
-the kernel frees it when the trainer ends.
+Invariants. A slot does not change while a reader holds its lock, so each reader copies one complete version.
+The trainer never waits for a lock. A reader does not wait either: if the trainer has locked the slot, the
+front has already moved to another slot. If a reader is killed, the kernel releases its lock. All memory
+belongs to the trainer, and the kernel frees this memory when the trainer exits.
 
-``LatestValue`` publishes broadcast values in a similar way, but its readers keep the memory mapped, so it
-needs a new file for each version. Here, slots are reused, because new memory costs as much as a copy.
+``LatestValue`` publishes broadcast values in a similar way, but its readers keep the memory mapped, so each
+version needs a new file. Weights reuse slots, because new memory costs as much time as a copy.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from dataclasses import dataclass
 from flowchan import Broken
 from flowchan.transport.interrupts import interrupts_deferred
 
-_HEADER = struct.Struct("=16sQq?")  # token of the memory, version, step, whether a step was given
+_HEADER = struct.Struct("=16sQq?")  # token of the memory, version, step, whether the version has a step
 _PAYLOAD = mmap.PAGESIZE
 """Offset of the weights in a slot."""
 _UNFINISHED = 2**64 - 1
-"""Version of a slot into which the trainer is writing."""
+"""Version number of a slot while the trainer writes into it."""
 _GONE = {errno.ENOENT, errno.ENXIO, errno.ESRCH}
-"""Errors from opening the front after its process has ended or closed it."""
+"""Error codes for opening the front after the trainer has exited or has closed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsAddress:
-    """Path by which processes on the trainer's machine reach the latest version.
+    """Address of the latest version for processes on the trainer's machine.
 
     Args:
-        name: Name of the weights, for errors.
+        name: Name of the weights, for error messages.
         pid: Process ID of the trainer.
         path: Path of the front.
-        token: Random bytes at the start of each slot, which identify the memory.
+        token: Random bytes at the start of each slot that identify the memory.
         size: Size of the weights in bytes.
     """
 
@@ -60,9 +60,9 @@ class WeightsAddress:
     size: int
 
     def latest(self) -> int:
-        """Return the number of the latest version; 0 if no version was published.
+        """Return the number of the latest version, or 0 if none has been published.
 
-        Raises ``Broken`` if the trainer has ended or closed the weights.
+        Raises ``Broken`` if the trainer has exited or has closed the weights.
         """
         while True:
             fd = self._open()
@@ -74,20 +74,23 @@ class WeightsAddress:
                 return version
 
     def pin(self) -> PinnedVersion:
-        """Return the latest version, which does not change until it is closed.
+        """Pin and return the latest version.
 
-        Raises ``Broken`` if the trainer has ended or closed the weights.
+        The trainer does not overwrite a pinned version before the caller closes it.
+
+        Raises ``Broken`` if the trainer has exited or has closed the weights.
         """
         while True:
             fd = self._open()
             try:
-                self._header(fd)  # before the lock, because the path may belong to another file by now
+                # check the file before locking it, because the path may now refer to another file
+                self._header(fd)
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 version, step = self._header(fd)
                 if version != _UNFINISHED:
                     return PinnedVersion(fd, self.size, version, step)
             except BlockingIOError:
-                pass  # the front has moved on
+                pass  # the front has moved to another slot
             except BaseException:
                 os.close(fd)
                 raise
@@ -102,7 +105,7 @@ class WeightsAddress:
             raise
 
     def _header(self, fd: int) -> tuple[int, int | None]:
-        """Return the version and the step of a slot."""
+        """Read the version and the step from the header of a slot."""
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise self.gone()
         header = os.pread(fd, _HEADER.size, 0)
@@ -114,15 +117,15 @@ class WeightsAddress:
         return version, step if has_step else None
 
     def gone(self) -> Broken:
-        """Return the error for readers after the trainer has ended."""
-        return Broken(f"weights {self.name!r}: the trainer (process {self.pid}) has ended or closed them")
+        """Return the error that readers raise after the trainer has exited or closed the weights."""
+        return Broken(f"weights {self.name!r}: the trainer (process {self.pid}) has exited or closed them")
 
 
 class PinnedVersion:
-    """A version that stays unchanged until :meth:`close`.
+    """Version that the trainer does not overwrite before :meth:`close`.
 
     Args:
-        fd: Descriptor of the slot, with a shared lock. This object closes it.
+        fd: Descriptor of the slot, with a shared lock. This object closes the descriptor.
         size: Size of the weights in bytes.
         version: Number of the version.
         step: Training step that the trainer passed to ``publish``.
@@ -134,17 +137,18 @@ class PinnedVersion:
         self.inode = os.fstat(fd).st_ino
 
     def read(self, into: memoryview, offset: int) -> None:
-        """Fill ``into`` with the bytes from ``offset`` of the weights."""
+        """Fill ``into`` with the bytes of the weights from ``offset`` onwards."""
         offset += _PAYLOAD
         while into:
             count = os.preadv(self._fd, [into], offset)
             if not count:
-                raise EOFError(f"a slot of the weights has no bytes at {offset}")
+                raise EOFError(f"a slot of the weights must have bytes at {offset}, got end of file")
             into, offset = into[count:], offset + count
 
     def close(self) -> None:
-        """Allow the trainer to write into the slot again."""
-        fcntl.flock(self._fd, fcntl.LOCK_UN)  # a forked child may have the descriptor open
+        """Allow the trainer to reuse the slot."""
+        # unlock explicitly: a forked child may share the descriptor
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
 
     def __enter__(self) -> PinnedVersion:
@@ -161,7 +165,8 @@ class _Slot:
         self._token = token
         self.fd = os.memfd_create("flowchan weights")
         try:
-            # Allocate now. Otherwise, a write for which the machine has no memory would kill the trainer.
+            # Allocate the memory now. Otherwise, a later write would kill the trainer if the machine is out
+            # of memory.
             os.posix_fallocate(self.fd, 0, _PAYLOAD + size)
             self._map = mmap.mmap(self.fd, _PAYLOAD + size)
         except BaseException:
@@ -171,7 +176,7 @@ class _Slot:
         self.payload = memoryview(self._map)[_PAYLOAD:]
 
     def lock(self) -> bool:
-        """Take the exclusive lock. Return False if a reader has the slot."""
+        """Try to take the exclusive lock. Return False if a reader holds a lock on the slot."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -182,15 +187,15 @@ class _Slot:
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def label(self, version: int, step: int | None = None) -> None:
-        """Write the header."""
+        """Write the header of the slot."""
         _HEADER.pack_into(self._map, 0, self._token, version, step or 0, step is not None)
 
 
 class WeightsMemory:
-    """The trainer's side of the memory.
+    """Trainer's side of the memory.
 
     Args:
-        name: Name of the weights, for errors.
+        name: Name of the weights, for error messages.
         size: Size of the weights in bytes.
     """
 
@@ -206,12 +211,12 @@ class WeightsMemory:
         _live.add(self)
 
     def publish(self, version: int, step: int | None, fill: Callable[[memoryview], None]) -> None:
-        """Publish a version. If ``fill`` raises, the version before it stays the latest.
+        """Publish a version. If ``fill`` raises an exception, the previous version remains the latest.
 
         Args:
             version: Number of the version.
             step: Training step of the version.
-            fill: Function that writes the weights into the memory that it gets.
+            fill: Function that writes the weights into the given memory.
 
         Raises:
             OSError: There is not enough memory.
@@ -226,13 +231,13 @@ class WeightsMemory:
                 raise
             with interrupts_deferred():
                 slot.label(version, step)
-                # Unlock first: if this process is stopped here, readers still find the version before it.
+                # Unlock first: if this process is stopped here, readers can still read the previous version.
                 slot.unlock()
                 os.dup2(slot.fd, self._front, inheritable=False)
                 self._latest = slot
 
     def _free_slot(self) -> _Slot:
-        """Return a slot with its exclusive lock, and release the other slots that are not in use."""
+        """Return an exclusively locked slot, and free all other unused slots."""
         free = [slot for slot in self._slots if slot is not self._latest and slot.lock()]
         for extra in free[1:]:
             self._slots.remove(extra)
@@ -253,7 +258,7 @@ class WeightsMemory:
         return len(self._slots)
 
     def close(self) -> None:
-        """Close the memory. Later reads raise ``Broken``."""
+        """Close all files. Later reads raise ``Broken``."""
         with self._lock:
             if self._front >= 0:
                 os.close(self._front)
@@ -266,7 +271,7 @@ _live: weakref.WeakSet[WeightsMemory] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """Close the files in a forked child, so that they do not outlive the trainer."""
+    """Close the files in a forked child, so that the memory does not outlive the trainer."""
     for memory in list(_live):
         memory._lock = threading.Lock()
         memory.close()

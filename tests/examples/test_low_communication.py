@@ -17,9 +17,9 @@ def test_each_algorithm_learns_the_digits(torch_programs: Template, tmp_path: Pa
     done = torch_programs.run(EXAMPLE, "--workers", 2, "--steps", 80, "--curves", picture)
     assert (done.returncode, done.stderr) == (0, "")
     *lines, last = done.stdout.splitlines()
-    assert last == f"{picture} shows the curves"
+    assert last == f"wrote the curves to {picture}"
     found = [
-        re.fullmatch(r"(.*): (\d+\.\d)% of the held-out digits are wrong after 80 steps", line)
+        re.fullmatch(r"(.*): (\d+\.\d)% of the held-out digits are misclassified after 80 steps", line)
         for line in lines
     ]
     assert [one[1] for one in found if one] == NAMES

@@ -19,7 +19,7 @@ def test_inference_follows_the_training_although_a_trainer_is_killed(torch_progr
     assert lines.count("a trainer was killed") == 1
     lines.remove("a trainer was killed")
     found = [
-        re.fullmatch(r"loss \d\.\d+, weights (\d+): (\d+\.\d)% of the held-out digits are right", line)
+        re.fullmatch(r"loss \d\.\d+, weights (\d+): (\d+\.\d)% of held-out digits are correct", line)
         for line in lines
     ]
     assert all(found)

@@ -142,7 +142,7 @@ def test_parameters_without_a_gradient_do_not_change() -> None:
     ("options", "message"),
     [
         ({"lr": 0}, "Downpour: lr must be greater than 0 and finite, got 0"),
-        ({"momentum": 1.0}, "Downpour: momentum must be from 0 to less than 1, got 1.0"),
+        ({"momentum": 1.0}, "Downpour: momentum must be at least 0 and less than 1, got 1.0"),
         ({"push_every": 0}, "Downpour: push_every must be at least 1, got 0"),
         ({"pull_every": 0}, "Downpour: pull_every must be at least 1, got 0"),
         ({"prefetch": 10}, "Downpour: prefetch must be at most 9, got 10"),

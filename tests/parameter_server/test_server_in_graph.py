@@ -153,3 +153,12 @@ def test_server_of_a_graph_is_not_closed_by_the_user() -> None:
     with pytest.raises(RuntimeError, match="it ends with the graph"):
         server.close()
     assert graph.check() == ()
+
+
+def test_second_run_of_a_graph_with_a_server_is_refused() -> None:
+    graph = Graph("once")
+    client = ParameterServer(state(), graph=graph, on="thread").client()
+    graph.source(range(3)).sink(lambda number: client.push(one()))
+    graph.run()
+    with pytest.raises(RuntimeError, match="graph 'once' runs only once, because 'parameters' ended"):
+        graph.run()

@@ -140,14 +140,15 @@ class TopK:
 
 
 class QSGD:
-    """An encoding that rounds each element at random to a multiple of a fraction of the tensor's norm.
+    """An encoding that rounds each element stochastically to a multiple of the norm divided by ``levels``.
 
-    The mean of the rounded values is the element, so the code is unbiased. Each element is sent as one byte.
+    The expected value of a rounded element is the element itself, so the code is unbiased. Each element is
+    sent as one byte.
     Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
     NeurIPS 2017.
 
     Args:
-        levels: Number of positive values, from 1 to 127 (default 127).
+        levels: Number of positive levels, from 1 to 127 (default 127).
 
     Raises:
         ValueError: ``levels`` is out of range.
@@ -171,7 +172,7 @@ class QSGD:
             x: One-dimensional tensor of real numbers.
 
         Returns:
-            The value of one level, and the level of each element as ``int8``.
+            The step between two levels, and the level of each element as ``int8``.
 
         Example:
             >>> import torch
@@ -210,13 +211,13 @@ class QSGD:
 
 
 class HalfPrecision:
-    """Round values to a type of 16 bits, and average them in the type of the output."""
+    """An encoding that rounds values to a 16-bit type and averages them in the type of the output."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     def encode(self, x: Tensor) -> Tensor:
-        """Round a real tensor."""
+        """Round a real tensor to the 16-bit type."""
         if x.dtype.is_complex:
             raise ValueError(f"code must be None for complex tensors, got {self._dtype}")
         return x.to(self._dtype)
@@ -234,7 +235,7 @@ _CODES: dict[str, Callable[[], Code]] = {"topk": TopK, "qsgd": QSGD}
 
 
 def code_maker(codes: Any) -> Callable[[], Code]:
-    """Return the function that creates a code object, given a name or that function."""
+    """Return a function that creates a code, given the name of the code or the function itself."""
     if isinstance(codes, str) and codes in _TYPES:
         return lambda: HalfPrecision(_TYPES[codes])
     made = _CODES.get(codes) if isinstance(codes, str) else codes
