@@ -368,7 +368,7 @@ def _filled(
     updates: Iterable[BlockUpdates],
     stored: StoredState | None,
 ) -> list[OpenShard]:
-    """Open each shard's memory and store its first version, or the state that was loaded from a file."""
+    """Open each shard's memory, and store the first version or the state from a file."""
     slots = {name: value for one in updates for name, value in one.slots.items()}
     if stored is not None:
         check_slots(stored.slots, slots)

@@ -44,7 +44,7 @@ def test_readers_of_a_killed_trainer_get_broken_with_the_name(where: str) -> Non
     trainer.join()
     for reader in (early, late):
         with pytest.raises(
-            Broken, match=rf"weights 'policy': the trainer \(process {trainer.pid()}\) has ended"
+            Broken, match=rf"weights 'policy': the trainer \(process {trainer.pid()}\) has exited"
         ):
             reader.refresh(timeout=60)
 
