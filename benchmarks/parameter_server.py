@@ -18,20 +18,18 @@ from benchmarks.harness import Case, Effort, Report, at_most
 from flowchan.pipelines import ParameterServer
 
 ISOLATES = (
-    "One client pushes 64 MB of float32 values, which the server adds to its state, and pulls them. The "
-    "server is another process on the same machine, with one thread. A push ends when the server has "
-    "applied it. The row with queued pushes measures several pushes that are sent one after another. "
-    "memcpy copies 64 MB within the client, into memory that is in use. flowchan and "
-    "torch.distributed.rpc "
-    "use tensors of torch; the Ray actor uses arrays of NumPy. Ray pulls read-only "
-    "arrays in shared memory, "
-    "so the client copies them into its own array, as with the other systems."
+    "One client pushes 64 MB of float32 values, which the server adds to its state, and pulls the state. "
+    "The server is another process on the same machine, with one thread. A push finishes when the server "
+    "has applied the values. For queued pushes, the client sends several pushes before it waits for the "
+    "last one. memcpy copies 64 MB within the client, into memory that is in use. flowchan and "
+    "torch.distributed.rpc use torch tensors; the Ray actor uses NumPy arrays. Ray returns read-only "
+    "arrays in shared memory. The client copies them into its own array, as with the other systems."
 )
 SIZE = 64 << 20
 PUSH, QUEUED, PULL = "push of 64 MB", "queued pushes of 64 MB", "pull of 64 MB"
 
 Calls = dict[str, Callable[[int], object]]
-"""For each work, a function that does it ``n`` times."""
+"""Mapping from each workload to a function that runs the workload ``n`` times."""
 
 
 def measure(effort: Effort) -> Report:
@@ -49,7 +47,7 @@ def measure(effort: Effort) -> Report:
             )
             results = dict(zip(able, found, strict=True))
             own = results["flowchan"]
-            if work != PUSH:  # a push that is waited for cannot use both processes at the same time
+            if work != PUSH:  # when the client waits for each push, only one process works at a time
                 report.rows.append(at_most(1.5, own, results["memcpy"]))
             for peer, least in (("torch.distributed.rpc", 3), ("Ray actor", 5)):
                 if peer in results:

@@ -1,4 +1,4 @@
-"""Measure pulls and pushes of 64 MB by a client of a parameter server over a link."""
+"""Measure 64 MB pulls and pushes of a parameter server's client over a link."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from flowchan.hosts import local
 from flowchan.pipelines import ParameterServer
 
 ISOLATES = (
-    "A client behind a link pulls or pushes 64 MB of float32 values several times. Two pulls are under way "
-    "at once, as with prefetch. The link's own rate is that of a channel across hosts, which sends the same "
-    "array in the same direction. Both ends of the link are on this machine, so memory bandwidth limits the "
-    "link; a network is slower."
+    "A client pulls or pushes 64 MB of float32 values over a link, several times. Two pulls are in progress "
+    "at a time, as with prefetch. The baseline is a channel across hosts, which sends the same array over "
+    "the link in the same direction. Both ends of the link are on this machine, so memory bandwidth limits "
+    "the link; a network is slower."
 )
 SIZE = 64 << 20
 PULL, PUSH = "remote pulls of 64 MB", "remote pushes of 64 MB"
 WARM_UP = 2
-"""Transfers that are not measured."""
+"""Number of unmeasured transfers at the start."""
 
 
 def measure(effort: Effort) -> Report:
@@ -47,7 +47,7 @@ def _case(name: str, call: Callable[[], float], count: int) -> Case:
 
 
 def _in_worker(function: Callable[..., float], *args: Any) -> float:
-    """Return the seconds for one transfer, measured by a worker on a host."""
+    """Run a function in a worker on a host, and return the measured seconds for one transfer."""
     (seconds,) = pipelines.map(1, function, *args, on=local(1)).join()
     return float(seconds)
 

@@ -1,7 +1,8 @@
 """Apply pushes to the shadow block of a shard.
 
-A block holds the tensors of the shard and the slots of its optimizers. Both blocks are equal except for the
-*changes* of the last push. The next push copies these first, and then applies its rule.
+A block holds the shard's tensors and the slots of the shard's optimizers. The two blocks are equal except for
+the *changes* of the last push. For each push, the worker first copies these changes into the shadow block,
+and then applies the rule.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from flowchan.pipelines.parameter_server.rows import (
 from flowchan.pipelines.parameter_server.tensor_kinds import as_tensor, copy
 
 OPTIMIZER, ROWS = "optimizer", "rows"
-"""First parts of the names of slots."""
+"""Prefixes of slot names."""
 
 Changes = Mapping[str, Any]
-"""Names of changed arrays, each with the ids of its changed rows, or with ``None`` for the whole array."""
+"""Mapping from changed arrays to the ids of their changed rows, or to ``None`` for whole arrays."""
 
 
 class BlockUpdates:
     """Rules and optimizers of one shard.
 
     Args:
-        tensors: The tensors of the shard by name.
-        optimizer: Function that creates the optimizer of rule ``"gradient"`` for a list of parameters.
-        rows: Optimizer of the rows of each table, by the table's name.
+        tensors: The shard's tensors by name.
+        optimizer: Function that creates the optimizer for the rule ``"gradient"`` from a list of parameters.
+        rows: Row optimizers by table name.
 
     Raises:
-        TypeError: An optimizer cannot be used on a server.
+        TypeError: An optimizer cannot run on a server.
         ValueError: ``rows`` names a tensor without rows.
     """
 
@@ -73,16 +74,17 @@ class BlockUpdates:
         shadow: MutableMapping[str, Any],
         stale: Changes | None,
     ) -> Changes:
-        """Apply a push in the shadow block.
+        """Apply a push to the shadow block.
 
         Args:
             rule: The rule.
             values: The pushed values by name.
-            rows: Ids of the pushed rows of each tensor, different and ascending; None for whole tensors.
-            scale: Factor of the values.
-            current: Arrays of the current block by name, with the slots. They do not change.
+            rows: Ids of the pushed rows of each tensor, unique and ascending; None for whole tensors.
+            scale: Factor that multiplies the values.
+            current: Arrays of the current block by name, including slots. The call does not change these
+                arrays.
             shadow: Arrays of the shadow block.
-            stale: Changes of the last push, or ``None`` if they are not known.
+            stale: Changes of the last push, or ``None`` if unknown.
 
         Returns:
             The changes of this push.
@@ -97,7 +99,7 @@ class BlockUpdates:
             return self._step(values, scale, shadow)
         changes: dict[str, Any] = {}
         for table, given in values.items():
-            ids = rows[table].copy()  # the changes must not keep the memory of the push
+            ids = rows[table].copy()  # the changes must not keep the push's memory alive
             if rule == "gradient":
                 changes |= self._step_of_rows(table, ids, given, scale, shadow)
             else:
@@ -106,7 +108,7 @@ class BlockUpdates:
         return changes
 
     def _step(self, values: Mapping[str, Any], scale: float, shadow: MutableMapping[str, Any]) -> Changes:
-        if not values:  # the push changes tensors of other shards only
+        if not values:  # the push changes only tensors of other shards
             return {}
         assert self._dense is not None
         self._dense.step(shadow, {name: _gradient(given, scale) for name, given in values.items()})
@@ -127,7 +129,7 @@ class BlockUpdates:
 def _catch_up(
     current: Mapping[str, Any], shadow: MutableMapping[str, Any], stale: Changes | None, written: Any = ()
 ) -> None:
-    """Copy the changes of the last push into the shadow block, except for arrays that are wholly written."""
+    """Copy the last push's changes into the shadow block, except for arrays that the new push overwrites."""
     for name, ids in (dict.fromkeys(current) if stale is None else stale).items():
         if name in written:
             continue
@@ -152,29 +154,27 @@ def updates_of_shards(
     """Create the rules and optimizers of all shards.
 
     Args:
-        tensors: The tensors by name; none if the server holds an object.
+        tensors: The tensors by name; empty if the server holds an object.
         shares: Names of the tensors of each shard.
-        optimizer: Function that creates the optimizer of rule ``"gradient"``.
-        rows: Optimizer of the rows of each table.
+        optimizer: Function that creates the optimizer for the rule ``"gradient"``.
+        rows: Row optimizers by table name.
     """
     if optimizer is not None and not (callable(optimizer) and tensors):
         raise TypeError(
-            "ParameterServer: optimizer must be a function params -> torch.optim.Optimizer, for a server of "
-            f"tensors, got {shown(optimizer)}"
+            "ParameterServer: optimizer must be a function params -> torch.optim.Optimizer, and the server "
+            f"must hold tensors, got {shown(optimizer)}"
         )
     for name in rows:
         if name not in tensors:
-            raise KeyError(f"ParameterServer: rows must have names of tensors, got {name!r}")
+            raise KeyError(f"ParameterServer: keys of rows must be names of tensors, got {name!r}")
     updates = [BlockUpdates({name: tensors[name] for name in share}, optimizer, rows) for share in shares]
     for taken in tensors.keys() & {slot for one in updates for slot in one.slots}:
-        raise ValueError(
-            f"ParameterServer: tensors must not have the name of an optimizer's state, got {taken!r}"
-        )
+        raise ValueError(f"ParameterServer: tensors must not use the names of optimizer state, got {taken!r}")
     return updates
 
 
 def optimized(slots: Collection[str]) -> tuple[bool, frozenset[str]]:
-    """Return what has an optimizer, from the names of the slots: whole tensors, and names of tables."""
+    """Return whether whole tensors have an optimizer, and the names of tables with a row optimizer."""
     dense = any(slot.startswith(f"{OPTIMIZER}/") for slot in slots)
     start, end = f"{ROWS}/", ".json"
     tables = (slot[len(start) : -len(end)] for slot in slots if slot.startswith(start) and slot.endswith(end))

@@ -1,4 +1,4 @@
-"""Encoded tensors: a client compresses what it pushes, and the server decodes it."""
+"""Encoded tensors, which clients compress before a push and the server decodes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Codes = Any
 
 
 class Encoded:
-    """One encoded tensor, or the encodings of one tensor by several workers.
+    """Encoded tensor of one worker, or the encodings of one tensor from several workers.
 
     Args:
         codes: The code of the tensor.
-        values: The encoded values.
+        values: The encoded values, one entry per worker.
         shape: Shape of the tensor.
-        dtype: Type of the tensor's elements.
+        dtype: Element type of the tensor.
     """
 
     def __init__(self, codes: Codes, values: list[Any], shape: tuple[int, ...], dtype: Any) -> None:
@@ -34,7 +34,7 @@ class Encoded:
         """Decode all values at once.
 
         Returns:
-            A new tensor: the mean of the encoded values.
+            A new tensor with the decoded values. flowchan's own codes return the mean.
         """
         import torch
 
@@ -43,21 +43,21 @@ class Encoded:
         return out
 
     def joined(self, others: Iterable[Encoded]) -> Encoded:
-        """Return the encodings of this worker and of other workers as one."""
+        """Combine these encodings with those of other workers."""
         values = [value for one in (self, *others) for value in one.values]
         return Encoded(self._codes, values, self.shape, self.dtype)
 
 
 class Encoder:
-    """Code objects of one client: one per tensor, which may store the elements that were not sent yet."""
+    """Code objects of one client, one per tensor. They may store elements that were not sent yet."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[Codes, Any]] = {}
 
     def encode(self, values: Mapping[str, Any], codes: Codes) -> dict[str, Encoded]:
-        """Encode each tensor by its code object.
+        """Encode each tensor with its code object.
 
-        The code objects are kept while ``codes`` is the same object.
+        The encoder keeps its code objects as long as ``codes`` is the same object.
 
         Args:
             values: The tensors by name.
@@ -68,7 +68,7 @@ class Encoder:
 
         Raises:
             TypeError: ``codes`` is a function that does not return a code.
-            ValueError: The code is unknown.
+            ValueError: ``codes`` is an unknown name.
         """
         return {name: self._encoded(name, as_tensor(value).detach(), codes) for name, value in values.items()}
 
@@ -83,10 +83,10 @@ class Encoder:
 def gathered(encodings: Iterable[Mapping[str, Encoded]]) -> dict[str, Encoded]:
     """Combine the encoded tensors of several workers, so that the server decodes them in one push.
 
-    The server applies the mean of the encoded values. ``push(…, scale=n)`` makes a sum of n workers.
+    The server applies the mean of the encoded values. For n workers, ``push(…, scale=n)`` applies the sum.
 
     Args:
-        encodings: The encoded tensors of each worker, with equal names.
+        encodings: The encoded tensors of each worker, with the same names.
 
     Returns:
         Values for ``push``.
@@ -106,7 +106,7 @@ def gathered(encodings: Iterable[Mapping[str, Encoded]]) -> dict[str, Encoded]:
     """
     first, *others = encodings
     if any(other.keys() != first.keys() for other in others):
-        raise ValueError("gathered: encodings must have equal names, got different names")
+        raise ValueError("gathered: encodings must have the same tensor names, got different names")
     return {name: one.joined(other[name] for other in others) for name, one in first.items()}
 
 

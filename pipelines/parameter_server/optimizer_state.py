@@ -1,7 +1,7 @@
-"""A torch optimizer whose state is part of a shard's block, so that state and parameters have one version.
+"""Store a torch optimizer's state in a shard's block, so that state and parameters share one version.
 
-Each tensor of the state has a *slot*: an array of the block. The rest of a parameter's state, such as a count
-of steps, is JSON text in one more slot.
+Each tensor of the state has a *slot*, which is an array in the block. One more slot stores the rest of a
+parameter's state, such as a step count, as JSON.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Factory = Callable[[Any], Any]
 
 
 class OptimizerState:
-    """Slots of one optimizer's state, and the steps of the optimizer.
+    """Optimizer whose state is stored in slots.
 
     The constructor runs one step on copies of the parameters, because most optimizers create their state in
     the first step.
 
     Args:
         factory: Function that creates the optimizer for a list of parameters.
-        params: The parameters by name. Integer tensors are left out.
-        prefix: First part of the slots' names.
-        sparse: Whether gradients are sparse (default False).
+        params: The parameters by name. Integer tensors are skipped.
+        prefix: Prefix of the slot names.
+        sparse: Whether gradients are sparse (default: False).
 
     Raises:
-        TypeError: The factory does not return an optimizer, or the optimizer cannot be used on a server.
+        TypeError: The factory does not return an optimizer, or the optimizer cannot run on a server.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class OptimizerState:
         return {**vars(self), "_optimizer": None, "_params": {}, "slots": {}}
 
     def slots_of(self, name: str) -> list[str]:
-        """Return the names of the slots of one parameter."""
+        """Return the slot names of one parameter."""
         return [*(self._slot(name, key) for key in self._keys[name]), self._rest_slot(name)]
 
     def _slot(self, name: str, key: str) -> str:
@@ -60,7 +60,7 @@ class OptimizerState:
         return f"{self._prefix}/{name}.json"
 
     def _try(self, copies: Mapping[str, Any], sparse: bool) -> None:
-        """Take a step with gradients of zero, and create the slots."""
+        """Take a step with zero gradients, and create the slots."""
         import numpy as np
         import torch
 
@@ -104,16 +104,16 @@ class OptimizerState:
                 "ParameterServer: optimizer must work without a closure, got "
                 f"{type(self._optimizer).__name__}"
             )
-        # explicitly, because torch warns if its sparse optimizers leave the choice open
+        # explicit, because torch warns if its sparse optimizers do not set this option
         with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
             self._optimizer.step()
 
     def step(self, block: MutableMapping[str, Any], gradients: Mapping[str, Any]) -> None:
-        """Take one step on the parameters and the slots of a block, in place.
+        """Take one step, and update the parameters and slots of a block in place.
 
         Args:
-            block: Arrays and tensors of the block by name, with the slots.
-            gradients: Gradients by name. The other parameters and their state do not change.
+            block: Arrays and tensors of the block by name, including slots.
+            gradients: Gradients by name. Parameters without a gradient do not change, nor does their state.
         """
         views = {name: as_tensor(block[name]) for name in self.names}
         if self._optimizer is None:
@@ -138,7 +138,7 @@ class OptimizerState:
             self._write_rest(name, new, block)
 
     def _read(self, name: str, block: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of a parameter; its tensors are views of the block."""
+        """Return a parameter's state, whose tensors are views of the block."""
         stored = json.loads(bytes(block[self._rest_slot(name)]).rstrip(b"\0"))
         tensors = {key: as_tensor(block[self._slot(name, key)]) for key in stored["tensors"]}
         return {**tensors, **stored["rest"]}

@@ -30,14 +30,14 @@ from flowchan.pipelines.parameter_server.tensor_layout import (
 from flowchan.transport.descriptors import is_for_another_host
 
 Stale = Literal["drop", "wait"]
-"""What happens if values would be too old: the server drops the push, or the client waits."""
+"""Policy for values that are too old: the server drops the push, or the client waits."""
 
 
 class PullHandle:
-    """Handle of a pull in the background, returned by ``ParameterClient.prefetch``.
+    """Handle of a pull that runs in the background, returned by ``ParameterClient.prefetch``.
 
     Args:
-        pull: Function that pulls.
+        pull: Function that performs the pull.
         fill: Function that copies the result into ``out``.
 
     Example:
@@ -60,24 +60,24 @@ class PullHandle:
             self._error = error  # type: ignore[assignment]
 
     def wait(self, out: Any = None, timeout: float | None = None) -> Any:
-        """Wait for the pull.
+        """Wait until the pull has finished.
 
         Args:
-            out: Mapping of tensors, or module, to fill in place (default: none).
+            out: Mapping of tensors, or ``nn.Module``, to fill in place (default: none).
             timeout: Maximum seconds to wait (default: no limit).
 
         Returns:
-            The tensors, like ``pull``.
+            The same as ``pull``.
 
         Raises:
             TimeoutError: ``timeout`` expired.
             Exception: The error that the pull raised.
         """
         late = None if timeout is None else time.monotonic() + timeout
-        while self._thread.is_alive():  # in short waits, so that Ctrl-C interrupts them
+        while self._thread.is_alive():  # wait in short steps, so that Ctrl-C can interrupt
             left = 0.1 if late is None else min(0.1, late - time.monotonic())
             if left <= 0:
-                raise TimeoutError(f"prefetch: the pull did not end within {timeout:g} s")
+                raise TimeoutError(f"prefetch: the pull did not finish within {timeout:g} s")
             self._thread.join(left)
         if self._error is not None:
             raise self._error
@@ -87,14 +87,15 @@ class PullHandle:
 class ParameterClient(RowClient):
     """Client of a parameter server, from ``ParameterServer.client()``.
 
-    A client can be passed to another process or host as an argument or an item. In each process, it counts
-    as another client. Threads may share a client, but then also share its ``version``.
+    A client can be sent to another process or host as an argument or an item. Each process that receives the
+    client counts as a separate client. Threads may share a client, but then they also share
+    ``client.version``.
 
     Args:
-        form: Form of the server's state.
+        form: Kind of the server's state.
         memories: Memory of each shard.
-        inbox: Channel of the pushes.
-        ended: Channel that closes when the server has ended.
+        inbox: Channel that carries the pushes.
+        ended: Channel that closes when the server shuts down.
 
     Example:
         >>> import numpy as np
@@ -113,13 +114,13 @@ class ParameterClient(RowClient):
         super().__init__({entry.name: entry for memory in memories for entry in memory.layout.entries})
         self._connection: ServerConnection | None = None
         self._pulled: int | None = None
-        self._entrance: Any = None  # makes clients for other hosts; only in the program
+        self._entrance: Any = None  # creates clients for other hosts; set only in the server's program
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not is_for_another_host():
             return ParameterClient, (self._form, self._memories, self._inbox, self._ended)
         if self._entrance is None:
-            raise TypeError(f"{self!r} must be sent to another host by the program that has the server")
+            raise TypeError(f"{self!r} must be sent to another host by the program that created the server")
         entries = tuple(entry for memory in self._memories for entry in memory.layout.entries)
         reduced: tuple[Any, ...] = self._entrance.reduced(self._form, entries)
         return reduced
@@ -147,31 +148,31 @@ class ParameterClient(RowClient):
         timeout: float | None = None,
         codes: Codes | None = None,
     ) -> PushHandle:
-        """Send values to the server, which applies them with a rule, exactly once.
+        """Send values to the server, which applies a rule to them exactly once.
 
-        The call returns when the server's channel has the values. It waits if the channel is full.
+        The call waits while the server's channel is full, and returns when the channel has the values.
 
         Args:
-            values: Mapping from names to tensors (some of the server's names suffice), one tensor, or an
-                object, like the server's.
+            values: Mapping from names to tensors, one tensor, or an object, like the server's state. A
+                mapping may contain only some of the server's names.
             rule: ``"add"`` (default), ``"copy"``, ``"zero"``, ``"gradient"`` for a step of the server's
                 optimizer, or a function ``(current, given) -> new`` that the server calls for each tensor.
-            scale: Factor of the values (default: 1).
-            at: Version on which the values were computed (default: the version of the last pull).
-            max_staleness: Largest number of versions between ``at`` and the version to which the values are
-                applied (default: no limit).
+            scale: Factor that multiplies the values (default: 1).
+            at: Version from which the values were computed (default: the version of the last pull).
+            max_staleness: Largest allowed number of versions between ``at`` and the version that the push
+                changes (default: no limit).
             stale: ``"drop"`` (default): the server drops a push whose values are too old. ``"wait"``: the
-                call waits until each other client has pulled a version that is at most ``max_staleness``
-                versions older than the current one.
+                call waits for slower clients. The last pull of each other client must be at most
+                ``max_staleness`` versions older than the version that the push creates.
             timeout: Maximum seconds to wait (default: no limit).
-            codes: Code that compresses the values, see :meth:`encode` (default: none).
+            codes: Code that compresses the values (see :meth:`encode`; default: none).
 
         Returns:
             The handle of the push.
 
         Raises:
-            Closed: The server has ended.
-            KeyError: The server has no tensor with a name in ``values``.
+            Closed: The server has shut down.
+            KeyError: ``values`` contains a name that the server does not have.
             TimeoutError: ``timeout`` expired. The values were not sent.
             TypeError: A value or the rule has the wrong type, or cannot be sent to another process.
             ValueError: A value has the wrong shape, or an argument is out of range.
@@ -207,7 +208,7 @@ class ParameterClient(RowClient):
         )
 
     def _checked(self, values: Any, rule: Rule, scale: float, codes: Codes | None) -> tuple[Any, int]:
-        """Check the values. Return what is sent, and its size in bytes."""
+        """Check the values, and return the data to send with its size in bytes."""
         if self._form == "object":
             contents = dumps_in_one(values)
             return contents, len(contents)
@@ -234,7 +235,7 @@ class ParameterClient(RowClient):
         return connection
 
     def _count(self, connection: ServerConnection, version: int, size: int) -> None:
-        """Count a pull, and keep its version."""
+        """Count a pull, and store its version."""
         connection.shards[0].count_pull(connection.slot, version, size)
         self._pulled = version
 
@@ -273,23 +274,24 @@ class ParameterClient(RowClient):
         consistent: bool = True,
         timeout: float | None = None,
     ) -> Any:
-        """Copy the server's tensors. All of them have the same version.
+        """Copy the server's tensors, all at the same version.
 
         Args:
             out: Mapping of tensors, one tensor, or ``nn.Module``, to fill in place (default: none).
             at_least: Wait for this version or a later one (default: do not wait).
             names: Names of the tensors (default: all).
-            consistent: False to allow tensors of different versions, as AsySG-InCon does (default: True).
+            consistent: Whether all tensors must have the same version (default: True). AsySG-InCon pulls with
+                False.
             timeout: Maximum seconds to wait (default: no limit).
 
         Returns:
-            The tensors by name, one tensor, or the object, like the server's. If ``out`` is given, ``out``.
+            ``out`` if given; otherwise the tensors by name, the one tensor, or the object.
 
         Raises:
-            Closed: The server has ended before version ``at_least``.
-            KeyError: The server has no tensor with one of these names.
-            TimeoutError: ``timeout`` expired before version ``at_least``.
-            ValueError: A tensor of ``out`` has another shape.
+            Closed: The server shut down before version ``at_least``.
+            KeyError: ``names`` contains a name that the server does not have, or ``out`` lacks a tensor.
+            TimeoutError: ``timeout`` expired before the server reached version ``at_least``.
+            ValueError: A tensor in ``out`` has the wrong shape.
 
         Example:
             >>> import numpy as np
@@ -325,7 +327,7 @@ class ParameterClient(RowClient):
         return {name: _writable(targets[name]) for name in names}
 
     def prefetch(self, names: Iterable[str] | None = None) -> PullHandle:
-        """Begin a pull on a thread in the background.
+        """Start a pull on a background thread.
 
         Args:
             names: Names of the tensors (default: all).
@@ -352,7 +354,7 @@ class ParameterClient(RowClient):
         return out
 
     def close(self) -> None:
-        """Release the client's place at the server. Its next call connects it again.
+        """Release the client's slot on the server. A later call reconnects the client.
 
         Example:
             >>> import numpy as np

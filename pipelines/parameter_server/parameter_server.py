@@ -34,9 +34,9 @@ from flowchan.pipelines.parameter_server.tensor_layout import (
 CAPACITY = 16
 """Maximum number of pushes that wait for the server."""
 LEAST_ROOM = 64 << 20
-"""Bytes of pushes that may wait for the server, in addition to three pushes of the whole state."""
+"""Bytes that waiting pushes may use, on top of three pushes of the whole state."""
 RESTARTS = 1000
-"""Maximum number of replacements of dead workers within 60 seconds."""
+"""Maximum number of dead workers that the server replaces within 60 seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ class ParameterServerStats:
     """Statistics of a parameter server, from ``ParameterServer.stats()``.
 
     Attributes:
-        version: Current version: the number of pushes that were not dropped.
-        pushes: Pushes that were applied.
-        pulls: Pulls of all clients.
-        dropped: Pushes that were too old.
+        version: Current version, which grows by one with each push that is not dropped.
+        pushes: Applied pushes.
+        pulls: Pulls by all clients.
+        dropped: Pushes that the server dropped because they were too old.
         failed: Pushes whose rule raised an error.
-        mean_staleness: Mean number of versions between the computation of a push and its application.
-        max_staleness: Largest such number.
-        bytes_in: Bytes that were pushed and applied.
-        bytes_out: Bytes that were pulled.
+        mean_staleness: Mean staleness of the pushes, in versions (see ``max_staleness`` of ``push``).
+        max_staleness: Largest staleness of a push, in versions.
+        bytes_in: Bytes of all applied pushes.
+        bytes_out: Bytes of all pulls.
         queued: Pushes that wait for the server.
 
     Example:
@@ -80,21 +80,23 @@ class ParameterServerStats:
 class ParameterServer:
     """Tensors that many workers push to and pull from, from any process or host.
 
-    Each push is applied exactly once, even if workers of the server are killed. A pull returns one version of
-    all tensors. A client on the server's machine reads the tensors without asking the server; a client on
-    another host asks the program that has the server.
+    The server applies each push exactly once, even if server workers are killed. A pull returns all tensors
+    at the same version. A client on the server's machine reads the tensors from shared memory. A client on
+    another host requests them from the program that created the server.
 
     Args:
         tensors: Mapping from names to tensors or arrays (such as ``model.state_dict()``), one tensor or
-            array, or any picklable object. The server copies it.
-        shards: Number of workers among which whole tensors are distributed (default: 1). An object cannot be
-            distributed.
-        on: ``"process"`` (default) or ``"thread"``.
-        optimizer: Function that creates a ``torch.optim.Optimizer`` for a list of parameters. The server
-            uses it for pushes with the rule ``"gradient"`` (default: none).
-        rows: A :class:`RowOptimizer` for each tensor whose rows get gradients by ``push_rows``, by name.
-        graph: Graph in which the server is a stage; it ends when all other stages have ended. The graph can
-            run once. Default: the server has its own run, which ``close()`` ends.
+            array, or any picklable object. The server makes a copy.
+        shards: Number of server workers; each tensor belongs to one of them (default: 1). An object requires
+            one shard.
+        on: Where the server's workers run: ``"process"`` (default) or ``"thread"``.
+        optimizer: Function that creates a ``torch.optim.Optimizer`` for a list of parameters. Each push with
+            the rule ``"gradient"`` takes a step of this optimizer (default: none).
+        rows: Mapping from table names to a :class:`RowOptimizer`, for tables that get gradients from
+            ``push_rows`` (default: none).
+        graph: Graph that gets the server as a stage. The server ends when all other stages have ended, and
+            the graph can run only once. Without a graph, the server starts its own run, which ``close()``
+            ends.
         name: Name of the stage (default: ``"parameters"``).
 
     Raises:
@@ -129,8 +131,8 @@ class ParameterServer:
         placement = placement_argument("ParameterServer", on)
         if placement.hosts or placement.nowhere:
             raise ValueError(
-                f"ParameterServer: on must be 'process' or 'thread', got {shown(on)}; clients may be on any "
-                "host, but the server is on the machine of its program"
+                f"ParameterServer: on must be 'process' or 'thread', got {shown(on)}; only clients can run "
+                "on other hosts"
             )
         stored = tensors if isinstance(tensors, StoredState) else None
         tensors = tensors if stored is None else stored.given
@@ -149,7 +151,8 @@ class ParameterServer:
             for share, one in zip(shares, updates, strict=True)
         ]
         self._shards = _filled(self._memories, values, contents, updates, stored)
-        # A push of a large state uses memory that the server has read, because new memory takes longer.
+        # Limit the waiting pushes, so that a large push reuses memory that the server has read. New memory is
+        # slower.
         size = sum(memory.layout.size for memory in self._memories)
         room = None if self._form == "object" else 3 * size + LEAST_ROOM
         self._inbox: Channel[Push] = Channel(CAPACITY, across="processes", max_bytes=room)
@@ -159,7 +162,7 @@ class ParameterServer:
             self._declare(own := Graph(name), shares, updates, on)
             self._run = own.start()
             self._finalizer = weakref.finalize(self, self._inbox.close)
-        else:  # the graph ends the server, also if the program keeps only its clients
+        else:  # the graph ends the server, even if the program keeps only clients
             self._declare(graph, shares, updates, on)
         self._new_client = functools.partial(
             ParameterClient, self._form, self._memories, self._inbox, self._ended
@@ -184,7 +187,7 @@ class ParameterServer:
         graph._drawn |= {self.name: "tensors of all clients", **dict.fromkeys(hidden)}
 
     def client(self) -> ParameterClient:
-        """Return a new client, which can be passed to any process or host.
+        """Create a client, which can be sent to any process or host.
 
         Returns:
             The client.
@@ -204,7 +207,7 @@ class ParameterServer:
         return client
 
     def stats(self) -> ParameterServerStats:
-        """Return the statistics of the server.
+        """Return the server's statistics.
 
         Returns:
             The statistics.
@@ -233,10 +236,10 @@ class ParameterServer:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one version of the tensors, and the state of the optimizers, to a file.
+        """Write the tensors and the state of the optimizers, all at one version, to a file.
 
-        The format is that of safetensors. The file is replaced at once, so a program that is killed leaves
-        the old file.
+        The file has the safetensors format. ``save`` replaces an existing file atomically. If the program is
+        killed during the call, the existing file stays intact.
 
         Args:
             path: Path of the file.
@@ -258,7 +261,8 @@ class ParameterServer:
         """
         if self._form == "object":
             raise TypeError(
-                f"{self!r}: save requires tensors, but the server holds an object; pull and pickle it"
+                f"{self!r}: save requires tensors, but the server holds an object; pull the object and "
+                "pickle it"
             )
         entries = {entry.name: entry for memory in self._memories for entry in memory.layout.entries}
         connection = ServerConnection(self._memories, self._inbox, self._ended)
@@ -281,16 +285,16 @@ class ParameterServer:
         graph: Graph | None = None,
         name: str = "parameters",
     ) -> ParameterServer:
-        """Start a server with the version, the tensors and the state of optimizers from a file.
+        """Start a server with the version, the tensors and the optimizer state from a file.
 
-        A file of another program gives the first tensors of a new server.
+        ``load`` also reads safetensors files of other programs. The server then starts with version 0.
 
         Args:
             path: Path of the file.
             shards: As for ``ParameterServer``. The number may differ from that of the saved server.
             on: As for ``ParameterServer``.
-            optimizer: The optimizer of the saved server (default: none).
-            rows: The row optimizers of the saved server (default: none).
+            optimizer: Same optimizer as for the saved server (default: none).
+            rows: Same row optimizers as for the saved server (default: none).
             graph: As for ``ParameterServer``.
             name: As for ``ParameterServer``.
 
@@ -300,7 +304,7 @@ class ParameterServer:
         Raises:
             ImportError: The package safetensors is not installed.
             OSError: The file cannot be read.
-            ValueError: ``optimizer`` or ``rows`` differ from those of the saved server.
+            ValueError: ``optimizer`` or ``rows`` differs from that of the saved server.
 
         Example:
             >>> import os, tempfile
@@ -320,17 +324,17 @@ class ParameterServer:
         )
 
     def close(self, timeout: float | None = None) -> None:
-        """Apply all pushes that were sent, and end the server. Further calls have no effect.
+        """Apply all pushes that were sent, and then end the server. Further calls have no effect.
 
-        A server in a user's graph ends with the other stages, so do not close it.
+        Do not close a server that was created with ``graph=``, because the graph ends the server.
 
         Args:
             timeout: Maximum seconds to wait (default: no limit).
 
         Raises:
-            RunError: The server has failed.
+            RunError: The server failed.
             RuntimeError: The server is a stage of a user's graph.
-            TimeoutError: ``timeout`` expired. The server still applies the pushes.
+            TimeoutError: ``timeout`` expired. The server continues to apply the pushes.
 
         Example:
             >>> import numpy as np
@@ -340,7 +344,7 @@ class ParameterServer:
         """
         if self._run is None:
             raise RuntimeError(
-                f"{self!r}: close must not be called for a stage of a graph; it ends with the graph"
+                f"{self!r}: close must not be called on a stage of a graph; the graph ends the server"
             )
         self._entrance.close()
         self._inbox.close()
@@ -364,7 +368,7 @@ def _filled(
     updates: Iterable[BlockUpdates],
     stored: StoredState | None,
 ) -> list[OpenShard]:
-    """Open each shard's memory and store its first version, or the state that was loaded from a file."""
+    """Open each shard's memory, and store the first version or the state from a file."""
     slots = {name: value for one in updates for name, value in one.slots.items()}
     if stored is not None:
         check_slots(stored.slots, slots)

@@ -1,4 +1,4 @@
-"""Rules that combine a tensor of the server with a pushed value."""
+"""Rules that combine a server tensor with a pushed value."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ RULES = ("zero", "copy", "add", "gradient")
 
 
 def check_rule(call: str, rule: Any, optimized: bool = True) -> None:
-    """Check the rule of a push at the client.
+    """Check a push's rule in the client.
 
     Args:
-        call: Name of the call, for messages.
+        call: Name of the call, for error messages.
         rule: The rule.
-        optimized: Whether the pushed tensors have an optimizer at the server (default True).
+        optimized: Whether the server has an optimizer for the pushed tensors (default: True).
 
     Raises:
         TypeError: The rule is neither a string nor a function of two arguments.
-        ValueError: The name is unknown, or the rule is ``"gradient"`` without an optimizer.
+        ValueError: The rule's name is unknown, or the rule is ``"gradient"`` without an optimizer.
     """
     if isinstance(rule, str):
         if rule not in RULES:
@@ -37,7 +37,7 @@ def check_rule(call: str, rule: Any, optimized: bool = True) -> None:
         if rule == "gradient" and not optimized:
             option = "rows={table: RowOptimizer.sgd(lr)}" if call == "push_rows" else "optimizer="
             raise ValueError(
-                f"{call}: rule must not be 'gradient' without an optimizer; give {option} to ParameterServer"
+                f"{call}: rule must not be 'gradient' without an optimizer; pass {option} to ParameterServer"
             )
     elif not callable(rule) or not _takes_two(rule):
         raise TypeError(
@@ -63,25 +63,27 @@ def check_values(
     specs: Mapping[str, Any],
     tables: Collection[str] = (),
 ) -> None:
-    """Check at the client that the server can apply the rule to the pushed tensors.
+    """Check in the client that the server can apply the rule to the pushed tensors.
 
     Args:
-        call: Name of the call, for messages.
+        call: Name of the call, for error messages.
         values: The pushed tensors by name.
         rule: A checked rule.
-        scale: Factor of the pushed values.
-        specs: Objects with the ``shape`` and the ``dtype`` of each of the server's tensors, by name.
-        tables: Names of the tensors that have an optimizer for rows.
+        scale: Factor that multiplies the pushed values.
+        specs: Objects with the attributes ``shape`` and ``dtype`` of the server's tensors, by name.
+        tables: Names of the tensors that have a row optimizer.
 
     Raises:
-        KeyError: The server has no tensor of this name.
-        TypeError: A value is not a tensor, or its elements have another type.
-        ValueError: A value has another shape, or an integer tensor cannot have this rule or scale.
+        KeyError: ``values`` contains a name that the server does not have.
+        TypeError: A value is not a tensor, or has the wrong element type.
+        ValueError: A value has the wrong shape, or an integer tensor does not support the rule or the scale.
     """
     for name, value in values.items():
         if name not in specs:
             known = ", ".join(map(repr, list(specs)[:5]))
-            raise KeyError(f"{call}: values must have names of the server's tensors ({known}), got {name!r}")
+            raise KeyError(
+                f"{call}: keys of values must be names of the server's tensors ({known}), got {name!r}"
+            )
         if rule == "gradient" and name in tables:
             raise ValueError(f"{call}: rule must not be 'gradient' for the rows of {name!r}; use push_rows")
         if rule != "zero":
@@ -103,7 +105,7 @@ def check_value(call: str, argument: str, value: Any, shape: tuple[int, ...], dt
 
 
 def check_scale(call: str, name: str, rule: Rule, scale: float, dtype: Any) -> None:
-    """Raise if an integer tensor would get a gradient or a factor."""
+    """Raise if a push would apply a gradient or a scale to an integer tensor."""
     if is_inexact(dtype):
         return
     if rule == "gradient":
@@ -115,18 +117,19 @@ def check_scale(call: str, name: str, rule: Rule, scale: float, dtype: Any) -> N
 def apply(rule: Rule, current: Any, given: Any, scale: float, out: Any) -> None:
     """Write the new value of one tensor into ``out``.
 
-    The result equals that of plain torch or NumPy: ``"add"`` is ``current.add(given, alpha=scale)`` for a
+    The result is the same as in plain torch or NumPy: ``"add"`` is ``current.add(given, alpha=scale)`` for a
     tensor, and ``current + given * scale`` for an array.
 
     Args:
         rule: ``"zero"``, ``"copy"``, ``"add"`` or a function.
-        current: The tensor or array in the current block. It does not change, unless it is ``out``.
+        current: The tensor or array in the current block. The call does not change ``current``, unless
+            ``out`` is the same object.
         given: The pushed value, which may be :class:`Encoded`.
-        scale: Factor of the pushed value.
+        scale: Factor that multiplies the pushed value.
         out: The tensor or array in the shadow block.
 
     Raises:
-        ValueError: A function returned a value of another shape.
+        ValueError: A function returned a value of the wrong shape.
     """
     if rule == "zero":
         out[...] = 0
@@ -158,13 +161,13 @@ def _add(current: Any, given: Any, scale: float, out: Any) -> None:
 
 
 def apply_to_object(rule: Rule, current: Any, given: Any, scale: float) -> Any:
-    """Return the new value of a server that holds any Python object.
+    """Apply a rule to a server's Python object, and return the new object.
 
     Args:
         rule: ``"zero"``, ``"copy"``, ``"add"`` or a function.
-        current: The object.
+        current: The server's current object.
         given: The pushed object.
-        scale: Factor of the pushed object.
+        scale: Factor that multiplies the pushed object.
 
     Returns:
         The new object.

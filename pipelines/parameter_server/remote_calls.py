@@ -1,12 +1,12 @@
-"""Calls of a parameter server's client from a process on another machine.
+"""Remote calls to a parameter server from clients on other machines.
 
-Algorithm. The program has one thread for each remote client, its *session*. Each session has a pair of
-channels: the remote client sends calls, and the session sends answers. The session performs the calls in
-order, with a client in the program. Both channels belong to the program, so a connection that breaks neither
-loses nor repeats a call. A session ends when its remote client closes its ports or dies.
+Algorithm. The server's program runs one thread, called a *session*, for each remote client. Each session has
+two channels: the remote client sends calls, and the session sends answers. The session performs the calls in
+order, through a local client. The program owns both channels, so a broken connection neither loses nor
+repeats a call. A session ends when the remote client closes its ports or dies.
 
-Invariants. A remote client has at most ``MOST_OPEN`` calls without an answer. The channel of answers has room
-for all of them, so a session never waits for a client that does not read.
+Invariants. A remote client has at most ``MOST_OPEN`` calls without an answer. The answer channel has room for
+all these answers, so a session never waits for a client that does not read.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from flowchan import Channel, ChannelError, Closed, Drained, Empty
 from flowchan.pipelines.channel_backed import Shared
 
 MOST_OPEN = 32
-"""Maximum number of calls of one client that have no answer yet."""
+"""Maximum number of unanswered calls of one client."""
 
 CLOSE_TIMEOUT_S = 10.0
-"""Seconds that closing waits for calls that have arrived."""
+"""Maximum seconds that ``close`` waits for calls that have arrived."""
 
 MOST_STARTED = 2
-"""Maximum number of pushes of one client whose outcome the session does not know yet."""
+"""Maximum number of one client's pushes that the session has sent and that have no outcome yet."""
 
 SHORT_WAIT_S = 0.05
-"""Longest time for which one thread that waits for its answer keeps other threads from sending calls."""
+"""Longest time for which a thread that waits for an answer blocks calls of other threads."""
 
 Perform = Callable[[Any, tuple[Any, ...]], Any]
-"""Function ``(client, call)`` that performs a call with a client in the program, and returns the answer or
+"""Function ``(client, call)`` that performs a call through a local client, and returns the answer or
 :class:`Unfinished`."""
 
 
 class Gateway(Shared):
-    """Entrance of a parameter server for clients on other machines.
+    """Entry point of a parameter server for clients on other machines.
 
-    The program creates this object. Another process that receives it can open a session.
+    The server's program creates the gateway. A process that receives the gateway can open a session.
 
     Args:
-        make_client: Function that returns a new client in the program.
-        perform: Function that performs a call with this client.
+        make_client: Function that creates a client in the server's program.
+        perform: Function that performs a call through this client.
     """
 
     def __init__(self, make_client: Callable[[], Any], perform: Perform) -> None:
@@ -64,21 +64,21 @@ class Gateway(Shared):
         self._welcoming.start()
 
     def _renew(self) -> None:
-        """Do nothing, because a process has no state except the channel."""
+        """Do nothing, because the gateway has no state other than the channel."""
 
     def session(self) -> Session:
-        """Open a session of this process.
+        """Open a session for this process.
 
         Raises:
-            Broken: The program has died.
+            Broken: The server's program has died.
             Closed: The server was closed.
         """
         return Session(self)
 
     def close(self) -> None:
-        """Refuse new sessions, and end the sessions once they have performed the calls that have arrived.
+        """Refuse new sessions, and end each session after it has performed all calls received so far.
 
-        A session that still waits after ``CLOSE_TIMEOUT_S`` ends later.
+        A session that is still busy after ``CLOSE_TIMEOUT_S`` ends later.
         """
         self.channels[0].close()
         late = time.monotonic() + CLOSE_TIMEOUT_S
@@ -107,10 +107,10 @@ def _welcome(
 
 
 class Unfinished:
-    """Answer of a call that is not finished.
+    """Placeholder for the answer of an unfinished call.
 
     Args:
-        finish: Function that waits for the end of the call and returns the answer.
+        finish: Function that waits until the call finishes, and returns the answer.
     """
 
     def __init__(self, finish: Callable[[], Any]) -> None:
@@ -129,7 +129,7 @@ def _serve(
                     _answer_first(started, answers)
                     continue
                 number, call = calls.get()
-                # the server may still apply the last push while the next one is received
+                # receive the next push while the server still applies the last one
                 while started and (call[0] != "push" or len(started) == MOST_STARTED):
                     _answer_first(started, answers)
                 found, error = _outcome(functools.partial(perform, client, call))
@@ -160,15 +160,16 @@ def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 class Session:
-    """Session of a remote client, in the client's process.
+    """Client-side handle of a session.
 
     Args:
-        gateway: Entrance of the server.
+        gateway: Gateway of the server.
     """
 
     def __init__(self, gateway: Gateway) -> None:
         calls, answers = gateway._another(2 * MOST_OPEN), gateway._another(2 * MOST_OPEN)
-        # The ports are open before the program can use the channels, so it notices when this process dies.
+        # Open the ports before the program can use the channels, so that the program notices if this process
+        # dies.
         self._calls, self._answers = calls.writer(), answers.reader()
         gateway.channels[0].put((calls, answers))
         gateway.channels[0].flush()
@@ -183,8 +184,8 @@ class Session:
         """Send a call, and return its handle.
 
         Raises:
-            Empty: ``timeout`` expired while too many calls had no answer.
-            Broken: The program has died.
+            Empty: ``timeout`` expired while too many calls were unanswered.
+            Broken: The server's program has died.
         """
         late = _late(timeout)
         with _locked(self._lock, timeout):
@@ -199,13 +200,13 @@ class Session:
             return handle
 
     def wait(self, handle: Call, timeout: float | None) -> None:
-        """Read answers until the call has its own."""
+        """Read answers until this call's answer arrives."""
         late = _late(timeout)
         while not handle.answered:
             with _locked(self._lock, _left(late)):
                 if handle.answered:
                     return
-                # in short waits, so that other threads can send calls
+                # wait in short steps, so that other threads can send calls
                 soon = time.monotonic() + SHORT_WAIT_S
                 try:
                     self._read(soon if late is None else min(soon, late))
@@ -225,10 +226,10 @@ class Session:
     def _read(self, late: float | None) -> None:
         if not self._unread:
             try:
-                # in one step of the interpreter, so that Ctrl-C does not lose an answer
+                # one step of the interpreter, so that Ctrl-C does not lose an answer
                 self._unread.extend(map(self._answers.get, (_left(late),)))
             except Drained:
-                raise Closed("the parameter server has ended") from None
+                raise Closed("the parameter server has shut down") from None
             except Empty:
                 raise Empty("the parameter server did not answer in time") from None
         number, value, error = self._unread[0]
@@ -246,13 +247,13 @@ class Session:
         return True
 
     def close(self) -> None:
-        """End the session after the calls that were sent. Further calls have no effect."""
+        """End the session after the server has performed all sent calls. Further calls have no effect."""
         self._calls.close()
         self._answers.close()
 
 
 class Call:
-    """A call that was sent.
+    """Handle of a call that was sent.
 
     Args:
         session: Session of the call.
@@ -276,7 +277,7 @@ class Call:
 
         Raises:
             Empty: ``timeout`` expired.
-            Broken: The program has died.
+            Broken: The server's program has died.
             Closed: The server was closed.
         """
         if not self.answered:
@@ -297,7 +298,7 @@ def _left(late: float | None) -> float | None:
 @contextlib.contextmanager
 def _locked(lock: threading.Lock, timeout: float | None) -> Any:
     if not lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-        raise Empty("another thread of this process is waiting for an answer of the parameter server")
+        raise Empty("another thread of this process is waiting for an answer from the parameter server")
     try:
         yield
     finally:

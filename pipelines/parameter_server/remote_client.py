@@ -19,10 +19,10 @@ from flowchan.pipelines.parameter_server.tensor_layout import Entry, Form, chose
 
 
 class RemotePushHandle(PushHandle):
-    """Handle of a push that was sent to the program.
+    """Handle of a push that was sent to the server's program.
 
     Args:
-        call: The call. Its result is the version, and whether the push was dropped.
+        call: Call whose result is the version and whether the push was dropped.
     """
 
     def __init__(self, call: Call) -> None:
@@ -50,7 +50,7 @@ class RemotePushHandle(PushHandle):
 
 
 class RemotePullHandle(PullHandle):
-    """Handle of a pull that was sent to the program.
+    """Handle of a pull that was sent to the server's program.
 
     Args:
         finish: Function ``(out, timeout)`` that waits for the answer.
@@ -60,22 +60,22 @@ class RemotePullHandle(PullHandle):
         self._finish = finish
 
     def wait(self, out: Any = None, timeout: float | None = None) -> Any:
-        """Wait for the pull, and return the tensors or ``out``."""
+        """Wait until the pull has finished, and return the tensors or ``out``."""
         return self._finish(out, timeout)
 
 
 class RemoteConnection:
-    """Session of a client in one process.
+    """Connection of a remote client in one process.
 
     Args:
-        session: The session.
+        session: Session of the client.
     """
 
     def __init__(self, session: Session) -> None:
         self.pid, self.session = os.getpid(), session
 
     def send(self, push: Callable[[int, int], Push], timeout: float | None) -> RemotePushHandle:
-        """Send a push to the program, which gives it its place and number."""
+        """Send a push to the server's program, which assigns the slot and the number."""
         return RemotePushHandle(self.session.send(("push", push(-1, -1)), timeout))
 
     def close(self) -> None:
@@ -84,12 +84,12 @@ class RemoteConnection:
 
 
 class RemoteParameterClient(ParameterClient):
-    """Client that asks the program for everything.
+    """Client that forwards each call to the server's program.
 
     Args:
-        form: Form of the server's state.
+        form: Kind of the server's state.
         entries: Tensors and slots of all shards.
-        gateway: Entrance of the server.
+        gateway: Gateway of the server.
     """
 
     def __init__(self, form: Form, entries: tuple[Entry, ...], gateway: Gateway) -> None:
@@ -124,11 +124,11 @@ class RemoteParameterClient(ParameterClient):
         consistent: bool = True,
         timeout: float | None = None,
     ) -> Any:
-        """Copy the server's tensors, as :meth:`ParameterClient.pull` does."""
+        """Copy the server's tensors, like :meth:`ParameterClient.pull`."""
         return self._begin(out, names, at_least, consistent, timeout).wait(out, timeout)
 
     def prefetch(self, names: Iterable[str] | None = None) -> PullHandle:
-        """Begin a pull, as :meth:`ParameterClient.prefetch` does."""
+        """Start a pull, like :meth:`ParameterClient.prefetch`."""
         return self._begin(None, names, None, True, None)
 
     def _begin(
@@ -141,7 +141,7 @@ class RemoteParameterClient(ParameterClient):
     ) -> RemotePullHandle:
         wanted = None if self._form == "object" else chosen(self._entries, names, "pull")
         if out is not None and wanted is not None:
-            self._targets(out, wanted)  # so that a wrong target is refused before the server is asked
+            self._targets(out, wanted)  # reject a wrong target before the call is sent
         options = {"names": wanted, "at_least": at_least, "consistent": consistent, "timeout": timeout}
         call = self._connected().session.send(("pull", options), timeout)
 
@@ -153,7 +153,7 @@ class RemoteParameterClient(ParameterClient):
 
 
 def perform(client: ParameterClient, call: tuple[Any, ...]) -> Any:
-    """Perform a call of a remote client with a client in the program."""
+    """Perform a remote client's call through a local client."""
     what, argument, *rest = call
     if what == "push":
         connection = client._connected()
@@ -169,20 +169,20 @@ def perform(client: ParameterClient, call: tuple[Any, ...]) -> Any:
 
 
 class Entrance:
-    """Maker of the gateway of one server, which exists only if a client is sent to another host.
+    """Owner of a server's gateway, which is created when a client is first sent to another host.
 
     Args:
-        new_client: Function that returns a new client in the program.
+        new_client: Function that creates a client in the server's program.
     """
 
     def __init__(self, new_client: Callable[[], ParameterClient]) -> None:
         self._new_client, self._lock = new_client, threading.Lock()
-        # The address from `serve` applies, and the gateway does not keep a run that sends a client.
+        # Keep the address from `serve`, but not the run that later sends a client.
         self._context = contextvars.copy_context()
         self._gateway: Gateway | None = None
 
     def reduced(self, form: Form, entries: tuple[Entry, ...]) -> tuple[Any, ...]:
-        """Return what to pickle in place of a client that is sent to another host."""
+        """Return the ``__reduce__`` value of a client that is sent to another host."""
         with self._lock:
             if self._gateway is None:
                 self._gateway = self._context.run(Gateway, self._new_client, perform)

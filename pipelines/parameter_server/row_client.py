@@ -1,4 +1,4 @@
-"""Calls of a client that push or pull some rows of a tensor, or that encode tensors."""
+"""Client methods that push or pull rows of a tensor, or encode tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowchan.pipelines.parameter_server.tensor_layout import Entry, plain
 
 
 class RowClient(ABC):
-    """Part of a client: rows and codes.
+    """Base class of clients, with the methods for rows and codes.
 
     Args:
         entries: The server's tensors and slots by name.
@@ -40,8 +40,8 @@ class RowClient(ABC):
     def encode(self, values: Mapping[str, Any], codes: Codes) -> dict[str, Encoded]:
         """Encode tensors without sending them, for example to gather the encodings of several workers.
 
-        ``push`` accepts encoded tensors. Each client keeps one code object per tensor while ``codes`` is the
-        same object, because a code may store what it has not sent yet.
+        ``push`` accepts encoded tensors. A client keeps one code object per tensor as long as ``codes`` is
+        the same object, because a code may store unsent elements.
 
         Args:
             values: Mapping from names to tensors.
@@ -53,7 +53,7 @@ class RowClient(ABC):
 
         Raises:
             TypeError: ``codes`` is a function that does not return a code.
-            ValueError: The code is unknown.
+            ValueError: ``codes`` is an unknown name.
 
         Example:
             >>> import torch
@@ -75,29 +75,29 @@ class RowClient(ABC):
         scale: float = 1.0,
         timeout: float | None = None,
     ) -> PushHandle:
-        """Send rows of one tensor to the server, which applies them with a rule, exactly once.
+        """Send rows of one tensor to the server, which applies a rule to them exactly once.
 
-        The values of equal ids are added before the rule is applied. Only the rows are sent.
+        The client sums the values of equal ids, and sends only the summed rows.
 
         Args:
             table: Name of the tensor.
-            ids: List, array or tensor of row numbers, from 0.
+            ids: List, array or tensor of row numbers, starting at 0.
             values: Tensor with one row per id.
-            rule: ``"add"`` (default), ``"copy"``, ``"zero"``, ``"gradient"`` for the table's
+            rule: ``"add"`` (default), ``"copy"``, ``"zero"``, ``"gradient"`` for a step of the table's
                 :class:`RowOptimizer`, or a function ``(current rows, given rows) -> new rows``.
-            scale: Factor of the values (default: 1).
+            scale: Factor that multiplies the values (default: 1).
             timeout: Maximum seconds to wait while the server's channel is full (default: no limit).
 
         Returns:
             The handle of the push.
 
         Raises:
-            Closed: The server has ended.
+            Closed: The server has shut down.
             IndexError: The table has no row with one of the ids.
-            KeyError: The server has no tensor of this name.
+            KeyError: The server has no tensor with this name.
             TimeoutError: ``timeout`` expired. The rows were not sent.
             TypeError: ``ids``, ``values`` or ``rule`` has the wrong type.
-            ValueError: ``values`` has the wrong shape, or the rule has no optimizer.
+            ValueError: ``values`` has the wrong shape, or the table has no optimizer for ``"gradient"``.
 
         Example:
             >>> import numpy as np
@@ -121,11 +121,11 @@ class RowClient(ABC):
     def pull_rows(
         self, table: str, ids: Any, *, at_least: int | None = None, timeout: float | None = None
     ) -> Any:
-        """Copy rows of one tensor. All rows have the same version.
+        """Copy rows of one tensor, all at the same version.
 
         Args:
             table: Name of the tensor.
-            ids: List, array or tensor of row numbers, from 0.
+            ids: List, array or tensor of row numbers, starting at 0.
             at_least: Wait for this version or a later one (default: do not wait).
             timeout: Maximum seconds to wait (default: no limit).
 
@@ -133,10 +133,10 @@ class RowClient(ABC):
             Tensor with one row per id, in the order of the ids.
 
         Raises:
-            Closed: The server has ended before version ``at_least``.
+            Closed: The server shut down before version ``at_least``.
             IndexError: The table has no row with one of the ids.
-            KeyError: The server has no tensor of this name.
-            TimeoutError: ``timeout`` expired before version ``at_least``.
+            KeyError: The server has no tensor with this name.
+            TimeoutError: ``timeout`` expired before the server reached version ``at_least``.
             TypeError: The ids are not integers.
 
         Example:

@@ -1,4 +1,4 @@
-"""Rows of one tensor, selected by their ids along its first dimension."""
+"""Rows of a tensor, selected by id along the first dimension."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from flowchan.pipelines.parameter_server.tensor_kinds import as_tensor, dtype_na
 
 @dataclass(frozen=True)
 class RowOptimizer:
-    """Optimizer for the rows of a table, such as embeddings. The state of each row is stored next to the row.
+    """Optimizer for the rows of a table, such as an embedding table.
 
-    A push changes only the rows that it names, and their state. The results equal those of torch's optimizer
-    for sparse gradients, bit for bit. Create a ``RowOptimizer`` with one of its methods.
+    The server stores the state of each row next to the row. A push changes only the pushed rows and their
+    state. The results are bit-for-bit equal to those of the torch optimizer with sparse gradients. Create a
+    ``RowOptimizer`` with one of its class methods.
 
     Args:
-        name: Name of the class in ``torch.optim``.
-        options: Keyword arguments of the class.
+        name: Name of a class in ``torch.optim``.
+        options: Keyword arguments for this class.
 
     Example:
         >>> import torch
@@ -51,11 +52,13 @@ class RowOptimizer:
 
     @classmethod
     def adagrad(cls, lr: float = 0.01, *, eps: float = 1e-10) -> RowOptimizer:
-        """Return an optimizer that divides by the root of the sum of squares (``torch.optim.Adagrad``).
+        """Return an optimizer that divides gradients by the root of their summed squares.
+
+        The optimizer is ``torch.optim.Adagrad``.
 
         Args:
             lr: Learning rate (default 0.01).
-            eps: Number added to the root (default 1e-10).
+            eps: Number added to the divisor (default 1e-10).
 
         Returns:
             The optimizer.
@@ -73,12 +76,12 @@ class RowOptimizer:
     ) -> RowOptimizer:
         """Return an optimizer that averages gradients and their squares (``torch.optim.SparseAdam``).
 
-        The step of the bias correction counts the pushes to the table, not the pushes to a row.
+        The bias correction counts the pushes to the table, not the pushes to each row.
 
         Args:
             lr: Learning rate (default 0.001).
-            betas: Decay of the two averages (default 0.9 and 0.999).
-            eps: Number added to the root (default 1e-8).
+            betas: Decay rates of the two averages (default 0.9 and 0.999).
+            eps: Number added to the divisor (default 1e-8).
 
         Returns:
             The optimizer.
@@ -105,12 +108,12 @@ class RowOptimizer:
 
 
 def checked_ids(call: str, table: str, ids: Any, rows: int) -> Any:
-    """Check the ids of rows at the client.
+    """Check row ids in the client.
 
     Args:
-        call: Name of the call, for messages.
+        call: Name of the call, for error messages.
         table: Name of the table.
-        ids: A list, array or tensor of integers.
+        ids: List, array or tensor of integers.
         rows: Number of rows in the table.
 
     Returns:
@@ -118,8 +121,8 @@ def checked_ids(call: str, table: str, ids: Any, rows: int) -> Any:
 
     Raises:
         TypeError: The ids are not integers.
-        ValueError: The ids have several dimensions.
-        IndexError: The table does not have such a row.
+        ValueError: The ids have more than one dimension.
+        IndexError: The table has no row with one of the ids.
     """
     import numpy as np
 
@@ -137,14 +140,14 @@ def checked_ids(call: str, table: str, ids: Any, rows: int) -> Any:
 
 
 def summed(ids: Any, values: Any) -> tuple[Any, Any]:
-    """Add the values of equal ids in their order.
+    """Sum the values of equal ids, in the order of the values.
 
     Args:
         ids: One-dimensional ``int64`` array.
         values: Array or tensor with one row per id.
 
     Returns:
-        The different ids in ascending order, and one row for each.
+        The unique ids in ascending order, and one row for each id.
     """
     import numpy as np
 
@@ -154,7 +157,7 @@ def summed(ids: Any, values: Any) -> tuple[Any, Any]:
     if is_tensor(values):
         import torch
 
-        # as the optimizers of torch do it, so that sums are equal bit for bit
+        # sum in the same way as torch's optimizers, so that the sums are bit-for-bit equal
         size = int(unique[-1]) + 1, *values.shape[1:]
         sparse = torch.sparse_coo_tensor(torch.from_numpy(ids)[None], values, size, check_invariants=False)
         return unique, sparse.coalesce().values()
@@ -168,9 +171,9 @@ def apply_to_rows(rule: Rule, ids: Any, given: Any, scale: float, out: Any) -> N
 
     Args:
         rule: ``"zero"``, ``"copy"``, ``"add"`` or a function.
-        ids: Different ids.
+        ids: Unique ids.
         given: One row per id.
-        scale: Factor of the pushed rows.
+        scale: Factor that multiplies the pushed rows.
         out: The table.
     """
     index = as_tensor(ids) if is_tensor(out) else ids
@@ -185,7 +188,7 @@ def read_rows(table: Any, ids: Any) -> Any:
 
 
 def sparse_gradient(ids: Any, given: Any, scale: float, table: Any) -> Any:
-    """Return the gradient of a table as a sparse tensor of torch."""
+    """Return a table's gradient as a sparse torch tensor."""
     import torch
 
     values = as_tensor(given)
@@ -196,7 +199,7 @@ def sparse_gradient(ids: Any, given: Any, scale: float, table: Any) -> Any:
 
 
 def check_row_optimizer(table: Any, name: str, optimizer: Any) -> None:
-    """Raise unless the table and its optimizer fit together."""
+    """Raise unless the optimizer is a ``RowOptimizer`` and the table has rows."""
     if not isinstance(optimizer, RowOptimizer):
         raise TypeError(f"ParameterServer: rows[{name!r}] must be a RowOptimizer, got {shown(optimizer)}")
     if len(table.shape) < 1:

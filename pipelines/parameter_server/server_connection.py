@@ -31,7 +31,7 @@ class PushHandle:
     """Handle of one push, returned by ``ParameterClient.push``.
 
     Args:
-        connection: Connection of the client that has pushed.
+        connection: Connection of the client that sent the push.
         number: Number of the push.
 
     Example:
@@ -45,7 +45,7 @@ class PushHandle:
 
     def __init__(self, connection: ServerConnection, number: int) -> None:
         self._connection, self._number = connection, number
-        self._outcomes: dict[int, Outcome] = {}  # by shard
+        self._outcomes: dict[int, Outcome] = {}  # keyed by shard number
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the server has applied or dropped the push.
@@ -54,12 +54,12 @@ class PushHandle:
             timeout: Maximum seconds to wait (default: no limit).
 
         Returns:
-            The version that contains the push. If the push was dropped, the version that was current then.
+            The version that contains the push. For a dropped push, the version at the time of the drop.
 
         Raises:
-            TimeoutError: ``timeout`` expired. The push is still applied later.
-            Closed: The server has ended without the push.
-            Exception: The error that the rule raised at the server.
+            TimeoutError: ``timeout`` expired. The server still applies the push later.
+            Closed: The server shut down without applying the push.
+            Exception: The error that the rule raised on the server.
         """
         self._connection.await_outcome(self, timeout)
         return self._result()
@@ -68,7 +68,7 @@ class PushHandle:
         for shard, (outcome, value) in self._outcomes.items():
             if outcome == FAILED:
                 error = self._connection.shards[shard].error(value)
-                error.add_note("raised at the parameter server; the push did not change this shard")
+                error.add_note("raised on the parameter server; the push did not change this shard")
                 raise error
         return max(outcome.value for outcome in self._outcomes.values())
 
@@ -89,12 +89,12 @@ class PushHandle:
 
 
 class ServerConnection:
-    """Mapped memory and slot of one client in one process.
+    """Connection of one client in one process, with its mapped memory and its slot.
 
     Args:
         memories: Memory of each shard.
-        inbox: Channel of the pushes.
-        ended: Channel that closes when the server has ended.
+        inbox: Channel that carries the pushes.
+        ended: Channel that closes when the server shuts down.
     """
 
     def __init__(self, memories: Sequence[ShardMemory], inbox: Channel[Push], ended: Channel[None]) -> None:
@@ -122,7 +122,7 @@ class ServerConnection:
             return handle
 
     def look(self, handle: PushHandle) -> bool:
-        """Read the outcomes of a push, and return whether all shards have one."""
+        """Read the outcomes of a push, and return whether all shards have reported one."""
         for number, shard in enumerate(self.shards):
             if number not in handle._outcomes:
                 outcome = shard.outcome(self.slot, handle._number)
@@ -133,7 +133,7 @@ class ServerConnection:
         return True
 
     def await_outcome(self, handle: PushHandle, timeout: float | None) -> None:
-        """Wait until a push has an outcome."""
+        """Wait until all shards have reported the outcome of a push."""
         late = None if timeout is None else time.monotonic() + timeout
         for number, shard in enumerate(self.shards):
             self.await_(
@@ -144,7 +144,7 @@ class ServerConnection:
             )
 
     def await_(self, shard: OpenShard, done: Callable[[], bool], late: float | None, call: str) -> None:
-        """Wait until ``done()``, which a shard may change."""
+        """Wait until ``done()`` is true, checking after each wake-up by the shard."""
         while True:
             seen = shard.wakeup.count
             if done():
@@ -156,14 +156,14 @@ class ServerConnection:
             shard.wakeup.wait(seen, left)
 
     def _check_server(self, done: Callable[[], bool], call: str) -> None:
-        """Raise ``Closed`` if the server has ended and ``done()`` is still false."""
+        """Raise ``Closed`` if the server has shut down and ``done()`` is still false."""
         if (self._ended.closed or self._memory.gone) and not done():
-            raise Closed(f"{call}: the parameter server has ended")
+            raise Closed(f"{call}: the parameter server has shut down")
 
     def pull(
         self, names: list[str], into: Mapping[str, Any] | None, consistent: bool
     ) -> tuple[int, dict[str, Any], int]:
-        """Copy tensors of one version. Return the version, the tensors and their bytes."""
+        """Copy tensors of one version, and return the version, the copies and their size in bytes."""
         for attempt in itertools.count():
             version = min(shard.version for shard in self.shards)
             lock = attempt >= OPTIMISTIC_READS
@@ -181,7 +181,7 @@ class ServerConnection:
         raise AssertionError
 
     def pull_rows(self, table: str, ids: Any) -> tuple[int, Any, int]:
-        """Copy rows of one version. Return the version, the rows and their bytes."""
+        """Copy rows of one version, and return the version, the copies and their size in bytes."""
         shard = next(shard for shard in self.shards if table in shard.blocks[0])
         for attempt in itertools.count():
             version = shard.version
@@ -214,7 +214,7 @@ _connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
 
 
 def _close_inherited() -> None:
-    """Close the descriptors of the parent's clients in a forked child; otherwise their locks would remain."""
+    """Close the parent's client descriptors in a forked child, which would otherwise keep the locks."""
     for one in list(_connections):
         one.close()
 
@@ -223,7 +223,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 def copy_of(source: Any, into: Mapping[str, Any] | None, name: str) -> Any:
-    """Copy a tensor into the one of the same name in ``into``, or into a new one."""
+    """Copy a tensor into ``into[name]``, or into a new tensor if ``into`` is None."""
     if into is None:
         return copied(source)
     copy(as_kind(source, into[name]), into[name])

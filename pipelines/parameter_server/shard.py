@@ -1,8 +1,8 @@
-"""Worker of one shard, which applies the pushes in their order.
+"""Worker of one shard, which applies pushes in order.
 
-Every push that is not dropped makes a new version, also one that fails, so all shards have the same versions.
-A shard keeps the versions v and v - 1. It overwrites version v - 1 only when all other shards have version v,
-so a client finds one version in all shards.
+Every push that is not dropped creates a new version, even if the push fails, so all shards have the same
+versions. A shard keeps the versions v and v - 1. The worker overwrites version v - 1 only when all other
+shards have version v. A client can therefore read the same version from all shards.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from flowchan.pipelines.parameter_server.tensor_layout import pushed_size
 from flowchan.pipelines.user_calls import call, reason
 
 MAX_DEATHS = 8
-"""Workers that may die while they apply one push. Then the push fails."""
+"""Number of workers that may die while applying one push before the push fails."""
 
 
 class Push(NamedTuple):
-    """One push, as an item of a channel.
+    """One push, sent as a channel item.
 
     Attributes:
         slot: Slot of the client.
         number: Number of the push in its slot.
-        at: Version on which the values were computed, or None if it is unknown.
-        max_staleness: Largest number of versions between ``at`` and the current version, or None.
+        at: Version from which the values were computed, or None if unknown.
+        max_staleness: Largest allowed number of versions between ``at`` and the current version, or None.
         rule: Name of the rule, or a packed function.
-        scale: Factor of the values.
+        scale: Factor that multiplies the values.
         values: Tensors by name, or the packed object.
         rows: Ids of the rows of each table; None for whole tensors.
         size: Size of the values in bytes.
@@ -58,13 +58,13 @@ class Push(NamedTuple):
 
 
 class Shard:
-    """One shard, in its worker.
+    """State of one shard in its worker.
 
     Args:
         memories: Memory of all shards.
         number: Number of this shard, from 0.
         updates: Rules and optimizers of this shard.
-        is_over: Returns whether the run has failed, so that the other shards make no new versions.
+        is_over: Function that returns whether the run has failed; other shards then create no new versions.
     """
 
     def __init__(
@@ -77,18 +77,19 @@ class Shard:
         self._updates, self._is_over = updates, is_over
         self._own = memories[number].opened()
         self._others = [memory.opened() for memory in memories if memory is not memories[number]]
-        # unknown at first, because a killed predecessor may have left a half-written shadow
+        # unknown at first, because a killed predecessor may have left a half-written shadow block
         self._stale: Changes | None = None
 
     def serve(self, pushes: Iterable[Push]) -> None:
-        """Apply each push. The channel keeps a push until the next one is taken."""
+        """Apply each push. The channel holds a push until the worker takes the next one."""
         for push in pushes:
             self._serve(push)
             del push  # its arrays are views of the channel's memory
 
     def _serve(self, push: Push) -> None:
         before = self._own.record()
-        if (before.slot, before.push) == (push.slot + 1, push.number):  # a killed worker has applied it
+        if (before.slot, before.push) == (push.slot + 1, push.number):
+            # a worker that was killed has already applied this push
             self._own.report(before)
             return
         record = before._replace(slot=push.slot + 1, push=push.number)
@@ -119,10 +120,10 @@ class Shard:
         self._end(record)
 
     def _changed(self, push: Push, record: Record, shadow: dict[str, Any]) -> Record:
-        """Apply a push in the shadow, and return the record with the new version."""
+        """Apply a push to the shadow block, and return the record of the new version."""
         attempts = self._own.begin(push.slot, push.number)
         if attempts > MAX_DEATHS:
-            raise WorkerDied(f"push: {MAX_DEATHS} workers of the server died while they applied this push")
+            raise WorkerDied(f"push: {MAX_DEATHS} server workers died while applying this push")
         version, rule = record.version + 1, push.rule
         rule = rule if isinstance(rule, str) else unpack(rule)
         new = record._replace(
@@ -144,7 +145,7 @@ class Shard:
         return new
 
     def _refresh(self, shadow: dict[str, Any], version: int) -> None:
-        """Make the shadow equal to a version."""
+        """Copy a version into the shadow block."""
         for name, value in self._own.blocks[version % 2].items():
             copy(value, shadow[name])
         self._stale = {}
@@ -159,12 +160,12 @@ class Shard:
             if other.version >= version:
                 return
             if self._is_over():
-                raise Broken("the run of the parameter server has ended")
+                raise Broken("the parameter server's run has ended")
             other.wakeup.wait(seen, 1.0)
 
 
 class PushOrder:
-    """Stage that sends each push to all shards, in one order.
+    """Stage that sends all pushes to all shards in the same order.
 
     Args:
         names: Names of the tensors of each shard.
@@ -184,7 +185,7 @@ class PushOrder:
 
 
 class ShardStage:
-    """Stage whose workers serve one shard each.
+    """Stage with one worker for each shard.
 
     Args:
         memories: Memory of each shard.

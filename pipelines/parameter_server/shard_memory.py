@@ -1,28 +1,28 @@
-"""Memory of one shard: two blocks of tensors, and the record that says which of them is current.
+"""Memory of one shard: two blocks of tensors, and a record of the current block.
 
-Algorithm. The memory is an in-memory file of the program, which the shard's worker and all clients on the
-machine map. A push is applied in the block that is not current (the *shadow*). The worker then writes a
-record: the version, the push, its outcome, and the counts. Last, it increases the *epoch*, a word of eight
-bytes. The epoch selects one of two records, and the version selects one of two blocks. So one store makes the
-block, the record and the counts current.
+Algorithm. The memory is an in-memory file of the server's program. The shard's worker and all clients on the
+machine map this file. The worker applies a push in the block that is not current (the *shadow*). Then the
+worker writes a record with the version, the push, the outcome and the counts. Finally, the worker increments
+the *epoch*, a word of eight bytes. The epoch selects one of two records, and the version selects one of two
+blocks. One store therefore makes the block, the record and the counts current.
 
-Why a push is applied once. A worker is killed before or after this store. Before it, the push has had no
-effect. After it, the record names the push. The channel returns the item of a killed worker to its
-replacement, which compares the push with the record and skips it. A worker takes one push at a time, so only
-the last push can come twice.
+Exactly-once application. A killed worker dies before or after this store. If the worker dies before the
+store, the push has had no effect. If the worker dies after the store, the record names the push. The channel
+sends a killed worker's item to the replacement. The replacement skips a push that the record names. A worker
+takes one push at a time, so only the last push can arrive twice.
 
-Consistent reads. Each block has a word with its version, which is zero while a worker writes to the block. A
-reader copies the current block and compares this word before and after. If they differ, the reader tries
-again. After a few failures, it locks the block; the worker waits for the lock, but at most ``MOST_LOCKED_S``.
-The kernel releases the locks of a dead process.
+Consistent reads. Each block has a version word, which is zero while a worker writes to the block. A reader
+copies the current block and compares the word before and after the copy. If the two values differ, the reader
+tries again. After ``OPTIMISTIC_READS`` failures, the reader locks the block. The worker waits at most
+``MOST_LOCKED_S`` for this lock. The kernel releases the locks of a dead process.
 
-Slots. Each client has a slot, which it claims with a lock on one byte. Only the client writes the words of
-the slot; only the worker writes the outcomes of its pushes. The outcomes of the last ``PENDING`` pushes are
-kept. The numbers of pushes in a slot go on if another client claims the slot later, so a slot and a number
+Slots. A client claims a slot by locking one byte. Only the client writes the words of its slot, and only the
+worker writes the outcomes of the client's pushes. The memory holds the outcomes of the last ``PENDING``
+pushes. If another client claims the slot later, the push numbers continue. A slot and a number therefore
 identify a push.
 
-Invariants. All words are stored whole, and in program order, as processors with total store order do it. The
-worker of a shard is the only writer of blocks, records and outcomes.
+Invariants. Stores of words are atomic and happen in program order, as on processors with total store order.
+Only the shard's worker writes blocks, records and outcomes.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from flowchan.pipelines.parameter_server.tensor_layout import Layout
 from flowchan.pipelines.parameter_server.wakeup import Wakeup
 
 SLOTS = 1024
-"""Maximum number of clients that one server has at a time."""
+"""Maximum number of simultaneous clients of one server."""
 PENDING = 64
-"""Maximum number of pushes of one client that have no outcome yet."""
+"""Maximum number of one client's pushes without an outcome."""
 MOST_LOCKED_S = 1.0
-"""Seconds for which a reader can delay a push."""
+"""Maximum time that a reader can delay a push, in seconds."""
 OPTIMISTIC_READS = 3
-"""Reads that may fail before the reader locks the block."""
+"""Number of reads that may fail before the reader locks the block."""
 
 APPLIED, DROPPED, FAILED = 1, 2, 3
 """Outcomes of a push."""
@@ -62,32 +62,32 @@ _RECORD_WORDS = 16
 _WORDS_PER_SLOT = 8
 _NEXT_PUSH, _PULLS, _BYTES_OUT, _PULLED = range(4)
 _OUTCOMES = _SLOT_WORDS + SLOTS * _WORDS_PER_SLOT
-_OUTCOME_WORDS = 3  # number of the push plus one, outcome, value
+_OUTCOME_WORDS = 3  # push number plus one, outcome, value
 _BLOCKS_AT = -(-(_OUTCOMES + SLOTS * PENDING * _OUTCOME_WORDS) * _WORD // mmap.PAGESIZE) * mmap.PAGESIZE
 
 _ERROR_ROOM = 1 << 16
 _ERRORS = 64
-_ERROR = struct.Struct("QQ")  # number and size
-_LOCK = struct.Struct("hhqqi0q")  # the C structure flock
-_BLOCK_LOCK = 1 << 40  # position of the locks of the blocks; the locks of the slots begin at 0
+_ERROR = struct.Struct("QQ")  # error number and size in bytes
+_LOCK = struct.Struct("hhqqi0q")  # C struct flock
+_BLOCK_LOCK = 1 << 40  # file offset of the block locks; the slot locks begin at offset 0
 
 
 class Record(NamedTuple):
     """State of a shard after its last push.
 
     Attributes:
-        version: Number of pushes that were applied.
-        slot: Slot of the client of the last push, plus one.
+        version: Current version.
+        slot: Slot of the client that sent the last push, plus one.
         push: Number of the last push in its slot.
         outcome: Outcome of the last push.
-        value: Version after the last push, or number of its error.
-        pushes: Pushes that were applied.
-        dropped: Pushes that were too old.
-        failed: Pushes that raised an error.
-        staleness: Sum of the staleness of all pushes.
-        stalest: Largest staleness of a push.
-        measured: Number of pushes with a known staleness.
-        bytes_in: Bytes that were pushed.
+        value: Version after the last push, or the error number if the push failed.
+        pushes: Number of applied pushes.
+        dropped: Number of pushes that were too old.
+        failed: Number of pushes that raised an error.
+        staleness: Total staleness of all pushes, in versions.
+        stalest: Largest staleness of a push, in versions.
+        measured: Number of pushes with known staleness.
+        bytes_in: Bytes of all applied pushes.
         object_size: Size of the pickled object in bytes.
     """
 
@@ -107,14 +107,14 @@ class Record(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Outcome of one push: ``APPLIED``, ``DROPPED`` or ``FAILED``, and the version or the error's number."""
+    """Outcome of one push (``APPLIED``, ``DROPPED`` or ``FAILED``), with a version or an error number."""
 
     outcome: int
     value: int
 
 
 class ShardMemory:
-    """Memory of one shard. A pickled ``ShardMemory`` maps the same memory.
+    """Memory of one shard. An unpickled copy maps the same memory.
 
     Args:
         layout: Layout of a block.
@@ -140,17 +140,18 @@ class ShardMemory:
         """Map the memory in this process.
 
         Raises:
-            Broken: The program that owns the server has ended.
+            Broken: The server's program has exited.
         """
-        # The locks need another file description than the mapping, whose descriptor stays open. The locks of
-        # one description do not conflict, and they remain until its last descriptor is closed.
+        # Locks need their own open file description, because the descriptor of the mapping stays open. Locks
+        # on the same description never conflict. The kernel keeps them until the last descriptor of the
+        # description is closed.
         try:
             fd = os.open(self._file._path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise Broken("the program of the parameter server has ended") from error
+            raise Broken("the parameter server's program has exited") from error
         try:
             if os.pread(fd, len(self._token), 0) != self._token:
-                raise Broken("the program of the parameter server has ended")
+                raise Broken("the parameter server's program has exited")
             return OpenShard(self, fd, mmap.mmap(self._file.fd, os.fstat(fd).st_size))
         except BaseException:
             os.close(fd)
@@ -158,7 +159,7 @@ class ShardMemory:
 
     @property
     def gone(self) -> bool:
-        """Return whether the program that owns the memory has ended."""
+        """Return whether the program that owns the memory has exited."""
         return not os.path.exists(self._file._path)
 
 
@@ -176,8 +177,8 @@ class OpenShard:
 
     Args:
         memory: Memory of the shard.
-        fd: Descriptor with its own file description.
-        mapped: The mapping.
+        fd: Descriptor with its own open file description.
+        mapped: Memory map of the shard's file.
     """
 
     def __init__(self, memory: ShardMemory, fd: int, mapped: mmap.mmap) -> None:
@@ -228,7 +229,7 @@ class OpenShard:
         self._write(Record(version=version, object_size=len(contents)))
 
     def begin(self, slot: int, push: int) -> int:
-        """Count an attempt to apply a push, and return how many workers have begun it."""
+        """Count an attempt to apply a push, and return the number of attempts so far."""
         before = self._words[_ATTEMPT : _ATTEMPT + 3].tolist()
         attempts = before[2] + 1 if before[:2] == [slot, push] else 1
         if attempts == 1:
@@ -238,7 +239,7 @@ class OpenShard:
         return attempts
 
     def open_shadow(self, version: int) -> dict[str, Any]:
-        """Return the block for a new version, after readers have left it."""
+        """Wait for readers to leave the block of a new version, and return the block."""
         block = version % 2
         self._words[_VERSION_OF_BLOCK + block] = 0
         late = time.monotonic() + MOST_LOCKED_S
@@ -281,7 +282,7 @@ class OpenShard:
         self._words[_EPOCH] = epoch
 
     def report(self, record: Record) -> None:
-        """Store the outcome of the last push for its client, and wake all that wait."""
+        """Store the outcome of the last push for its client, and wake all waiting threads."""
         at = _outcome_at(record.slot - 1, record.push)
         self._words[at] = 0
         self._words[at + 1], self._words[at + 2] = record.outcome, record.value
@@ -300,22 +301,22 @@ class OpenShard:
             if self._lock(slot, fcntl.F_WRLCK):
                 self._words[self._word(slot, _PULLED)] = 0
                 return slot
-        raise RuntimeError(f"ParameterServer: clients must be at most {SLOTS} at a time; close some clients")
+        raise RuntimeError(f"ParameterServer: clients must be at most {SLOTS} at the same time; close some")
 
     def next_push(self, slot: int) -> int:
-        """Return the number of the next push of a client, and count it."""
+        """Reserve and return the number of a client's next push."""
         at = self._word(slot, _NEXT_PUSH)
         self._words[at] += 1
         return self._words[at] - 1
 
     def outcome(self, slot: int, push: int) -> Outcome | None:
-        """Return the outcome of a push, or None if it has none yet."""
+        """Return the outcome of a push, or None if the push has no outcome yet."""
         at = _outcome_at(slot, push)
         number, outcome, value = self._words[at : at + _OUTCOME_WORDS]
         return Outcome(outcome, value) if number == push + 1 else None
 
     def error(self, number: int) -> BaseException:
-        """Return the error of a push."""
+        """Return the stored error with this number."""
         data = os.pread(self.memory._errors.fd, _ERROR_ROOM, number % _ERRORS * _ERROR_ROOM)
         stored, size = _ERROR.unpack_from(data)
         if stored != number:
@@ -324,7 +325,7 @@ class OpenShard:
         return found
 
     def count_pull(self, slot: int, version: int, size: int) -> None:
-        """Count a pull of a client."""
+        """Count a client's pull."""
         self._words[self._word(slot, _PULLS)] += 1
         self._words[self._word(slot, _BYTES_OUT)] += size
         self._words[self._word(slot, _PULLED)] = version + 1
@@ -332,14 +333,14 @@ class OpenShard:
             self.wakeup.wake()
 
     def pulls(self) -> tuple[int, int]:
-        """Return the number of pulls of all clients so far, and their bytes."""
+        """Return the number and the total bytes of all pulls so far."""
         words = self._words[_SLOT_WORDS:_OUTCOMES].tolist()
         return sum(words[_PULLS::_WORDS_PER_SLOT]), sum(words[_BYTES_OUT::_WORDS_PER_SLOT])
 
     def slowest(self, but: int) -> int | None:
-        """Return the oldest version that another live client has pulled last, or None without such clients.
+        """Return the oldest version among the last pulls of other live clients, or None without such pulls.
 
-        From now on, each pull wakes the waiting threads.
+        After this call, each pull wakes the waiting threads.
         """
         self._words[_PULLS_WAKE] = 1
         pulled = self._words[_SLOT_WORDS:_OUTCOMES].tolist()[_PULLED::_WORDS_PER_SLOT]
@@ -348,7 +349,7 @@ class OpenShard:
 
     @contextlib.contextmanager
     def reading(self, version: int, lock: bool) -> Iterator[None]:
-        """Keep the worker from writing to the block of a version, if ``lock`` is true."""
+        """Lock the block of a version against writes by the worker, if ``lock`` is true."""
         lock = lock and self._lock(_BLOCK_LOCK + version % 2, fcntl.F_RDLCK)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Files of a server's state in the format of safetensors: tensors, state of optimizers and version."""
+"""Save and load a server's tensors, optimizer state and version in the safetensors format."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _HEADER = "flowchan.ParameterServer"
 
 @dataclass(frozen=True)
 class StoredState:
-    """State of a server in a file.
+    """Server state as stored in a file.
 
     Args:
         version: Version of the state.
         tensors: The tensors and arrays by name.
-        slots: Slots of the optimizers by name.
+        slots: Optimizer slots by name.
         single: Whether the server holds one tensor without a name.
     """
 
@@ -33,12 +33,12 @@ class StoredState:
 
     @property
     def given(self) -> Any:
-        """Return the tensors as the user has given them to the server."""
+        """Return the tensors in the form that the user passed to the server."""
         return self.tensors[ONLY] if self.single else self.tensors
 
 
 def save_state(path: str | os.PathLike[str], state: StoredState) -> None:
-    """Write a state to a file. The file is replaced at once, so a killed program leaves the old file."""
+    """Write a state to a file. If the program is killed during the call, an existing file stays intact."""
     arrays = state.tensors | state.slots
     header = {
         "version": state.version,
@@ -58,7 +58,7 @@ def save_state(path: str | os.PathLike[str], state: StoredState) -> None:
 
 
 def load_state(path: str | os.PathLike[str]) -> StoredState:
-    """Read a state from a file. A file that another program wrote has version 0 and torch tensors only."""
+    """Read a state from a file. A file from another program yields version 0 and only torch tensors."""
     from_file = _library("", "load").safe_open(path, "numpy")
     with from_file as file:
         header = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
@@ -72,7 +72,7 @@ def load_state(path: str | os.PathLike[str]) -> StoredState:
 
 
 def check_slots(stored: Mapping[str, Any], slots: Mapping[str, Any]) -> None:
-    """Raise unless the stored slots are those of the given optimizers."""
+    """Raise unless the stored slots match those of the given optimizers."""
     if _described(stored) != _described(slots):
         raise ValueError(
             "ParameterServer.load: optimizer and rows must be those of the saved server, got "
@@ -85,7 +85,7 @@ def _described(slots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _library(framework: str, call: str) -> Any:
-    """Import a module of safetensors."""
+    """Import safetensors or one of its submodules."""
     import importlib
 
     try:

@@ -1,4 +1,4 @@
-"""Arrays of NumPy and tensors of torch, treated alike. Neither library is imported before it is needed."""
+"""Helpers that treat NumPy arrays and torch tensors alike, and import both libraries only when needed."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ def is_tensor(value: Any) -> bool:
 
 
 def as_tensor(array: Any) -> Any:
-    """Return a tensor in the memory of an array. A tensor is returned unchanged."""
+    """Return a tensor that shares an array's memory, or return a tensor unchanged."""
     if is_tensor(array):
         return array
     import torch
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a received array is read-only, and rules only read it
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # a received array is read-only, and rules never write to it
         return torch.from_numpy(array)
 
 
 def as_kind(value: Any, like: Any) -> Any:
-    """Return the value as a tensor if ``like`` is one, else as an array. The memory is shared."""
+    """Return the value as a tensor if ``like`` is a tensor, else as an array, without copying."""
     if is_tensor(like):
         return as_tensor(value)
     return value.numpy() if is_tensor(value) else value
 
 
 def copy(value: Any, out: Any) -> None:
-    """Copy an array or a tensor into one of the same kind."""
+    """Copy an array into an array, or a tensor into a tensor."""
     if out is value:
         return
     if is_tensor(out):
@@ -42,10 +44,10 @@ def copy(value: Any, out: Any) -> None:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the name of an element type of torch or NumPy, such as ``float32``."""
+    """Return the name of a torch or NumPy element type, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_inexact(dtype: Any) -> bool:
-    """Return whether an element type is real or complex, and not an integer or bool."""
+    """Return whether an element type is floating-point or complex."""
     return dtype_name(dtype).startswith(("float", "bfloat", "complex"))

@@ -1,4 +1,4 @@
-"""Places of named arrays and tensors in a block of memory."""
+"""Layout of named arrays and tensors in a block of memory."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any, Literal, NamedTuple
 from flowchan.items.text import shown
 
 ALIGNMENT = 64
-"""Each tensor begins at a multiple of this number of bytes."""
+"""Alignment of each tensor in bytes."""
 
 Form = Literal["mapping", "tensor", "object"]
-"""What the user has given: a mapping of tensors, one tensor, or any other object."""
+"""Kind of state that the user passed: a mapping of tensors, one tensor, or any other object."""
 
 ONLY = ""
-"""Name of the only tensor or object."""
+"""Name of a single tensor."""
 
 
 class Entry(NamedTuple):
-    """One array or tensor.
+    """Type and location of one array or tensor.
 
     Attributes:
         name: Name of the tensor.
         library: Library of the tensor: ``"torch"`` or ``"numpy"``.
         type_name: Name of the element type in this library.
-        shape: Shape.
+        shape: Shape of the tensor.
         offset: Offset in the block, in bytes.
         size: Size in bytes.
-        slot: Whether it belongs to the state of an optimizer, which clients do not see.
+        slot: Whether the entry is optimizer state, which clients do not see.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Entry(NamedTuple):
         return numpy.dtype(self.type_name)
 
     def view(self, memory: mmap.mmap, base: int) -> Any:
-        """Return the array or the tensor in memory, without a copy.
+        """Return a view of the array or tensor in mapped memory.
 
         Args:
             memory: Mapped memory.
-            base: Offset of the block.
+            base: Offset of the block in bytes.
         """
         if self.library == "numpy":
             import numpy
@@ -85,7 +85,7 @@ class Layout(NamedTuple):
 
 
 def is_array(value: Any) -> bool:
-    """Return whether a value is a torch tensor or a NumPy array whose elements are plain numbers."""
+    """Return whether a value is a dense torch tensor or a NumPy array of plain numbers."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return bool(value.layout == torch.strided and not value.is_quantized)
@@ -96,7 +96,7 @@ def is_array(value: Any) -> bool:
 
 
 def form_of(given: Any) -> Form:
-    """Return what the user has given."""
+    """Return the kind of state that the user passed."""
     if is_array(given):
         return "tensor"
     is_mapping = isinstance(given, Mapping) and len(given) > 0
@@ -106,12 +106,12 @@ def form_of(given: Any) -> Form:
 
 
 def named(given: Any, form: Form) -> dict[str, Any]:
-    """Return the tensors by name; one tensor gets the name ``ONLY``, and an object has no tensors."""
+    """Return the tensors by name. A single tensor gets the name ``ONLY``; an object has no tensors."""
     return dict(given) if form == "mapping" else {ONLY: given} if form == "tensor" else {}
 
 
 def shared_out(tensors: Mapping[str, Any], shards: int) -> list[list[str]]:
-    """Distribute the names over shards of about equal size. The largest tensor is placed first."""
+    """Distribute tensor names over shards of about equal size, starting with the largest tensor."""
     shares: list[list[str]] = [[] for _ in range(shards)]
     sizes = [0] * shards
     for name in sorted(tensors, key=lambda name: (-size_of(tensors[name]), name)):
@@ -127,13 +127,13 @@ def size_of(value: Any) -> int:
 
 
 def pushed_size(values: Mapping[str, Any], rows: Mapping[str, Any] | None) -> int:
-    """Return the size of pushed tensors in bytes, with the ids of rows."""
+    """Return the size of pushed tensors in bytes, including row ids."""
     ids = [rows[name] for name in values] if rows else []
     return sum(size_of(value) for value in [*values.values(), *ids] if hasattr(value, "nbytes"))
 
 
 def layout_of(tensors: Mapping[str, Any], slots: Mapping[str, Any]) -> Layout:
-    """Return the layout for these tensors and the slots of their optimizers."""
+    """Return the layout of tensors and of their optimizers' slots."""
     entries, end = [], 0
     for name, value in [*tensors.items(), *slots.items()]:
         is_torch = type(value).__module__.partition(".")[0] == "torch" or hasattr(value, "detach")
@@ -155,7 +155,7 @@ def layout_of(tensors: Mapping[str, Any], slots: Mapping[str, Any]) -> Layout:
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor on the CPU and without a gradient, or an array as it is."""
+    """Return a detached CPU tensor, or an array unchanged."""
     return value.detach().cpu() if hasattr(value, "detach") else value
 
 
@@ -165,10 +165,10 @@ def copied(value: Any) -> Any:
 
 
 def chosen(known: Iterable[str], names: Iterable[str] | None, call: str) -> list[str]:
-    """Return the chosen names, or all.
+    """Return the chosen names, or all names by default.
 
     Raises:
-        KeyError: The server does not have a tensor with this name.
+        KeyError: The server has no tensor with one of the names.
     """
     known = list(known)
     if names is None:

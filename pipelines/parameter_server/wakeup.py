@@ -8,7 +8,7 @@ import platform
 import time
 
 MOST_SECONDS = 0.1
-"""Longest single wait. The caller then looks again, so a missed wake-up or a dead waker costs only this."""
+"""Longest single wait. Callers then check again, so a missed wake-up or a dead waker costs only this time."""
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
@@ -20,11 +20,11 @@ class _Timespec(ctypes.Structure):
 
 
 class Wakeup:
-    """Counter in shared memory that processes wait for.
+    """Counter in shared memory that processes can wait on.
 
     Args:
         memory: Mapped memory.
-        offset: Offset of the counter in bytes. The counter has 32 bits.
+        offset: Offset of the 32-bit counter in bytes.
     """
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
@@ -36,13 +36,13 @@ class Wakeup:
         return self._count.value
 
     def wake(self) -> None:
-        """Increase the counter, and wake all waiting threads."""
+        """Increment the counter, and wake all waiting threads."""
         self._count.value = (self._count.value + 1) & 0xFFFFFFFF
         if _FUTEX is not None:
             _libc.syscall(_FUTEX, ctypes.byref(self._count), _WAKE, _ALL, None, None, 0)
 
     def wait(self, seen: int, seconds: float) -> None:
-        """Sleep until the counter differs from ``seen``, at most ``seconds`` and ``MOST_SECONDS``."""
+        """Sleep until the counter differs from ``seen``, for at most ``min(seconds, MOST_SECONDS)``."""
         seconds = min(seconds, MOST_SECONDS)
         if _FUTEX is None:
             time.sleep(min(seconds, 0.001))

@@ -106,7 +106,7 @@ def test_push_averages_gathered_values_and_multiplies_by_scale() -> None:
     out = torch.zeros(1)
     apply("add", torch.zeros(1), gathered(workers)["x"], 3.0, out)
     assert out.tolist() == [9.0]
-    with pytest.raises(ValueError, match="gathered: encodings must have equal names"):
+    with pytest.raises(ValueError, match="gathered: encodings must have the same tensor names"):
         gathered([workers[0], {}])
 
 

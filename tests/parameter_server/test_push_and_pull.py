@@ -196,7 +196,7 @@ def test_close_applies_pending_pushes_and_closes_clients(on: str) -> None:
     assert client.pull() == 10.0
     with pytest.raises(Closed):
         client.push(np.ones(1))
-    with pytest.raises(Closed, match="the parameter server has ended"):
+    with pytest.raises(Closed, match="the parameter server has shut down"):
         client.pull(at_least=11)
     server.close()
 

@@ -194,7 +194,7 @@ def test_process_cannot_forward_a_client_to_a_host() -> None:
         clients.map(use_item, on=local(1)).collect()
         with pytest.raises(RunError) as caught:
             graph.run()
-    assert "must be sent to another host by the program that has the server" in str(caught.value.exceptions)
+    assert "another host by the program that created the server" in str(caught.value.exceptions)
 
 
 def unchanged(client: Any) -> Any:
@@ -261,5 +261,5 @@ def test_remote_client_raises_closed_after_the_server_is_closed(tmp_path: Path) 
 
 
 def test_server_rejects_a_host_pool_and_suggests_a_remedy() -> None:
-    with pytest.raises(ValueError, match=r"on must be 'process' or 'thread', got local.*; clients"):
+    with pytest.raises(ValueError, match=r"on must be 'process' or 'thread', got local.*; only clients"):
         ParameterServer(tensors(), on=hosts.local(2))

@@ -101,7 +101,7 @@ def test_server_shuts_down_if_another_stage_fails(on: str) -> None:
     with pytest.raises(RunError) as caught:
         graph.run()
     assert [type(error.__cause__) for error in caught.value.exceptions] == [ZeroDivisionError]
-    with pytest.raises(Closed, match="the parameter server has ended"):
+    with pytest.raises(Closed, match="the parameter server has shut down"):
         client.pull(at_least=2)
 
 

@@ -44,7 +44,7 @@ def test_refresh_raises_broken_with_weights_name_if_trainer_is_killed(where: str
     trainer.join()
     for reader in (early, late):
         with pytest.raises(
-            Broken, match=rf"weights 'policy': the trainer \(process {trainer.pid()}\) has ended"
+            Broken, match=rf"weights 'policy': the trainer \(process {trainer.pid()}\) has exited"
         ):
             reader.refresh(timeout=60)
 
