@@ -29,7 +29,7 @@ class ExtraSleeper {
     ~ExtraSleeper();
     ExtraSleeper(const ExtraSleeper&) = delete;
     void watch(Watched watched);
-    // For a forked child, which does not have the thread. The child must not even detach the thread: the
+    // For a forked child, which does not have the thread. The child must not even detach the thread. The
     // thread's state is on its stack, and another thread of the child may have reused this memory.
     void abandon() { thread_ = nullptr; }
 

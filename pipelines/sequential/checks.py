@@ -224,8 +224,8 @@ def _check_placement(on: Any) -> None:
         )
     if isinstance(on, Placement) and (on.shares or on.by_worker):
         raise ValueError(
-            f"Sequential: on must be a pool without shares or assigned hosts, got {on}; use such a pool, "
-            "because the parts are assigned to its hosts in turn"
+            f"Sequential: on must be a pool without shares or assigned hosts, got {on}; use the whole pool, "
+            "whose hosts get the parts in turn"
         )
 
 
