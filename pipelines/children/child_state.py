@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -59,11 +60,13 @@ class ChildState:
         has_program: True if ``run`` has sent a program.
         ended: Set when the child has ended in any way.
         alive: Count of the children of the same start.
+        owner: Process id of the program that started the child.
         value: Return value of its program.
     """
 
     def __init__(self, links: ChildLinks, alive: Alive) -> None:
         self.links, self.host, self.pid = links, "", 0
+        self.owner = os.getpid()
         self.greeted, self.ended = threading.Event(), threading.Event()
         self.has_program = self.closing = False
         self.value: Any = None
@@ -79,6 +82,10 @@ class ChildState:
     def number(self) -> int:
         """Number of the child."""
         return self.links.number
+
+    def is_ours(self) -> bool:
+        """Return False in a fork of the program that started the child."""
+        return self.owner == os.getpid()
 
     # --- how the child ends ---
 

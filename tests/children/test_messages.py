@@ -210,6 +210,33 @@ def test_two_groups_join_at_the_same_time(kids: Children) -> None:
     assert sorted(seen[2][:-1]) == sorted([*range(20), *range(20)])
 
 
+def test_overlapping_groups_in_opposite_order_join_at_the_same_time(kids: Children) -> None:
+    kids.run(pauses)
+    met: list[int] = []
+
+    def join(group: Children) -> None:
+        for message in range(300):
+            group.join(message, timeout=WAIT_S)
+            met.append(message)
+
+    threads = [threading.Thread(target=join, args=(group,)) for group in (kids[1, 2], kids[2, 1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(met) == sorted([*range(300), *range(300)])
+    kids.join("stop")
+    seen = kids.wait(WAIT_S)
+    assert sorted(seen[1][:-1]) == sorted(seen[2][:-1]) == sorted(met)
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_pause_returns_an_array_of_any_size(kids: Children, size: int) -> None:
+    kids.run(lambda parent: float(parent.pause()["x"].sum()))
+    kids.join({"x": np.ones(size)}, timeout=WAIT_S)
+    assert kids.wait(WAIT_S) == dict.fromkeys((1, 2, 3), float(size))
+
+
 def test_large_group_value_has_one_copy_for_all_children() -> None:
     def program(parent: Parent, kept: Any) -> tuple[float, bool]:
         value = parent.receive()["x"]

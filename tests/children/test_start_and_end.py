@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -195,3 +196,26 @@ def test_start_rejects_wrong_arguments() -> None:
             kids[3]
         with pytest.raises(TypeError, match="run: function must be a function"):
             kids.run(3)  # type: ignore[arg-type]
+
+
+def test_fork_of_the_program_cannot_use_or_end_its_children(kids: Children) -> None:
+    kids.run(lambda parent: parent.send(parent.receive()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
+        pid = os.fork()
+    if pid == 0:
+        refused = 0
+        try:
+            calls = (kids.run, repr), (kids.send, 1), (kids.receive, 5), (kids.join, "", 5), (kids.wait, 5)
+            for call, *arguments in calls:
+                try:
+                    call(*arguments)
+                except RuntimeError as error:
+                    refused += "in its fork" in str(error)
+            kids[1].close()
+            kids.close()
+        finally:
+            os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+    kids.send("still here")
+    assert kids.receive(timeout=WAIT_S) == dict.fromkeys((1, 2, 3), "still here")
