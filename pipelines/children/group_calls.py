@@ -180,6 +180,11 @@ def send(call: str, values: Iterable[tuple[ChildState, Any]], timeout: float | N
 def receive(children: States, timeout: float | None, into: Mapping[int, Any]) -> dict[int, Any]:
     """Receive one value from each child. If the call fails, the next one returns these values."""
     need_programs("receive", children)
+    numbers = [child.number for child in children]
+    for number in into:
+        if number not in numbers:
+            known = ", ".join(map(str, numbers)) or "none"
+            raise KeyError(f"receive: into must have numbers of members, which are {known}, got {number!r}")
     until, misses = deadline("receive", timeout), _Misses("receive", timeout)
     found: list[tuple[ChildState, Any]] = []
     try:

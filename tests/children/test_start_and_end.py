@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flowchan import ChildDied, Closed, StageError
@@ -219,3 +221,22 @@ def test_fork_of_the_program_cannot_use_or_end_its_children(kids: Children) -> N
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
     kids.send("still here")
     assert kids.receive(timeout=WAIT_S) == dict.fromkeys((1, 2, 3), "still here")
+
+
+@pytest.mark.parametrize("which", [True, slice(1, 3), None, 1.0])
+def test_subscript_that_is_no_number_is_refused(kids: Children, which: Any) -> None:
+    with pytest.raises(TypeError, match="the number must be an int or a list of ints, got"):
+        kids[which]
+    assert repr(kids[np.int64(2)]) == repr(kids[2])
+
+
+def test_child_that_has_ended_keeps_its_process_id(kids: Children) -> None:
+    pids: list[int] = []
+    thread = threading.Thread(target=lambda: pids.extend(kid.pid for kid in kids))
+    with kids._started._reports._lock:  # so that the end of each child is known before its process id
+        kids.run(lambda parent: os.getpid())
+        for state in kids._states:
+            assert state.ended.wait(WAIT_S)
+        thread.start()
+    thread.join()
+    assert dict(enumerate(pids, 1)) == kids.wait(WAIT_S)
