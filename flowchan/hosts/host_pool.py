@@ -87,6 +87,7 @@ class Pool(Placement):
 
         Raises:
             KeyError: A name is not a host of this pool, or the list is empty.
+            TypeError: ``hosts`` is not a list or a tuple.
 
         Example:
             >>> from flowchan import Graph, hosts, worker
@@ -96,6 +97,10 @@ class Pool(Placement):
             >>> graph.run()[names]
             ['local-2']
         """
+        if isinstance(hosts, (str, Mapping)) or not isinstance(hosts, Sequence):
+            raise TypeError(
+                f"assigned: hosts must be a list of names, one for each worker, got {shown(hosts)}"
+            )
         if self.missing:
             return self
         return dataclasses.replace(self, by_worker=self[tuple(hosts)].hosts)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from flowchan import Graph
 from flowchan.declare.placements import PlacementOption, placement_argument
-from flowchan.items.arguments import callable_argument, is_whole, refuses_misspelt, whole
+from flowchan.items.arguments import callable_argument, refuses_misspelt, whole
 from flowchan.pipelines.children import group_calls, parent_handle
 from flowchan.pipelines.children.started_children import StartedChildren
 
@@ -55,6 +56,8 @@ class Child:
         The first access waits until the child has started.
         """
         self._state.greeted.wait()
+        if not self._state.pid:  # its end may be known before its first report is handled
+            self._started.print_reports()
         return self._state.pid
 
     def run(self, function: Program, /, *args: Any, **kwargs: Any) -> None:
@@ -244,10 +247,12 @@ class Children:
         return (Child(self._started, number) for number in self._numbers)
 
     def __getitem__(self, which: int | Iterable[int]) -> Any:
-        if is_whole(which):
-            return Child(self._started, self._member(which))
-        numbers = tuple(map(self._member, which))  # type: ignore[arg-type]
-        return Children(self._started, tuple(dict.fromkeys(numbers)))
+        if isinstance(which, numbers.Integral) and not isinstance(which, bool):
+            return Child(self._started, self._member(int(which)))
+        if isinstance(which, bool) or not isinstance(which, Iterable):
+            raise TypeError(f"children: the number must be an int or a list of ints, got {which!r}")
+        members = dict.fromkeys(map(self._member, which))
+        return Children(self._started, tuple(members))
 
     def _member(self, number: int) -> int:
         if number not in self._numbers:
@@ -367,12 +372,12 @@ class Children:
 
         Raises:
             KeyError: A key is not the number of a member.
+            TypeError: ``values`` is not a mapping, or a value cannot be serialised.
             TimeoutError: A member still had 64 unreceived values at the timeout.
             ChildDied: A member has died.
             StageError: A member's function has raised an exception.
             Closed: A member has exited or was closed.
             RuntimeError: A member has no function to run.
-            TypeError: A value cannot be serialised.
 
         Example:
             >>> from flowchan.pipelines import children
@@ -382,6 +387,11 @@ class Children:
             ...     kids.wait()
             {1: 'a', 2: 'b'}
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"send_each: values must be a mapping from numbers to values, got {type(values).__name__}; "
+                "send(…) sends one value to all"
+            )
         states = [self._started.states[self._member(number)] for number in values]
         group_calls.need_programs("send_each", states)
         group_calls.send("send_each", zip(states, values.values(), strict=True), timeout)
@@ -406,6 +416,7 @@ class Children:
             Closed: A member has exited or was closed.
             RuntimeError: A member has no function to run.
             ValueError: A value does not fit its array or tensor.
+            KeyError: ``into`` has a number that is not that of a member.
             TypeError: ``into`` is not a mapping, or one of its values is neither an array nor a tensor.
 
         Example:

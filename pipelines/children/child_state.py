@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -62,11 +63,13 @@ class ChildState:
         has_program: True if ``run`` has sent a function.
         ended: Set when the child has exited for any reason.
         alive: Count of the running children that the same call started.
+        owner: Process id of the program that started the child.
         value: Return value of the child's function.
     """
 
     def __init__(self, links: ChildLinks, alive: Alive) -> None:
         self.links, self.host, self.pid = links, "", 0
+        self.owner = os.getpid()
         self.greeted, self.ended = threading.Event(), threading.Event()
         self.has_program = self.closing = False
         self.value: Any = None
@@ -82,6 +85,10 @@ class ChildState:
     def number(self) -> int:
         """Number of the child."""
         return self.links.number
+
+    def is_ours(self) -> bool:
+        """Return False in a fork of the program that started the child."""
+        return self.owner == os.getpid()
 
     # --- outcome ---
 

@@ -6,6 +6,7 @@ error of the first dead child or, without a death, the first error. The other er
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pickle import PickleBuffer
@@ -71,8 +72,19 @@ def deadline(call: str, timeout: float | None) -> float | None:
     return None if limit is None else time.monotonic() + limit
 
 
+def need_owner(call: str, children: States) -> None:
+    """Raise ``RuntimeError`` in a fork of the program, which does not learn that a child has ended."""
+    for child in children:
+        if not child.is_ours():
+            raise RuntimeError(
+                f"{call}: child {child.number} must be called in the process that started it (pid "
+                f"{child.owner}), got a call in its fork (pid {os.getpid()}); start children in this process"
+            )
+
+
 def need_programs(call: str, children: States) -> None:
     """Raise ``RuntimeError`` if a child has no function to run, because the call would wait forever."""
+    need_owner(call, children)
     for child in children:
         if not (child.has_program or child.closing or child.ended.is_set()):
             raise RuntimeError(f"{call}: child {child.number} has no function to run; call run() first")
@@ -96,6 +108,7 @@ def _local(packed: Any) -> Any:
 
 def run(children: States, program: tuple[Any, ...], remote: bool) -> None:
     """Serialise a function and its arguments once, and send them to each child."""
+    need_owner("run", children)
     for child in children:
         if child.has_program:
             raise RuntimeError(f"run: child {child.number} already has a function; start another child")
@@ -120,15 +133,18 @@ def join(children: States, message: Any, timeout: float | None, remote: bool) ->
     need_programs("join", children)
     until, misses = deadline("join", timeout), _Misses("join", timeout)
     text = shared(message, children, remote)
-    joined: list[ChildState] = []
+    joined: set[ChildState] = set()
     try:
         asked = []
-        for child in children:
+        for child in sorted(
+            children, key=lambda child: child.number
+        ):  # so that two joins never block each other
             if child.begin_join(until):
-                joined.append(child)
-            else:
+                joined.add(child)
+        for child in children:
+            if child not in joined:
                 misses.late(child)
-        for child in joined:
+                continue
             try:
                 asked.append((child, child.ask(text)))
             except Closed:
@@ -164,6 +180,11 @@ def send(call: str, values: Iterable[tuple[ChildState, Any]], timeout: float | N
 def receive(children: States, timeout: float | None, into: Mapping[int, Any]) -> dict[int, Any]:
     """Receive one value from each child. If this fails, the next call returns the received values."""
     need_programs("receive", children)
+    numbers = [child.number for child in children]
+    for number in into:
+        if number not in numbers:
+            known = ", ".join(map(str, numbers)) or "none"
+            raise KeyError(f"receive: into must have numbers of members, which are {known}, got {number!r}")
     until, misses = deadline("receive", timeout), _Misses("receive", timeout)
     found: list[tuple[ChildState, Any]] = []
     try:

@@ -71,6 +71,8 @@ class Parent:
         checked_pause("pause", "timeout", timeout)
         try:
             number, message = self._links.joins.get(timeout)
+            if isinstance(message, SentOnce):
+                message = message.read()
             self._links.answers.put(number)
         except Empty:
             raise TimeoutError(f"pause: the parent did not call join within {timeout} s") from None

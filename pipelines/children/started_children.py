@@ -102,7 +102,9 @@ class StartedChildren:
 
         Closed channels tell the children to exit. Children that do not exit get SIGTERM, then SIGKILL.
         """
-        children = list(children)
+        children = [child for child in children if child.is_ours()]  # a fork of the program ends nothing
+        if not children:
+            return
         closing = [child for child in children if not child.ended.is_set()]
         for child in closing:
             child.begin_close()

@@ -210,6 +210,33 @@ def test_overlapping_groups_can_join_at_the_same_time(kids: Children) -> None:
     assert sorted(seen[2][:-1]) == sorted([*range(20), *range(20)])
 
 
+def test_overlapping_groups_in_opposite_order_join_at_the_same_time(kids: Children) -> None:
+    kids.run(pauses)
+    met: list[int] = []
+
+    def join(group: Children) -> None:
+        for message in range(300):
+            group.join(message, timeout=WAIT_S)
+            met.append(message)
+
+    threads = [threading.Thread(target=join, args=(group,)) for group in (kids[1, 2], kids[2, 1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(met) == sorted([*range(300), *range(300)])
+    kids.join("stop")
+    seen = kids.wait(WAIT_S)
+    assert sorted(seen[1][:-1]) == sorted(seen[2][:-1]) == sorted(met)
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_pause_returns_an_array_of_any_size(kids: Children, size: int) -> None:
+    kids.run(lambda parent: float(parent.pause()["x"].sum()))
+    kids.join({"x": np.ones(size)}, timeout=WAIT_S)
+    assert kids.wait(WAIT_S) == dict.fromkeys((1, 2, 3), float(size))
+
+
 def test_large_value_is_stored_once_for_all_children() -> None:
     def program(parent: Parent, kept: Any) -> tuple[float, bool]:
         value = parent.receive()["x"]
@@ -245,3 +272,13 @@ def test_ctrl_c_interrupts_join_and_withdraws_its_message(kids: Children) -> Non
     kids[2].send("continue")
     kids.join("stop", timeout=WAIT_S)
     assert kids.wait(WAIT_S)[2] == ["stop"]
+
+
+def test_values_of_unknown_children_are_refused(kids: Children) -> None:
+    kids.run(echo)
+    kids.send(1.0)
+    with pytest.raises(KeyError, match="into must have numbers of members, which are 1, 2, 3, got 4"):
+        kids.receive(timeout=WAIT_S, into={4: np.zeros(1)})
+    with pytest.raises(TypeError, match="values must be a mapping from numbers to values, got list"):
+        kids.send_each([1, 2, 3])  # type: ignore[arg-type]
+    assert kids.receive(timeout=WAIT_S) == dict.fromkeys((1, 2, 3), 1.0)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flowchan import ChildDied, Closed, StageError
@@ -195,3 +198,45 @@ def test_start_rejects_wrong_arguments() -> None:
             kids[3]
         with pytest.raises(TypeError, match="run: function must be a function"):
             kids.run(3)  # type: ignore[arg-type]
+
+
+def test_fork_of_the_program_cannot_use_or_end_its_children(kids: Children) -> None:
+    kids.run(lambda parent: parent.send(parent.receive()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
+        pid = os.fork()
+    if pid == 0:
+        refused = 0
+        try:
+            calls = (kids.run, repr), (kids.send, 1), (kids.receive, 5), (kids.join, "", 5), (kids.wait, 5)
+            for call, *arguments in calls:
+                try:
+                    call(*arguments)
+                except RuntimeError as error:
+                    refused += "in its fork" in str(error)
+            kids[1].close()
+            kids.close()
+        finally:
+            os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+    kids.send("still here")
+    assert kids.receive(timeout=WAIT_S) == dict.fromkeys((1, 2, 3), "still here")
+
+
+@pytest.mark.parametrize("which", [True, slice(1, 3), None, 1.0])
+def test_subscript_that_is_no_number_is_refused(kids: Children, which: Any) -> None:
+    with pytest.raises(TypeError, match="the number must be an int or a list of ints, got"):
+        kids[which]
+    assert repr(kids[np.int64(2)]) == repr(kids[2])
+
+
+def test_child_that_has_ended_keeps_its_process_id(kids: Children) -> None:
+    pids: list[int] = []
+    thread = threading.Thread(target=lambda: pids.extend(kid.pid for kid in kids))
+    with kids._started._reports._lock:  # so that the end of each child is known before its process id
+        kids.run(lambda parent: os.getpid())
+        for state in kids._states:
+            assert state.ended.wait(WAIT_S)
+        thread.start()
+    thread.join()
+    assert dict(enumerate(pids, 1)) == kids.wait(WAIT_S)

@@ -228,6 +228,12 @@ def test_assigned_host_must_belong_to_the_pool(wrong: list[str]) -> None:
         hosts.local(2).assigned(wrong)
 
 
+@pytest.mark.parametrize("wrong", [{"local-1": 3}, "local-1", None, 2])
+def test_assigned_refuses_values_that_are_not_lists(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="hosts must be a list of names, one for each worker"):
+        hosts.local(2).assigned(wrong)
+
+
 # --- speeds ---
 
 
