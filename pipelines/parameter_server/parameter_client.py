@@ -191,20 +191,21 @@ class ParameterClient(RowClient):
         if max_staleness is not None:
             whole("push", "max_staleness", max_staleness, 0)
         started = time.monotonic()
-        given, size = self._checked(values, rule, scale, codes)
-        connection = self._connected()
-        if stale == "wait" and max_staleness is not None:
-            self._wait_for_slower(connection, max_staleness, timeout)
-            max_staleness = None
-        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
-        at = self._pulled if at is None else at
-        packed = rule if isinstance(rule, str) else pack(rule)
-        return connection.send(
-            lambda slot, number: Push(
-                slot, number, at, max_staleness, packed, float(scale), given, None, size
-            ),
-            left,
-        )
+        with self._encoder.restored_on_error(codes):
+            given, size = self._checked(values, rule, scale, codes)
+            connection = self._connected()
+            if stale == "wait" and max_staleness is not None:
+                self._wait_for_slower(connection, max_staleness, timeout)
+                max_staleness = None
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
+            at = self._pulled if at is None else at
+            packed = rule if isinstance(rule, str) else pack(rule)
+            return connection.send(
+                lambda slot, number: Push(
+                    slot, number, at, max_staleness, packed, float(scale), given, None, size
+                ),
+                left,
+            )
 
     def _checked(self, values: Any, rule: Rule, scale: float, codes: Codes | None) -> tuple[Any, int]:
         """Check the values. Return what is sent, and its size in bytes."""

@@ -42,6 +42,7 @@ class RowClient(ABC):
 
         ``push`` accepts encoded tensors. Each client keeps one code object per tensor while ``codes`` is the
         same object, because a code may store what it has not sent yet.
+        If a push raises an error, the attributes of its code objects get back the values they had before.
 
         Args:
             values: Mapping from names to tensors.
