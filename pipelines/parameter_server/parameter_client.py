@@ -170,6 +170,7 @@ class ParameterClient(RowClient):
             The handle of the push.
 
         Raises:
+            Broken: The program that has the server was killed.
             Closed: The server has ended.
             KeyError: The server has no tensor with a name in ``values``.
             TimeoutError: ``timeout`` expired. The values were not sent.
@@ -226,6 +227,7 @@ class ParameterClient(RowClient):
     def _reached(self, at_least: int | None, timeout: float | None) -> ServerConnection:
         """Wait for a version, and return the connection."""
         connection = self._connected()
+        connection.check_program("pull")
         if at_least is not None:
             late = None if timeout is None else time.monotonic() + timeout
             for shard in connection.shards:
@@ -287,6 +289,7 @@ class ParameterClient(RowClient):
             The tensors by name, one tensor, or the object, like the server's. If ``out`` is given, ``out``.
 
         Raises:
+            Broken: The program that has the server was killed.
             Closed: The server has ended before version ``at_least``.
             KeyError: The server has no tensor with one of these names.
             TimeoutError: ``timeout`` expired before version ``at_least``.
