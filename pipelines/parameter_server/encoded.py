@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from flowchan.items.text import shown
@@ -71,6 +72,25 @@ class Encoder:
             ValueError: ``codes`` is an unknown name.
         """
         return {name: self._encoded(name, as_tensor(value).detach(), codes) for name, value in values.items()}
+
+    @contextmanager
+    def restored_on_error(self, codes: Codes) -> Iterator[None]:
+        """Restore the attributes of the code objects if the block raises, so that nothing counts as sent.
+
+        Args:
+            codes: The code of the block.
+        """
+        made = dict(self._made)
+        kept = [code for code in (codes, *(code for _, code in made.values())) if not isinstance(code, type)]
+        attributes = [(vars(code), dict(vars(code))) for code in kept if hasattr(code, "__dict__")]
+        try:
+            yield
+        except BaseException:
+            self._made = made
+            for current, stored in attributes:
+                current.clear()
+                current.update(stored)
+            raise
 
     def _encoded(self, name: str, x: Any, codes: Codes) -> Encoded:
         used, code = self._made.get(name, (None, None))

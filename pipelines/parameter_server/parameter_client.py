@@ -171,6 +171,7 @@ class ParameterClient(RowClient):
             The handle of the push.
 
         Raises:
+            Broken: The program that has the server was killed.
             Closed: The server has shut down.
             KeyError: ``values`` contains a name that the server does not have.
             TimeoutError: ``timeout`` expired. The values were not sent.
@@ -192,20 +193,21 @@ class ParameterClient(RowClient):
         if max_staleness is not None:
             whole("push", "max_staleness", max_staleness, 0)
         started = time.monotonic()
-        given, size = self._checked(values, rule, scale, codes)
-        connection = self._connected()
-        if stale == "wait" and max_staleness is not None:
-            self._wait_for_slower(connection, max_staleness, timeout)
-            max_staleness = None
-        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
-        at = self._pulled if at is None else at
-        packed = rule if isinstance(rule, str) else pack(rule)
-        return connection.send(
-            lambda slot, number: Push(
-                slot, number, at, max_staleness, packed, float(scale), given, None, size
-            ),
-            left,
-        )
+        with self._encoder.restored_on_error(codes):
+            given, size = self._checked(values, rule, scale, codes)
+            connection = self._connected()
+            if stale == "wait" and max_staleness is not None:
+                self._wait_for_slower(connection, max_staleness, timeout)
+                max_staleness = None
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
+            at = self._pulled if at is None else at
+            packed = rule if isinstance(rule, str) else pack(rule)
+            return connection.send(
+                lambda slot, number: Push(
+                    slot, number, at, max_staleness, packed, float(scale), given, None, size
+                ),
+                left,
+            )
 
     def _checked(self, values: Any, rule: Rule, scale: float, codes: Codes | None) -> tuple[Any, int]:
         """Check the values, and return the data to send with its size in bytes."""
@@ -226,6 +228,7 @@ class ParameterClient(RowClient):
     def _reached(self, at_least: int | None, timeout: float | None) -> ServerConnection:
         """Wait for a version, and return the connection."""
         connection = self._connected()
+        connection.check_program("pull")
         if at_least is not None:
             late = None if timeout is None else time.monotonic() + timeout
             for shard in connection.shards:
@@ -288,6 +291,7 @@ class ParameterClient(RowClient):
             ``out`` if given; otherwise the tensors by name, the one tensor, or the object.
 
         Raises:
+            Broken: The program that has the server was killed.
             Closed: The server shut down before version ``at_least``.
             KeyError: ``names`` contains a name that the server does not have, or ``out`` lacks a tensor.
             TimeoutError: ``timeout`` expired before the server reached version ``at_least``.

@@ -42,6 +42,7 @@ class RowClient(ABC):
 
         ``push`` accepts encoded tensors. A client keeps one code object per tensor as long as ``codes`` is
         the same object, because a code may store unsent elements.
+        If a push raises an error, the attributes of its code objects get back the values they had before.
 
         Args:
             values: Mapping from names to tensors.

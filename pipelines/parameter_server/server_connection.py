@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flowchan import Channel, Closed
+from flowchan import Broken, Channel, Closed, Full
 from flowchan.pipelines.parameter_server.rows import read_rows
 from flowchan.pipelines.parameter_server.shard import Push
 from flowchan.pipelines.parameter_server.shard_memory import (
@@ -116,10 +116,26 @@ class ServerConnection:
             if len(self._pending) >= PENDING - 1:
                 self.await_outcome(next(iter(self._pending.values())), timeout)
             number = self.shards[0].next_push(self.slot)
-            left = None if late is None else max(0.0, late - time.monotonic())
-            self._inbox.put(push(self.slot, number), timeout=left)
+            self._put(push(self.slot, number), late)
             handle = self._pending[number] = PushHandle(self, number)
             return handle
+
+    def _put(self, push: Push, late: float | None) -> None:
+        while True:  # in short waits, because the channel does not notice that the program was killed
+            self.check_program("push")
+            left = 1.0 if late is None else max(0.0, late - time.monotonic())
+            try:
+                self._inbox.put(push, timeout=min(1.0, left))
+            except Full:
+                if left <= 1.0 and late is not None:
+                    raise
+            else:
+                return
+
+    def check_program(self, call: str) -> None:
+        """Raise ``Broken`` if the program that has the server was killed."""
+        if self._memory.gone:
+            raise Broken(f"{call}: the program of the parameter server has ended")
 
     def look(self, handle: PushHandle) -> bool:
         """Read the outcomes of a push, and return whether all shards have reported one."""
@@ -156,8 +172,10 @@ class ServerConnection:
             shard.wakeup.wait(seen, left)
 
     def _check_server(self, done: Callable[[], bool], call: str) -> None:
-        """Raise ``Closed`` if the server has shut down and ``done()`` is still false."""
-        if (self._ended.closed or self._memory.gone) and not done():
+        """Raise an error if the server or its program has shut down and ``done()`` is still false."""
+        if self._memory.gone and not done():
+            self.check_program(call)
+        if self._ended.closed and not done():
             raise Closed(f"{call}: the parameter server has shut down")
 
     def pull(

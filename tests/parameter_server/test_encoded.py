@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flowchan.collective.training.gradients import QSGD, TopK
+from flowchan.pipelines import ParameterServer
 from flowchan.pipelines.parameter_server.encoded import Encoder, gathered
 from flowchan.pipelines.parameter_server.push_rules import apply
 
@@ -127,3 +128,33 @@ def test_client_rejects_an_unknown_code(codes: Any) -> None:
 def test_client_rejects_a_function_that_returns_no_code() -> None:
     with pytest.raises(TypeError, match=r"push: codes must create objects with encode\(x\) and decode"):
         Encoder().encode(values(), lambda: 3)
+
+
+class Lazy:
+    """A code that creates its memory in the first call."""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        self.left = x + getattr(self, "left", 0.0)
+        return torch.zeros_like(x)
+
+    def decode(self, values: list[Any], out: torch.Tensor) -> None:
+        out.copy_(values[0])
+
+
+@pytest.mark.parametrize("earlier", [0, 1], ids=["first", "later"])
+@pytest.mark.parametrize("make", [lambda: "topk", lambda: Lazy, Lazy], ids=["topk", "class", "object"])
+def test_push_that_was_not_sent_leaves_the_codes_as_they_were(make: Any, earlier: int) -> None:
+    codes, x = make(), torch.arange(4.0)
+    with ParameterServer({"w": torch.zeros(4)}, on="thread") as server:
+        client, slow = server.client(), server.client()
+        slow.pull()
+        for _ in range(earlier):
+            client.push({"w": x}, codes=codes).wait(60)
+        client.push({"w": torch.zeros(4)}).wait(60)
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                client.push({"w": x}, codes=codes, max_staleness=0, stale="wait", timeout=0.01)
+        client.push({"w": x}, codes=codes).wait(60)
+        code = client._encoder._made["w"][1]
+        left = code._residual if codes == "topk" else code.left
+        assert torch.equal(client.pull()["w"] + left, (earlier + 1) * x)

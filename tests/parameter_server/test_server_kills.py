@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -180,3 +181,43 @@ def test_dropped_push_counts_once_if_the_worker_dies(monkeypatch: pytest.MonkeyP
         assert handle.wait(WAIT_LIMIT_S) == 1
         assert handle.dropped
         assert (server.stats().dropped, server.stats().version) == (1, 1)
+
+
+PROGRAM = """
+import os, signal, sys, time
+import numpy as np
+from flowchan import Broken
+from flowchan.pipelines import ParameterServer
+server = ParameterServer({"w": np.zeros(3)})
+client, program = server.client(), os.getpid()
+if os.fork():
+    signal.pause()
+client.push({"w": np.ones(3)}).wait()
+os.kill(program, signal.SIGKILL)
+while os.getppid() == program:
+    time.sleep(0.01)
+def push_without_waiting():
+    while True:
+        client.push({"w": np.ones(3)})
+found = []
+for call in (
+    push_without_waiting,
+    client.pull,
+    lambda: client.pull(at_least=10**9),
+    lambda: client.prefetch().wait(),
+):
+    try:
+        call()
+    except Exception as error:
+        found.append(type(error).__name__)
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(" ".join(found))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+"""
+
+
+def test_connected_client_of_a_killed_program_gets_broken(tmp_path: Path) -> None:
+    answer = tmp_path / "answer"
+    subprocess.run([sys.executable, "-c", PROGRAM, str(answer)], check=False, timeout=WAIT_LIMIT_S)
+    wait_until(answer.exists)
+    assert answer.read_text() == " ".join(["Broken"] * 4)
