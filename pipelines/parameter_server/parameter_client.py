@@ -18,6 +18,7 @@ from flowchan.pipelines.parameter_server.row_client import RowClient
 from flowchan.pipelines.parameter_server.server_connection import PushHandle, ServerConnection, copy_of
 from flowchan.pipelines.parameter_server.shard import Push
 from flowchan.pipelines.parameter_server.shard_memory import ShardMemory
+from flowchan.pipelines.parameter_server.tensor_kinds import dtype_name, is_inexact
 from flowchan.pipelines.parameter_server.tensor_layout import (
     ONLY,
     Form,
@@ -222,6 +223,11 @@ class ParameterClient(RowClient):
         if rule == "zero":
             given = dict.fromkeys(given, 0)
         elif codes is not None:
+            if codes == "topk" and rule == "copy":
+                raise ValueError(
+                    'push: rule must be "add" or "gradient" with codes="topk", got "copy"; it would set the '
+                    "elements that topk leaves out to zero"
+                )
             given = self._encoder.encode(given, codes)
         return given, pushed_size(given, None)
 
@@ -327,6 +333,11 @@ class ParameterClient(RowClient):
                 raise ValueError(
                     f"pull: out[{name!r}] must have the shape {self._entries[name].shape}, got "
                     f"{tuple(targets[name].shape)}"
+                )
+            if is_inexact(self._entries[name].dtype) and not is_inexact(targets[name].dtype):
+                raise ValueError(
+                    f"pull: out[{name!r}] must have a floating-point type, because the server's tensor has "
+                    f"{dtype_name(self._entries[name].dtype)}, got {dtype_name(targets[name].dtype)}"
                 )
         return {name: _writable(targets[name]) for name in names}
 

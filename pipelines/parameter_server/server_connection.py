@@ -135,7 +135,7 @@ class ServerConnection:
     def check_program(self, call: str) -> None:
         """Raise ``Broken`` if the program that has the server was killed."""
         if self._memory.gone:
-            raise Broken(f"{call}: the program of the parameter server has ended")
+            raise Broken(f"{call}: the parameter server's program has exited")
 
     def look(self, handle: PushHandle) -> bool:
         """Read the outcomes of a push, and return whether all shards have reported one."""

@@ -10,7 +10,7 @@ from support.waiting import WAIT_LIMIT_S
 
 from flowchan.pipelines import ParameterClient, ParameterServer
 from flowchan.pipelines import map as start
-from flowchan.pipelines.parameter_server import server_connection
+from flowchan.pipelines.parameter_server import server_connection, shard_memory
 from flowchan.pipelines.parameter_server.shard_memory import OPTIMISTIC_READS
 
 
@@ -56,7 +56,8 @@ def test_pull_overtaken_by_pushes_returns_one_version(
 
 def test_reader_locks_the_block_if_pushes_keep_overtaking_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server delays the second push until the reader has copied the block."""
-    with ParameterServer(state()) as server:
+    monkeypatch.setattr(shard_memory, "MOST_LOCKED_S", WAIT_LIMIT_S)
+    with ParameterServer(state(), on="thread") as server:
         client, other = server.client(), server.client()
         handles = []
 

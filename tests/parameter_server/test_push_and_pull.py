@@ -248,3 +248,19 @@ def test_stats_count_pushes_pulls_and_bytes() -> None:
 def test_server_rejects_invalid_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         ParameterServer(state(), **options)
+
+
+def test_pull_into_integers_is_refused_for_floating_point_tensors() -> None:
+    with ParameterServer({"w": np.array([0.5, 1.7])}, on="thread") as server:
+        with pytest.raises(ValueError, match=r"out\['w'\] must have a floating-point type"):
+            server.client().pull(out={"w": np.zeros(2, np.int64)})
+        found = server.client().pull(out={"w": np.zeros(2, np.float32)})
+        assert found["w"].tolist() == pytest.approx([0.5, 1.7])
+
+
+def test_topk_codes_are_refused_for_the_copy_rule() -> None:
+    with (
+        ParameterServer({"w": np.zeros(200)}, on="thread") as server,
+        pytest.raises(ValueError, match='with codes="topk", got "copy"'),
+    ):
+        server.client().push({"w": np.ones(200)}, rule="copy", codes="topk")

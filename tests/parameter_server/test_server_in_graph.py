@@ -150,7 +150,7 @@ def test_server_shuts_down_if_the_run_is_aborted(on: str) -> None:
 def test_close_raises_for_a_server_in_a_graph() -> None:
     graph = Graph()
     server = ParameterServer(state(), graph=graph)
-    with pytest.raises(RuntimeError, match="it ends with the graph"):
+    with pytest.raises(RuntimeError, match="the graph ends the server"):
         server.close()
     assert graph.check() == ()
 

@@ -158,7 +158,7 @@ def test_push_fails_if_it_kills_every_worker() -> None:
     with ParameterServer(state()) as server:
         client = server.client()
         handle = client.push(ones(), rule=dies)
-        with pytest.raises(WorkerDied, match=f"{MAX_DEATHS} workers of the server died"):
+        with pytest.raises(WorkerDied, match=f"{MAX_DEATHS} server workers died"):
             handle.wait(WAIT_LIMIT_S)
         assert client.push(ones()).wait(WAIT_LIMIT_S) == 2
         assert (client.pull()["a"] == 1).all()
