@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -186,14 +187,16 @@ class ServerConnection:
             version = min(shard.version for shard in self.shards)
             lock = attempt >= OPTIMISTIC_READS
             copies, size = {}, 0
-            for shard in self.shards:
-                with shard.reading(version, lock):
+            with contextlib.ExitStack() as locks:
+                for shard in self.shards:
+                    locks.enter_context(shard.reading(version, lock))
+                for shard in self.shards:
                     for name in names:
                         source = shard.blocks[version % 2].get(name)
                         if source is not None and (shard.is_version(version) or not consistent):
                             copies[name] = copy_of(source, into, name)
                             size += size_of(source)
-            whole = all(shard.is_version(version) for shard in self.shards)
+                whole = all(shard.is_version(version) for shard in self.shards)
             if not consistent or (whole and len(copies) == len(names)):
                 return version, copies, size
         raise AssertionError
@@ -204,11 +207,10 @@ class ServerConnection:
         for attempt in itertools.count():
             version = shard.version
             with shard.reading(version, attempt >= OPTIMISTIC_READS):
-                found = (
-                    read_rows(shard.blocks[version % 2][table], ids) if shard.is_version(version) else None
-                )
-            if found is not None and shard.is_version(version):
-                return version, found, size_of(found)
+                if shard.is_version(version):
+                    found = read_rows(shard.blocks[version % 2][table], ids)
+                    if shard.is_version(version):
+                        return version, found, size_of(found)
         raise AssertionError
 
     def pull_object(self) -> tuple[int, Any, int]:

@@ -241,10 +241,11 @@ class OpenShard:
     def open_shadow(self, version: int) -> dict[str, Any]:
         """Wait for readers to leave the block of a new version, and return the block."""
         block = version % 2
-        self._words[_VERSION_OF_BLOCK + block] = 0
         late = time.monotonic() + MOST_LOCKED_S
         while not self._lock(_BLOCK_LOCK + block, fcntl.F_WRLCK) and time.monotonic() < late:
             time.sleep(0.0001)
+        # After the wait, so that a reader with a lock finds its copy valid.
+        self._words[_VERSION_OF_BLOCK + block] = 0
         self._lock(_BLOCK_LOCK + block, fcntl.F_UNLCK)
         return self.blocks[block]
 
