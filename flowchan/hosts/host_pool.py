@@ -18,7 +18,7 @@ from flowchan.transport.link_events import PEER_TIMEOUT_S
 
 if TYPE_CHECKING:
     from flowchan.hosts.hosts_part import HostsPart  # slow to import; imported when a run begins
-    from flowchan.hosts.probe import Facts  # slow to import; imported when a host is asked
+    from flowchan.hosts.probe import Facts  # slow to import, so imported only when a host is queried
     from flowchan.run.crew.run_ports import RunPorts
     from flowchan.run.policy.plan import PlannedWorker
 

@@ -389,8 +389,8 @@ class Children:
         """
         if not isinstance(values, Mapping):
             raise TypeError(
-                f"send_each: values must be a mapping from numbers to values, got {type(values).__name__}; "
-                "send(…) sends one value to all"
+                "send_each: values must be a mapping from child numbers to values, got "
+                f"{type(values).__name__}; use send(…) to send the same value to all children"
             )
         states = [self._started.states[self._member(number)] for number in values]
         group_calls.need_programs("send_each", states)

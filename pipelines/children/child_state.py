@@ -176,7 +176,7 @@ class ChildState:
         return self._joining.acquire(timeout=-1 if wait is None else wait)
 
     def ask(self, message: Any) -> int:
-        """Send the message of a join, and return the number of the message."""
+        """Send a join message and return its number."""
         if self._unmet:
             self._withdraw()
         self._unmet, number = True, next(self._joins)

@@ -119,7 +119,7 @@ class StartedChildren:
                 child.release()
 
     def _end_run(self, run: Run, abort: bool) -> None:
-        """End the run after all children have exited or were closed, and release its channels."""
+        """End the run after all children have exited or been closed, and release its channels."""
         with contextlib.suppress(RunError):  # calls to the children raise this error
             if not abort:
                 with contextlib.suppress(TimeoutError):

@@ -93,7 +93,7 @@ class ParameterClient(RowClient):
     ``client.version``.
 
     Args:
-        form: Kind of the server's state.
+        form: Kind of state that the server holds.
         memories: Memory of each shard.
         inbox: Channel that carries the pushes.
         ended: Channel that closes when the server shuts down.
@@ -298,7 +298,7 @@ class ParameterClient(RowClient):
 
         Raises:
             Broken: The program that has the server was killed.
-            Closed: The server shut down before version ``at_least``.
+            Closed: The server shut down before it reached version ``at_least``.
             KeyError: ``names`` contains a name that the server does not have, or ``out`` lacks a tensor.
             TimeoutError: ``timeout`` expired before the server reached version ``at_least``.
             ValueError: A tensor in ``out`` has the wrong shape.

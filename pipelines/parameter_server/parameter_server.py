@@ -287,7 +287,8 @@ class ParameterServer:
     ) -> ParameterServer:
         """Start a server with the version, the tensors and the optimizer state from a file.
 
-        ``load`` also reads safetensors files of other programs. The server then starts with version 0.
+        ``load`` also reads safetensors files written by other programs. The server then starts with
+        version 0.
 
         Args:
             path: Path of the file.

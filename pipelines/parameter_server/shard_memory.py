@@ -143,8 +143,8 @@ class ShardMemory:
             Broken: The server's program has exited.
         """
         # Locks need their own open file description, because the descriptor of the mapping stays open. Locks
-        # on the same description never conflict. The kernel keeps them until the last descriptor of the
-        # description is closed.
+        # on the same open file description never conflict. The kernel keeps them until the last descriptor of
+        # the description is closed.
         try:
             fd = os.open(self._file._path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:

@@ -155,7 +155,7 @@ def layout_of(tensors: Mapping[str, Any], slots: Mapping[str, Any]) -> Layout:
 
 
 def plain(value: Any) -> Any:
-    """Return a detached CPU tensor, or an array unchanged."""
+    """Detach a tensor and move it to the CPU; return an array unchanged."""
     return value.detach().cpu() if hasattr(value, "detach") else value
 
 

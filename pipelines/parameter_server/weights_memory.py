@@ -90,7 +90,7 @@ class WeightsAddress:
                 if version != _UNFINISHED:
                     return PinnedVersion(fd, self.size, version, step)
             except BlockingIOError:
-                pass  # the front has moved to another slot
+                pass  # the current version is now in another slot
             except BaseException:
                 os.close(fd)
                 raise

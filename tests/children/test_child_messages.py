@@ -279,6 +279,6 @@ def test_values_of_unknown_children_are_refused(kids: Children) -> None:
     kids.send(1.0)
     with pytest.raises(KeyError, match="into must have numbers of members, which are 1, 2, 3, got 4"):
         kids.receive(timeout=WAIT_S, into={4: np.zeros(1)})
-    with pytest.raises(TypeError, match="values must be a mapping from numbers to values, got list"):
+    with pytest.raises(TypeError, match="values must be a mapping from child numbers to values, got list"):
         kids.send_each([1, 2, 3])  # type: ignore[arg-type]
     assert kids.receive(timeout=WAIT_S) == dict.fromkeys((1, 2, 3), 1.0)

@@ -104,7 +104,7 @@ def test_children_exec_code_with_arguments(capfd: pytest.CaptureFixture[str]) ->
     assert [lines_of(out, number) for number in (1, 2)] == [["[0 1 2 3 4 5 6 7 8 9]"]] * 2
 
 
-def test_exec_runs_code_by_name_in_each_child() -> None:
+def test_exec_runs_the_named_function_in_each_child() -> None:
     with children.start(2) as kids:
         for kid in kids:
             kid.run(f"{__name__}:introduce", kid.number * 10)

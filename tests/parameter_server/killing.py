@@ -113,7 +113,7 @@ class Killer(threading.Thread):
         return self.counts.total() < self.kills and not self.over.is_set()
 
     def run(self) -> None:
-        """Kill until ``kills`` is reached or ``over`` is set."""
+        """Kill processes until ``kills`` of them were killed or ``over`` is set."""
         while self.is_active() and not self.over.wait(self.chance.uniform(0, self.pause)):
             name = self.chance.choice([*self.deeds])
             with contextlib.suppress(psutil.Error):  # the victim has already exited

@@ -129,7 +129,7 @@ class DeathLog:
             self._how[id] = [*self._how.get(id, [])[: ended.over_item - 1], ended.how]
             self._look_at_members(worker, ended)
             return ended.over_item - len(self._members.get(id, ())) - self._tried[id]
-        # a running service works without items of the graph, so its deaths do not add up
+        # a running service takes no items from the graph, so its deaths are not counted together
         serves = worker.stage.service and self._unbegun[id] < 0
         self._without_item[id] = 1 if ended.lived > 1 or serves else self._without_item[id] + 1
         return self._without_item[id]
