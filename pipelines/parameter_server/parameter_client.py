@@ -39,7 +39,7 @@ class PullHandle:
 
     Args:
         pull: Function that performs the pull.
-        fill: Function that copies the result into ``out``.
+        take: Function that returns the result for ``wait``, or copies it into ``out``.
 
     Example:
         >>> import numpy as np
@@ -49,8 +49,8 @@ class PullHandle:
         {'w': array([1., 1.])}
     """
 
-    def __init__(self, pull: Callable[[], Any], fill: Callable[[Any, Any], Any]) -> None:
-        self._fill, self._result, self._error = fill, None, None
+    def __init__(self, pull: Callable[[], Any], take: Callable[[Any, Any], Any]) -> None:
+        self._take, self._result, self._error = take, None, None
         self._thread = threading.Thread(target=self._run, args=(pull,), name="flowchan pull", daemon=True)
         self._thread.start()
 
@@ -82,7 +82,7 @@ class PullHandle:
             self._thread.join(left)
         if self._error is not None:
             raise self._error
-        return self._result if out is None else self._fill(self._result, out)
+        return self._take(self._result, out)
 
 
 class ParameterClient(RowClient):
@@ -231,22 +231,16 @@ class ParameterClient(RowClient):
             given = self._encoder.encode(given, codes)
         return given, pushed_size(given, None)
 
-    def _reached(self, at_least: int | None, timeout: float | None) -> ServerConnection:
+    def _reached(self, at_least: int | None, late: float | None) -> ServerConnection:
         """Wait for a version, and return the connection."""
         connection = self._connected()
         connection.check_program("pull")
         if at_least is not None:
-            late = None if timeout is None else time.monotonic() + timeout
             for shard in connection.shards:
                 connection.await_(
                     shard, lambda shard=shard: shard.version >= at_least, late, "pull"  # type: ignore[misc]
                 )  # fmt: skip
         return connection
-
-    def _count(self, connection: ServerConnection, version: int, size: int) -> None:
-        """Count a pull, and store its version."""
-        connection.shards[0].count_pull(connection.slot, version, size)
-        self._pulled = version
 
     def _send_rows(
         self, table: str, ids: Any, values: Any, rule: Rule, scale: float, timeout: float | None
@@ -258,9 +252,11 @@ class ParameterClient(RowClient):
         )
 
     def _read_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Any:
-        connection = self._reached(at_least, timeout)
-        version, found, size = connection.pull_rows(table, ids)
-        self._count(connection, version, size)
+        late = None if timeout is None else time.monotonic() + timeout
+        connection = self._reached(at_least, late)
+        version, found, size = connection.pull_rows(table, ids, late)
+        connection.shards[0].count_pull(connection.slot, version, size)
+        self._pulled = version
         return found
 
     def _wait_for_slower(self, connection: ServerConnection, most: int, timeout: float | None) -> None:
@@ -310,16 +306,29 @@ class ParameterClient(RowClient):
             ...     server.client().pull(names=["b"])
             {'b': array([0.])}
         """
-        connection = self._reached(at_least, timeout)
+        self._pulled, found = self._copied(out, at_least, names, consistent, timeout)
+        return found if out is None or self._form == "object" else out
+
+    def _copied(
+        self,
+        out: Any = None,
+        at_least: int | None = None,
+        names: Iterable[str] | None = None,
+        consistent: bool = True,
+        timeout: float | None = None,
+    ) -> tuple[int, Any]:
+        """Copy the tensors or the object, and return them with their version."""
+        late = None if timeout is None else time.monotonic() + timeout
+        connection = self._reached(at_least, late)
         if self._form == "object":
-            version, found, size = connection.pull_object()
+            version, found, size = connection.pull_object(late)
         else:
             wanted = chosen(self._entries, names, "pull")
             into = None if out is None else self._targets(out, wanted)
-            version, copies, size = connection.pull(wanted, into, consistent)
+            version, copies, size = connection.pull(wanted, into, consistent, late)
             found = copies if self._form == "mapping" else copies[ONLY]
-        self._count(connection, version, size)
-        return found if out is None or self._form == "object" else out
+        connection.shards[0].count_pull(connection.slot, version, size)
+        return version, found
 
     def _targets(self, out: Any, names: list[str]) -> dict[str, Any]:
         """Return the tensors to fill, by name."""
@@ -360,7 +369,12 @@ class ParameterClient(RowClient):
         """
         if self._form != "object":
             names = chosen(self._entries, names, "prefetch")
-        return PullHandle(lambda: self.pull(names=names), self._filled)
+        return PullHandle(lambda: self._copied(names=names), self._taken)
+
+    def _taken(self, pulled: tuple[int, Any], out: Any) -> Any:
+        """Return the result of a prefetch, whose version is now the last that this client has pulled."""
+        self._pulled, found = pulled
+        return found if out is None else self._filled(found, out)
 
     def _filled(self, found: Any, out: Any) -> Any:
         tensors = named(found, self._form)

@@ -267,7 +267,7 @@ class ParameterServer:
         entries = {entry.name: entry for memory in self._memories for entry in memory.layout.entries}
         connection = ServerConnection(self._memories, self._inbox, self._ended)
         try:
-            version, found, _ = connection.pull(list(entries), None, consistent=True)
+            version, found, _ = connection.pull(list(entries), None, consistent=True, late=None)
         finally:
             connection.close()
         slots = {name: found.pop(name) for name, entry in entries.items() if entry.slot}

@@ -136,7 +136,7 @@ def _serve(
                 if isinstance(found, Unfinished):
                     started.append((number, found))
                 else:
-                    answers.put((number, found, error))
+                    _send(answers, (number, found, error))
                 del call, found
         finally:
             client.close()
@@ -145,7 +145,12 @@ def _serve(
 
 def _answer_first(started: deque[tuple[int, Unfinished]], answers: Channel[Any]) -> None:
     number, unfinished = started.popleft()
-    answers.put((number, *_outcome(unfinished.finish)))
+    _send(answers, (number, *_outcome(unfinished.finish)))
+
+
+def _send(answers: Channel[Any], answer: tuple[int, Any, BaseException | None]) -> None:
+    with contextlib.suppress(Closed):  # the client has closed its session, but sent more calls before
+        answers.put(answer)
 
 
 def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:

@@ -9,7 +9,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flowchan import Broken, Channel, Closed, Full
@@ -180,10 +180,10 @@ class ServerConnection:
             raise Closed(f"{call}: the parameter server has shut down")
 
     def pull(
-        self, names: list[str], into: Mapping[str, Any] | None, consistent: bool
+        self, names: list[str], into: Mapping[str, Any] | None, consistent: bool, late: float | None
     ) -> tuple[int, dict[str, Any], int]:
         """Copy tensors of one version, and return the version, the copies and their size in bytes."""
-        for attempt in itertools.count():
+        for attempt in _attempts(late):
             version = min(shard.version for shard in self.shards)
             lock = attempt >= OPTIMISTIC_READS
             copies, size = {}, 0
@@ -201,10 +201,10 @@ class ServerConnection:
                 return version, copies, size
         raise AssertionError
 
-    def pull_rows(self, table: str, ids: Any) -> tuple[int, Any, int]:
+    def pull_rows(self, table: str, ids: Any, late: float | None) -> tuple[int, Any, int]:
         """Copy rows of one version, and return the version, the copies and their size in bytes."""
         shard = next(shard for shard in self.shards if table in shard.blocks[0])
-        for attempt in itertools.count():
+        for attempt in _attempts(late):
             version = shard.version
             with shard.reading(version, attempt >= OPTIMISTIC_READS):
                 if shard.is_version(version):
@@ -213,10 +213,10 @@ class ServerConnection:
                         return version, found, size_of(found)
         raise AssertionError
 
-    def pull_object(self) -> tuple[int, Any, int]:
+    def pull_object(self, late: float | None) -> tuple[int, Any, int]:
         """Return the version, the object and its size in bytes."""
         (shard,) = self.shards
-        for attempt in itertools.count():
+        for attempt in _attempts(late):
             record = shard.record()
             with shard.reading(record.version, attempt >= OPTIMISTIC_READS):
                 contents = shard.read_object(record)
@@ -228,6 +228,17 @@ class ServerConnection:
         """Release the slot. Further calls have no effect."""
         for shard in self.shards:
             shard.close()
+
+
+def _attempts(late: float | None) -> Iterator[int]:
+    """Count the attempts to read one version. Raise ``TimeoutError`` after the time ``late``."""
+    yield 0
+    for attempt in itertools.count(1):
+        if late is not None and time.monotonic() > late:
+            raise TimeoutError(
+                f"pull: pushes have overwritten each of {attempt} copies before it was complete"
+            )
+        yield attempt
 
 
 _connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()

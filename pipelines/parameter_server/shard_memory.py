@@ -311,9 +311,17 @@ class OpenShard:
         return self._words[at] - 1
 
     def outcome(self, slot: int, push: int) -> Outcome | None:
-        """Return the outcome of a push, or None if the push has no outcome yet."""
+        """Return the outcome of a push, or None if the push has no outcome yet.
+
+        Raises:
+            RuntimeError: Later pushes of the slot have overwritten the outcome.
+        """
         at = _outcome_at(slot, push)
         number, outcome, value = self._words[at : at + _OUTCOME_WORDS]
+        if number > push + 1:
+            raise RuntimeError(
+                "wait: the client was closed before this call, and its outcome was overwritten"
+            )
         return Outcome(outcome, value) if number == push + 1 else None
 
     def error(self, number: int) -> BaseException:

@@ -358,6 +358,8 @@ class WeightsReader:
             if source.memory.latest() < least:
                 return False
             with source.memory.pin() as pinned:
+                if pinned.version < least:  # the trainer has announced the version, but not published it yet
+                    return False
                 source.layout.fill(tensors, pinned.read)
                 self._version, self._step = pinned.version, pinned.step
             return True

@@ -101,6 +101,7 @@ class WeightsAnswers:
                         return
                     # otherwise, only the reader has exited
         finally:
+            requests.close()  # after an unexpected error, so that readers do not wait for answers
             self._last = None
             if self._base is not None:
                 self._base.close()

@@ -37,6 +37,7 @@ def main() -> None:
     from flowchan import ChildDied
     from flowchan.pipelines import children
 
+    report(ready=True)
     for line in sys.stdin:
         order = json.loads(line)
         before = holdings()
@@ -157,6 +158,8 @@ class Family:
             start_new_session=True,
             text=True,
         )
+        # Python ignores a SIGINT that arrives at one point of its start.
+        assert self.answer() == {"ready": True}
 
     def order(self, **values: Any) -> None:
         assert self.program.stdin is not None

@@ -70,7 +70,7 @@ def steps_of_calls(steps: int, **schedule: Any) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, TORCHMPI], ids=str)
 def test_pull_never_rolls_back_a_single_replica(schedule: dict[str, Any]) -> None:
-    """With prefetching, TorchMPI's first pull resets the model to its parameters at the first step."""
+    """TorchMPI's first pull after a prefetch resets the model to its first parameters."""
     steps = 130 if schedule is TORCHMPI else 16
     (data,) = simulations.batches(workers=1, steps=steps)
     plain, model = simulations.model(), simulations.model()

@@ -143,7 +143,7 @@ class Lazy:
 
 @pytest.mark.parametrize("earlier", [0, 1], ids=["first", "later"])
 @pytest.mark.parametrize("make", [lambda: "topk", lambda: Lazy, Lazy], ids=["topk", "class", "object"])
-def test_push_that_was_not_sent_leaves_the_codes_as_they_were(make: Any, earlier: int) -> None:
+def test_push_that_was_not_sent_does_not_change_the_codes(make: Any, earlier: int) -> None:
     codes, x = make(), torch.arange(4.0)
     with ParameterServer({"w": torch.zeros(4)}, on="thread") as server:
         client, slow = server.client(), server.client()

@@ -13,7 +13,7 @@ from support.waiting import WAIT_LIMIT_S, wait_until
 from flowchan import Channel, Closed
 from flowchan.pipelines import ParameterClient, ParameterServer
 from flowchan.pipelines import map as start
-from flowchan.pipelines.parameter_server.shard_memory import PENDING
+from flowchan.pipelines.parameter_server.shard_memory import PENDING, OpenShard
 
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
@@ -264,3 +264,40 @@ def test_topk_codes_are_refused_for_the_copy_rule() -> None:
         pytest.raises(ValueError, match='with codes="topk", got "copy"'),
     ):
         server.client().push({"w": np.ones(200)}, rule="copy", codes="topk")
+
+
+def test_prefetch_changes_the_version_of_the_client_when_it_is_taken() -> None:
+    with ParameterServer({"w": np.zeros(2)}, on="thread") as server:
+        client, other = server.client(), server.client()
+        client.pull()
+        other.push({"w": np.ones(2)}).wait(WAIT_LIMIT_S)
+        handle = client.prefetch()
+        wait_until(lambda: not handle._thread.is_alive())
+        assert client.version == 0
+        assert client.push({"w": np.ones(2)}, max_staleness=0).wait(WAIT_LIMIT_S) == 1
+        assert handle.wait()["w"].tolist() == [1, 1]
+        assert client.version == 1
+
+
+def test_pull_raises_timeout_error_if_pushes_overwrite_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpenShard, "is_version", lambda shard, version: False)
+    with (
+        ParameterServer({"w": np.zeros(2)}, on="thread") as server,
+        pytest.raises(TimeoutError, match="pushes have overwritten each of"),
+    ):
+        server.client().pull(timeout=0.01)
+
+
+def test_wait_after_close_raises_if_later_pushes_overwrote_the_outcome() -> None:
+    with ParameterServer({"w": np.zeros(2)}, on="thread") as server:
+        client = server.client()
+        handle = client.push({"w": np.ones(2)})
+        connection = client._connection
+        client.close()
+        assert connection is not None
+        other = server.client()
+        for _ in range(PENDING + 1):
+            last = other.push({"w": np.ones(2)})
+        last.wait(WAIT_LIMIT_S)
+        with pytest.raises(RuntimeError, match="its outcome was overwritten"):
+            handle.wait(WAIT_LIMIT_S)

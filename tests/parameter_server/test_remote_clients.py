@@ -263,3 +263,16 @@ def test_remote_client_raises_closed_after_the_server_is_closed(tmp_path: Path) 
 def test_server_rejects_a_host_pool_and_suggests_a_remedy() -> None:
     with pytest.raises(ValueError, match=r"on must be 'process' or 'thread', got local.*; only clients"):
         ParameterServer(tensors(), on=hosts.local(2))
+
+
+def push_and_close(client: Any, worker: int) -> None:
+    for _ in range(40):
+        client.push({"left": np.ones(SIZE)})
+    client.close()
+
+
+def test_pushes_sent_before_close_are_applied() -> None:
+    with ParameterServer(tensors()) as server:
+        pipelines.map(2, push_and_close, server.client(), on=local(2)).join()
+        wait_until(lambda: server.stats().pushes == 80)
+        assert (server.client().pull()["left"] == 80).all()
