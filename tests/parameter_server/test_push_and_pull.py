@@ -266,7 +266,7 @@ def test_topk_codes_are_refused_for_the_copy_rule() -> None:
         server.client().push({"w": np.ones(200)}, rule="copy", codes="topk")
 
 
-def test_prefetch_changes_the_version_of_the_client_when_it_is_taken() -> None:
+def test_prefetch_changes_the_version_when_the_caller_takes_it() -> None:
     with ParameterServer({"w": np.zeros(2)}, on="thread") as server:
         client, other = server.client(), server.client()
         client.pull()
