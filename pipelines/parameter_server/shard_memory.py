@@ -313,8 +313,7 @@ class OpenShard:
     def outcome(self, slot: int, push: int) -> Outcome | None:
         """Return the outcome of a push, or None if the push has no outcome yet.
 
-        Raises:
-            RuntimeError: Later pushes of the slot have overwritten the outcome.
+        Raise ``RuntimeError`` if later pushes of the slot have overwritten the outcome.
         """
         at = _outcome_at(slot, push)
         number, outcome, value = self._words[at : at + _OUTCOME_WORDS]
