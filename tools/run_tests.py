@@ -107,6 +107,8 @@ def run_alone(test: Test, options: list[str]) -> float:
     """Run a test in its own process, and return how many seconds it took."""
     print(f"running once more, alone: {test.name}", flush=True)
     load = os.getloadavg()[0]
+    # pytest decides which tests are longer from all parameters of a test, and here it collects only one
+    options = [option for option in options if option != "--only-long"]
     status, outcomes = pytest_run(*options, "-n", "0", test.name)
     if outcomes is not None:
         test.alone = outcomes["in_tests"], load

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from runs import Gate, everywhere, last_calls
-from support.waiting import wait_until
+from support.waiting import WAIT_LIMIT_S, wait_until
 
 from flowchan import Graph, In
 from flowchan.collective import Group
@@ -300,6 +300,7 @@ def test_stacks_do_not_disturb_item_processing(callers: int) -> None:
     count: list[int] = []
     texts: list[str] = []
     with graph.start() as run:
+        assert run.ready(WAIT_LIMIT_S)
         feeder = threading.Thread(target=feed)
         feeder.start()
         askers = [threading.Thread(target=ask) for _ in range(callers)]
