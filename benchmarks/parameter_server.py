@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import multiprocessing
 import os
@@ -91,7 +92,7 @@ class _State:
     """State of a peer's server."""
 
     def __init__(self, values: Any) -> None:
-        self.values = values
+        self.values = copy.deepcopy(values)  # Ray passes a read-only array
 
     def push(self, given: Any) -> None:
         self.values += given
