@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 import pickle
 import threading
 import time
@@ -183,7 +182,6 @@ class Session:
         self._sent = self._answered = 0
         self._unread: deque[tuple[int, Any, BaseException | None]] = deque()
         self._waiting: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
-        self.pid = os.getpid()
 
     def send(self, call: tuple[Any, ...], timeout: float | None = None) -> Call:
         """Send a call, and return its handle.

@@ -158,3 +158,10 @@ def test_push_that_was_not_sent_does_not_change_the_codes(make: Any, earlier: in
         code = client._encoder._made["w"][1]
         left = code._residual if codes == "topk" else code.left
         assert torch.equal(client.pull()["w"] + left, (earlier + 1) * x)
+
+
+def test_topk_accepts_an_empty_tensor() -> None:
+    with ParameterServer({"w": torch.zeros(4), "none": torch.zeros(0)}, on="thread") as server:
+        client = server.client()
+        client.push({"w": torch.ones(4), "none": torch.zeros(0)}, codes="topk").wait(60)
+        assert client.pull()["w"].sum() == 1

@@ -112,7 +112,7 @@ class TopK:
             (tensor([0]), tensor([2.]))
         """
         total = x.clone() if self._residual is None else x + self._residual
-        chosen = total.abs().topk(max(1, int(self._fraction * total.numel()))).indices
+        chosen = total.abs().topk(min(total.numel(), max(1, int(self._fraction * total.numel())))).indices
         values = total[chosen]
         total[chosen] = 0
         self._residual = total
