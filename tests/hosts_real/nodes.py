@@ -22,6 +22,8 @@ QUICKLY = (
     '{"health_check_initial_delay_ms":1000,"health_check_period_ms":500,"health_check_failure_threshold":3}'
 )
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+# A token in ~/.ray turns authentication on for the head, but not for the other nodes.
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 
@@ -53,7 +55,9 @@ class Nodes:
             command += [f"--temp-dir={self._folder / 'ray'}", f"--system-config={QUICKLY}"]
         else:
             command.append(f"--address={HEAD}:6379")
-        self._servers.start(name, ("ip", "netns", "exec", name, *command), {**os.environ, **QUIET})
+        self._servers.start(
+            name, ("ip", "netns", "exec", name, *command), {**os.environ, **QUIET, **NO_TOKEN}
+        )
         wait_until(
             lambda: "will now block forever" in self._servers.log(name), what=lambda: self._servers.log(name)
         )
@@ -83,7 +87,7 @@ class Nodes:
             capture_output=True,
             text=True,
             timeout=100,
-            env={**os.environ, **QUIET},
+            env={**os.environ, **QUIET, **NO_TOKEN},
         )
 
     def close(self) -> None:
