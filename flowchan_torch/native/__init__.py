@@ -48,10 +48,10 @@ def load() -> ModuleType | None:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Load a compiled file. The autograd engine of the process starts before that, if it has not.
+    """Load a compiled file.
 
-    The engine makes a thread for each device that it finds when it starts, and such threads forbid a backward
-    pass in forked processes. Backward passes of remote tensors do not need the threads.
+    torch's autograd engine starts before that, if it has not. It makes a thread for each device that it finds
+    then, and a process with such threads cannot run backward passes in its forks.
     """
     # A fresh thread has no modes of torch such as no_grad.
     thread = threading.Thread(target=_start_engine)
@@ -65,12 +65,13 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
-def compile_to(path: Path, flags: Sequence[str] = ("-O2",)) -> None:
+def compile_to(path: Path, flags: Sequence[str] = ("-O2",), source: Path = SOURCE) -> None:
     """Compile the C++ part.
 
     Args:
         path: The file to write. It appears when it is complete.
         flags: Further flags of the compiler.
+        source: The file to compile.
 
     Raises:
         RuntimeError: There is no compiler, or it fails.
@@ -88,12 +89,12 @@ def compile_to(path: Path, flags: Sequence[str] = ("-O2",)) -> None:
         compiler, "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", *flags,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(abi._GLIBCXX_USE_CXX11_ABI)}",
         "-isystem", str(root / "include"), "-isystem", sysconfig.get_path("include"),
-        str(SOURCE), "-o", str(own), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu",
+        str(source), "-o", str(own), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu",
     ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"{compiler} cannot compile {SOURCE.name}: {done.stderr.strip()[:500]}")
+            raise RuntimeError(f"{compiler} cannot compile {source.name}: {done.stderr.strip()[:500]}")
         own.replace(path)
     finally:
         own.unlink(missing_ok=True)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from flowchan.pipelines.remote_tensors import special_ops
-from flowchan.pipelines.remote_tensors.device_table import client_at, clients, current, device_count
+import flowchan_torch.native
+from flowchan.pipelines.remote_tensors import device_table, special_ops
+from flowchan.pipelines.remote_tensors.device_table import client_at, clients, device_count
 
 
 class RemoteModule:
@@ -31,16 +32,16 @@ class RemoteModule:
 
     def current_device(self) -> int:
         """Return the index that ``device="remote"`` means in this thread."""
-        return current.index
+        return int(device_table.guard.current_device())
 
     def set_device(self, device: Any) -> None:
         """Set the index that ``device="remote"`` means in this thread."""
-        current.index = device if isinstance(device, int) else torch.device(device).index or 0
+        index = device if isinstance(device, int) else torch.device(device).index or 0
+        device_table.guard.set_device(index)
 
     def synchronize(self, device: Any = None) -> None:
         """Wait for all commands of a node, or of the current one."""
-        index = self.current_device() if device is None else torch.device(device).index
-        client_at(torch.device("remote", index)).ask("ping")
+        client_at(_device("remote" if device is None else device)).ask("ping")
 
     def manual_seed(self, seed: int) -> None:
         """Seed the random generator of the current node."""
@@ -91,9 +92,15 @@ def register() -> None:
         setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
         if setup is None:
             raise RuntimeError(
-                f"RemoteNodes: torch must have backends in Python, got torch {torch.__version__}; "
-                "install a newer torch"
+                f"RemoteNodes: torch must be 2.10 or newer, got {torch.__version__}; install a newer torch"
             )
+        guard = flowchan_torch.native.load()
+        if guard is None:
+            # torch's own guard has one device. The engine then must not choose a thread by the device.
+            torch.autograd.set_multithreading_enabled(False)
+        else:
+            guard.start(torch_module.synchronize)  # torch then leaves out the guard that it has for Python
+            device_table.guard = guard
         setup("remote", torch_module)
         special_ops.register()
         _registered = True
