@@ -11,13 +11,13 @@ import marshal
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-Batch = tuple[list[Any], list[int]]
-"""Commands, and the ids to free after them."""
+Batch = tuple[int, list[Any], list[int]]
+"""Position of the batch in the client's stream of numbers, commands, and the ids to free after them."""
 
 
-def pack_batch(commands: Sequence[Any], frees: Sequence[int]) -> bytes:
+def pack_batch(position: int, commands: Sequence[Any], frees: Sequence[int]) -> bytes:
     """Serialise a batch. Scalars keep their Python types."""
-    message: Any = (commands, frees)
+    message: Any = (position, commands, frees)
     return marshal.dumps(message)
 
 

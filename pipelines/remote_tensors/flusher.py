@@ -16,7 +16,7 @@ class Flushable(Protocol):
     """A client with a command buffer.
 
     Attributes:
-        buffer: Commands that were not sent.
+        buffer: Position of the buffer in the stream, and commands that were not sent.
         idle: True if the thread does not watch the buffer.
     """
 
@@ -51,7 +51,7 @@ class Flusher:
             pause.wait(FLUSH_INTERVAL_S)
             quiet += 1
             for client in list(self._watched):
-                if client.buffer:
+                if len(client.buffer) > 1:
                     quiet = 0
                     try:
                         client.flush()
@@ -62,7 +62,7 @@ class Flusher:
                 for client in list(self._watched):
                     client.idle = True
                     self._watched.discard(client)
-                    if client.buffer:  # a command came between the flush and the end of the watch
+                    if len(client.buffer) > 1:  # a command came between the flush and the end of the watch
                         self.watch(client)
                 self._wake.wait()
                 quiet = 0

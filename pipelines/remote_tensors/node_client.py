@@ -44,12 +44,14 @@ class NodeClient:
     """Connection of this process to one node. The methods are thread-safe.
 
     Several threads append commands without a lock: the command number comes from an atomic counter, and one
-    ``+=`` appends the whole command. ``flush`` takes the front of the list and deletes it there.
+    ``+=`` appends the whole command. ``flush`` sends the commands, and then one slice assignment removes them
+    and advances the position. If a signal handler raises in between, the next batch has the same position,
+    and the node skips what it has.
 
     Attributes:
         device: Device of the node in this process.
         number: Number of the node in its ``RemoteNodes``.
-        buffer: Commands that were not sent.
+        buffer: Commands that were not sent, after the position of the first one in the client's stream.
         frees: Ids to free with the next batch.
         numbers: Counter of command numbers and ids.
         sites: Lines of the program that issued the latest commands.
@@ -65,7 +67,7 @@ class NodeClient:
         self.device, self.number = device, number
         self.id = uuid.uuid4().hex
         self.pid = os.getpid()
-        self.buffer: list[Any] = []
+        self.buffer: list[Any] = [0]
         self.frees: list[int] = []
         self.numbers = itertools.count(1)
         self.sites = CallSites()
@@ -114,12 +116,11 @@ class NodeClient:
     def _flush(self) -> None:
         # The frees first: each command that uses one of these ids is already in the buffer or was sent.
         frees = self.frees[:]
-        count = len(self.buffer)
-        if not count and not frees:
+        position, *commands = self.buffer
+        if not commands and not frees:
             return
-        commands = self.buffer[:count]
-        self._put((self.id, None, pack_batch(commands, frees)))
-        del self.buffer[:count]
+        self._put((self.id, None, pack_batch(position, commands, frees)))
+        self.buffer[: 1 + len(commands)] = [position + len(commands)]
         del self.frees[: len(frees)]
 
     def send(self, *message: Any) -> None:

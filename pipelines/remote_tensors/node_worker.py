@@ -95,7 +95,7 @@ class ClientTable:
         self.tensors: dict[int, Any] = {}
         self.templates: dict[int, Compiled] = {}
         self.unfetched: dict[int, RemoteFailure] = {}
-        self.commands = 0
+        self.commands = self.position = 0
 
 
 class Inbox:
@@ -187,9 +187,10 @@ class Node:
 
     def run_batch(self, client: str, table: ClientTable, data: bytes) -> None:
         """Run the commands of a batch, and free ids after them."""
-        commands, frees = unpack_batch(data)
+        position, commands, frees = unpack_batch(data)
         tensors, templates = table.tensors, table.templates
-        place, end = 0, len(commands)
+        place, end = table.position - position, len(commands)  # the front may have come before
+        table.position = position + end
         while place < end:
             template = templates[commands[place]]
             following = place + template.size
