@@ -99,8 +99,8 @@ def test_packed_sequences_equal_the_cpus(nodes: RemoteNodes, kind: str, options:
 @pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
 def test_recurrent_cell_equals_the_cpus(nodes: RemoteNodes, kind: str) -> None:
     torch.manual_seed(0)
-    module = getattr(torch.nn, kind)(5, 7)
-    expected, found = (module_values(module, [torch.randn(3, 5)], device) for device in ("cpu", nodes[0]))
+    module, inputs = getattr(torch.nn, kind)(5, 7), [torch.randn(3, 5)]
+    expected, found = (module_values(module, inputs, device) for device in ("cpu", nodes[0]))
     assert all(map(torch.equal, found, expected))
 
 
