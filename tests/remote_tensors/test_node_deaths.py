@@ -159,9 +159,14 @@ def test_program_that_issues_into_a_full_channel_raises_node_died(nodes: Any, la
     y = latch.occupy(ones(nodes[0]))
     killer = threading.Timer(0.3, lambda: os.kill(latch.wait(), signal.SIGKILL))
     killer.start()
-    with pytest.raises(NodeDied) as caught:
+
+    def issue() -> None:
+        nonlocal y
         while True:
             y = y + 1
+
+    with pytest.raises(NodeDied) as caught:
+        issue()
     killer.join()
     assert "failing.wait" in caught.value.operation
     check_others(nodes)
@@ -175,16 +180,20 @@ def test_node_killed_during_a_large_transfer_raises_node_died(nodes: Any, way: s
     pid = pid_of(nodes[0])
     killer = threading.Timer(random.Random(seed).uniform(0, 0.1), os.kill, (pid, signal.SIGKILL))
     killer.start()
-    with pytest.raises(NodeDied) as caught:
+
+    def transfer() -> None:
         while True:
             if way == "upload":
                 local.to(nodes[0])
             elif way == "download":
                 assert far.cpu()[-1] == 1
             elif way == "copy out":
-                far.to(nodes[1])[0].item()
+                assert far.to(nodes[1])[-1].item() == 1
             else:
-                other.to(nodes[0])[0].item()
+                assert other.to(nodes[0])[-1].item() == 1
+
+    with pytest.raises(NodeDied) as caught:
+        transfer()
     killer.join()
     assert (caught.value.node, caught.value.pid) == (0, pid)
     check_others(nodes)
@@ -261,15 +270,19 @@ def test_other_nodes_copy_to_each_other_after_a_death() -> None:
 def test_close_ends_a_node_that_is_stuck(tmp_path: Path) -> None:
     latch = Latch(tmp_path / "latch")
     nodes = RemoteNodes(2)
-    with pytest.raises(KeyError), nodes:
-        latch.occupy(ones(nodes[0]))
-        other = pid_of(nodes[1])
-        with pytest.raises(TimeoutError):
-            nodes.sync(timeout=0.01)
-        pid = latch.wait()
-        raise KeyError  # the block does not wait for the node
-    assert not psutil.pid_exists(pid)
-    assert not psutil.pid_exists(other)
+    pids = [pid_of(nodes[1])]
+
+    def leave_block() -> None:
+        with nodes:
+            latch.occupy(ones(nodes[0]))
+            with pytest.raises(TimeoutError):
+                nodes.sync(timeout=0.01)
+            pids.append(latch.wait())
+            raise KeyError  # the block does not wait for the node
+
+    with pytest.raises(KeyError):
+        leave_block()
+    assert not any(map(psutil.pid_exists, pids))
 
 
 # --- nodes on hosts ---
