@@ -22,9 +22,9 @@ torch = optional("torch")
 HERE = Path(__file__).parent
 PHASES = ("start", "idle", "issue", "full", "wait", "upload", "download", "copy", "failed", "close")
 
-PROGRAM = """
+PROGRAM = f"""
 import sys, torch
-sys.path[:0] = {path!r}
+sys.path[:0] = {[str(HERE), str(HERE.parent)]!r}
 from pathlib import Path
 from failing_operations import Latch
 from flowchan.pipelines import RemoteNodes
@@ -61,7 +61,7 @@ while True:
     else:
         nodes.close()
         nodes = RemoteNodes(2, on=on)
-""".format(path=[str(HERE), str(HERE.parent)])
+"""
 
 
 def members(session: int) -> list[int]:
@@ -80,7 +80,7 @@ class Killed:
 
     Args:
         programs: Template that starts the program.
-        phase: What the program does when it is killed.
+        phase: Call that the program makes when it is killed.
         folder: Folder for the program's latch.
         where: Placement of the nodes: ``process`` or ``local``.
     """
@@ -179,9 +179,7 @@ def test_program_that_ends_without_close_ends_its_nodes(torch_programs: Template
     assert (found.stdout.splitlines()[-1], found.stderr, found.returncode) == ("[2.0, 2.0, 2.0]", "", 0)
 
 
-def test_unfetched_failure_is_reported_when_the_program_ends(
-    torch_programs: Template, tmp_path: Path
-) -> None:
+def test_unfetched_failure_is_reported_at_exit(torch_programs: Template, tmp_path: Path) -> None:
     program = PROGRAM.partition("while True")[0] + "torch.ops.failing.fail(x, 'value')"
     found = torch_programs.run("-c", program, "idle", tmp_path, "process", start_new_session=True)
     assert "a bad value" in found.stderr

@@ -1,4 +1,4 @@
-"""Test failed operations on remote tensors: root causes, dependents, poisoned storages and unfetched errors."""
+"""Test failed operations on remote tensors: root causes, dependents, poisoned storages, unfetched errors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_failed_operation_raises_both_tracebacks(nodes: Any) -> None:
         lambda y: print(y),
         lambda y: f"{y}",
         lambda y: y.nonzero(),
-        lambda y: list(y.unbind())[0].item(),
+        lambda y: y.unbind()[0].item(),
         lambda y: torch.equal(y, y),
         lambda y: torch.zeros(3).copy_(y),
     ],
@@ -310,7 +310,7 @@ def test_sync_does_not_raise_a_fetched_failure(nodes: Any) -> None:
 
 def test_sync_raises_failure_of_dropped_tensor(nodes: Any) -> None:
     torch.ops.failing.fail_(ones(nodes[0]), "value")
-    with pytest.raises(RemoteError, match="failing.fail_"):
+    with pytest.raises(RemoteError, match=r"failing\.fail_"):
         nodes.sync()
 
 
@@ -333,9 +333,13 @@ def test_fetched_failure_is_not_raised_by_close() -> None:
 
 
 def test_exception_of_the_block_gets_the_failure_as_a_note() -> None:
-    with pytest.raises(KeyError, match="original") as caught, RemoteNodes(1) as nodes:
-        fail(ones(nodes[0]))
-        raise KeyError("original")
+    def leave_block() -> None:
+        with RemoteNodes(1) as nodes:
+            fail(ones(nodes[0]))
+            raise KeyError("original")
+
+    with pytest.raises(KeyError, match="original") as caught:
+        leave_block()
     (note,) = caught.value.__notes__
     assert "a bad value" in note
     assert "test_remote_failures.py" in note
