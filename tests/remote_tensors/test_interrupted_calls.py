@@ -15,8 +15,7 @@ import pytest
 from failing_operations import Latch
 from support.optional_packages import optional
 
-from flowchan.errors import RemoteError
-from flowchan.pipelines import RemoteNodes
+from flowchan.pipelines import RemoteError, RemoteNodes
 
 torch = optional("torch")
 

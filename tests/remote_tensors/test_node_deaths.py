@@ -19,8 +19,7 @@ from failing_operations import Latch, pid_of
 from support.optional_packages import optional
 
 from flowchan import hosts
-from flowchan.errors import NodeDied, RemoteError
-from flowchan.pipelines import RemoteNodes
+from flowchan.pipelines import NodeDied, RemoteError, RemoteNodes
 
 torch = optional("torch")
 
@@ -89,7 +88,7 @@ def test_node_died_names_the_operation_that_killed_it(
         y.cpu()
     error = caught.value
     assert (error.node, error.host, error.pid, error.signal, error.exitcode) == (0, "", pid, number, code)
-    assert "failing.fail" in error.operation
+    assert "failing::fail" in error.operation
     text = str(error)
     assert f"issued at {__file__}:{line} in test_node_died_names_the_operation_that_killed_it" in text
     assert str(pid) in text
@@ -150,7 +149,7 @@ def test_waiting_call_raises_node_died(nodes: Any, latch: Latch, fetch: Callable
         fetch(nodes, y)
     killer.join()
     assert (caught.value.node, caught.value.pid, caught.value.signal) == (0, killer.pid, signal.SIGKILL)
-    assert "failing.wait" in caught.value.operation
+    assert "failing::wait" in caught.value.operation
     check_others(nodes)
 
 
@@ -168,7 +167,7 @@ def test_program_that_issues_into_a_full_channel_raises_node_died(nodes: Any, la
     with pytest.raises(NodeDied) as caught:
         issue()
     killer.join()
-    assert "failing.wait" in caught.value.operation
+    assert "failing::wait" in caught.value.operation
     check_others(nodes)
 
 

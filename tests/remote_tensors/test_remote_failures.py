@@ -13,8 +13,8 @@ import failing_operations
 import pytest
 from support.optional_packages import optional
 
-from flowchan.errors import FlowchanError, NodeDied, RemoteError
-from flowchan.pipelines import RemoteNodes
+from flowchan import FlowchanError
+from flowchan.pipelines import NodeDied, RemoteError, RemoteNodes
 
 torch = optional("torch")
 
@@ -55,13 +55,13 @@ def test_failed_operation_raises_both_tracebacks(nodes: Any) -> None:
     assert isinstance(error, FlowchanError)
     assert not isinstance(error, NodeDied)
     assert (type(error.__cause__), str(error.__cause__)) == (ValueError, "a bad value")
-    assert "failing.fail" in error.operation
+    assert "failing::fail" in error.operation
     assert error.node == 1
     text = str(error)
     assert f"issued at {__file__}:{line} in test_failed_operation_raises_both_tracebacks" in text
     assert 'raise ValueError("a bad value")' in text
     assert f'File "{failing_operations.__file__}"' in text
-    assert "failing.fail" in text
+    assert "failing::fail" in text
     assert x.sum().item() == 3
 
 
@@ -100,7 +100,7 @@ def test_thousand_dependents_are_skipped_with_the_root_cause(nodes: Any) -> None
         y = torch.ops.failing.count(y)
     error = error_of(y)
     assert isinstance(error.__cause__, ValueError)
-    assert "failing.fail" in error.operation
+    assert "failing::fail" in error.operation
     assert torch.ops.failing.counted(x).item() == before
     nodes.sync()
 
@@ -191,7 +191,7 @@ def test_in_place_failure_poisons_the_storage_with_its_views(nodes: Any) -> None
     for broken in (base, row, column, detached, viewed, base[3], base.T, viewed[8:], column.sum(), base + 1):
         error = error_of(broken)
         assert isinstance(error.__cause__, ValueError)
-        assert "failing.fail_" in error.operation
+        assert "failing::fail_" in error.operation
     assert before.sum().item() == 16
     nodes.sync()
 
@@ -217,7 +217,7 @@ def test_in_place_operation_with_failed_input_poisons_its_target(nodes: Any, cha
     change(x, bad)
     for broken in (x, view, x * 2):
         error = error_of(broken)
-        assert "failing.fail" in error.operation
+        assert "failing::fail" in error.operation
         assert isinstance(error.__cause__, ValueError)
 
 
@@ -310,7 +310,7 @@ def test_sync_does_not_raise_a_fetched_failure(nodes: Any) -> None:
 
 def test_sync_raises_failure_of_dropped_tensor(nodes: Any) -> None:
     torch.ops.failing.fail_(ones(nodes[0]), "value")
-    with pytest.raises(RemoteError, match=r"failing\.fail_"):
+    with pytest.raises(RemoteError, match=r"failing::fail_"):
         nodes.sync()
 
 
