@@ -74,10 +74,10 @@ class RemoteTensor(LocalForms, torch.Tensor):
             else:
                 key.append(value)
         try:
-            template = plan.templates[tuple(key)]
-        except (KeyError, TypeError):
-            return _general(plan, args, {})
-        return issue(template, inputs, scalars)
+            template = plan.templates.get(tuple(key))
+        except TypeError:  # an argument that is not hashable
+            template = None
+        return _general(plan, args, {}) if template is None else issue(template, inputs, scalars)
 
     @property  # type: ignore[override]
     def data(self) -> Any:
