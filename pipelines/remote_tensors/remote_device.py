@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import flowchan_torch.native
-from flowchan.pipelines.remote_tensors import device_table, special_ops
+from flowchan.pipelines.remote_tensors import backward_thread, device_table, remote_composites, special_ops
 from flowchan.pipelines.remote_tensors.device_table import client_at, clients, device_count
 
 
@@ -39,6 +39,10 @@ class RemoteModule:
         index = device if isinstance(device, int) else torch.device(device).index or 0
         device_table.guard.set_device(index)
 
+    def device(self, device: Any) -> CurrentDeviceContext:
+        """Return a context in which ``device="remote"`` means another node."""
+        return CurrentDeviceContext(self, device)
+
     def synchronize(self, device: Any = None) -> None:
         """Wait for all commands of a node, or of the current one."""
         client_at(_device("remote" if device is None else device)).ask("ping")
@@ -64,6 +68,20 @@ class RemoteModule:
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """Return the dtypes of autocast."""
         return [torch.bfloat16, torch.float16]
+
+
+class CurrentDeviceContext:
+    """Context that sets the current device and restores it at the end."""
+
+    def __init__(self, module: RemoteModule, device: Any) -> None:
+        self._module, self._device = module, device
+
+    def __enter__(self) -> None:
+        self._before = self._module.current_device()
+        self._module.set_device(self._device)
+
+    def __exit__(self, *exc: object) -> None:
+        self._module.set_device(self._before)
 
 
 def _device(device: Any) -> torch.device:
@@ -96,11 +114,11 @@ def register() -> None:
             )
         guard = flowchan_torch.native.load()
         if guard is None:
-            # torch's own guard has one device. The engine then must not choose a thread by the device.
-            torch.autograd.set_multithreading_enabled(False)
+            backward_thread.stay_in_calling_thread()
         else:
             guard.start(torch_module.synchronize)  # torch then leaves out the guard that it has for Python
             device_table.guard = guard
         setup("remote", torch_module)
         special_ops.register()
+        remote_composites.register()
         _registered = True

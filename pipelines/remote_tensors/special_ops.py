@@ -114,8 +114,14 @@ def send_to(client: NodeClient, source: Any) -> Any:
     )
 
 
+def _pack_padded_sequence(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compose the operation from others. The lengths are on the CPU, as for CUDA, and so are the batch sizes."""
+    return plan.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
 handlers.update(
     {
+        "aten::_pack_padded_sequence": _pack_padded_sequence,
         "aten::_local_scalar_dense": _scalar,
         "aten::equal": _equal,
         "aten::_to_copy": _to_copy,
