@@ -1,9 +1,8 @@
-"""Run backward passes in the thread that calls them, without the C++ device guard, which does this where it is.
+"""Run backward passes in the calling thread if there is no C++ device guard.
 
-torch runs the backward operations of a device in a thread of that device, and it starts these threads when the
-first backward pass begins. A device type in Python has one device only as far as torch's engine knows, so the
-engine aborts for ``remote:1``. Commands are issued by the calling thread anyway, and no kernel runs in this
-process, so device threads would give no speed.
+torch runs the backward operations of a device in a thread of that device. It starts these threads when the
+first backward pass begins, and torch's guard for devices in Python has one device, so the engine aborts for
+``remote:1``. The C++ guard also keeps passes in the calling thread. This module does so without a compiler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A program that runs backward passes over two nodes: ``backward_passes.py COUNT [COMPILED FILE]``.
 
-Two threads run passes that go from node to node, and through this process. In every tenth pass an operation raises in
-the middle. At the end a fork runs a pass on the CPU. The file is a C++ part to use instead of the usual one.
+Two threads run passes that go from node to node, and through this process. In every tenth pass an operation
+raises in the middle. At the end a fork runs a pass on the CPU. The file is the C++ part to use.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import scripts
@@ -25,7 +24,6 @@ def outcomes(count: int) -> str:
     return f"{{'equal': {count - count // 10}, 'refused': {count // 10}}} fork 0\n"
 
 
-@pytest.mark.usefixtures("long_walk")
 def test_failing_passes_leave_all_others_exact(long_walk: bool) -> None:
     count = 10_000 if long_walk else 300
     assert in_any_order(scripts.run_python(PROGRAM, str(count))) == outcomes(count)
@@ -73,15 +71,13 @@ with RemoteNodes(3) as nodes:
         print(x.grad.tolist(), torch.accelerator.device_count())
     with RemoteNodes(1) as later:
         y = torch.ones(2, device=later[0], requires_grad=True)
-        (y * x.sum().to(later[0])).sum().backward()
-        print(y.grad.tolist(), x.grad.tolist(), later[0], torch.accelerator.device_count())
+        (y * 2).sum().backward()
+        print(y.grad.tolist(), later[0], torch.accelerator.device_count())
 """
 
 
 def test_thread_runs_passes_of_nodes_that_started_later() -> None:
-    assert scripts.run_python("-c", THREADS) == (
-        "[3.0, 3.0] 3\n[3.0, 3.0] 3\n[2.0, 2.0] [5.0, 5.0] remote:3 4\n"
-    )
+    assert scripts.run_python("-c", THREADS) == ("[3.0, 3.0] 3\n[3.0, 3.0] 3\n[2.0, 2.0] remote:3 4\n")
 
 
 WITHOUT_COMPILER = """
@@ -109,7 +105,7 @@ SANITIZED = (*ASSERTIONS, "-fsanitize=address,undefined", "-fno-sanitize=vptr", 
 
 
 def run_sanitized(compiled: Path, count: int) -> subprocess.CompletedProcess[str]:
-    """Run the program with the address sanitizer in the process: it then sees torch's own heap, too."""
+    """Run the program with the address sanitizer, which then also checks torch's use of the heap."""
     libraries = [
         subprocess.check_output([COMPILER, f"-print-file-name={name}"], text=True).strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")
@@ -131,13 +127,13 @@ def test_sanitizers_report_no_error_in_backward_passes(tmp_path: Path) -> None:
     assert "ERROR" not in ended.stderr
 
 
-PLANTS: dict[str, tuple[str, str, str]] = {
+PLANTS = {
     "address": (
         "device_count = static_cast<DeviceIndex>(value);",
-        "device_count = static_cast<DeviceIndex>(value); char* freed = new char[8]; delete[] freed; freed[0] = 1;",
+        "char* freed = new char[8]; delete[] freed; device_count = freed[0];",
         "heap-use-after-free",
     ),
-    "bounds": ("static char places[128];", "static char places[1];", "index 1 out of bounds"),
+    "bounds": ("char places[128];", "char places[1];", "index 1 out of bounds"),
 }
 
 
@@ -150,7 +146,7 @@ def test_sanitizers_find_a_fault_planted_in_the_guard(plant: str, tmp_path: Path
     text = native.SOURCE.read_text()
     assert before in text
     planted = tmp_path / native.SOURCE.name
-    planted.write_text(text.replace(before, after).replace(before.replace("static ", "").replace("places", "RemoteGuard::places"), after.replace("static ", "").replace("places", "RemoteGuard::places")))
+    planted.write_text(text.replace(before, after))
     native.compile_to(tmp_path / "device_guard.so", SANITIZED, planted)
     ended = run_sanitized(tmp_path / "device_guard.so", 20)
     assert ended.returncode != 0
