@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flowchan import Channel, ChildDied, Closed, Empty
+from flowchan.pipelines.children.child_state import released
 from flowchan.pipelines.remote_tensors import flusher
 from flowchan.pipelines.remote_tensors.command_format import NodeReply, TemplateSpec, pack_batch
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
@@ -140,7 +141,8 @@ class NodeClient:
 
     def wake(self) -> None:
         """Let the background thread watch the buffer."""
-        flusher.flusher.watch(self)
+        if not self.closed:
+            flusher.flusher.watch(self)
 
     # --- questions ---
 
@@ -244,6 +246,8 @@ class NodeClient:
     def close(self) -> None:
         """Close the command channel, which ends the node after its last command."""
         self.closed = True
+        flusher.flusher.remove(self)
         self.forget()
         self._commands.close()
         self._replies.close()
+        self._commands = self._replies = released()  # tensors that live longer keep this object, not memory

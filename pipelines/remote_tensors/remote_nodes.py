@@ -204,6 +204,7 @@ class RemoteNodes(Sequence[torch.device]):
             device_table.set_client(self._first + number, None)
         for inbox in self._inboxes:
             inbox.close()
+        self._inboxes = []
         self._kids.close()
         for watcher in self._watchers:
             watcher.join()
