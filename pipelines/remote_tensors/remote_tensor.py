@@ -73,10 +73,10 @@ class RemoteTensor(torch.Tensor):
             else:
                 key.append(value)
         try:
-            template = plan.templates[tuple(key)]
-        except (KeyError, TypeError):
-            return _general(plan, args, {})
-        return issue(template, inputs, scalars)
+            template = plan.templates.get(tuple(key))
+        except TypeError:
+            template = None
+        return _general(plan, args, {}) if template is None else issue(template, inputs, scalars)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         values = self.detach().cpu()
@@ -304,7 +304,8 @@ def run_and_ask(
         plan.name, args, kwargs, len(inputs), len(scalars), (), mutated_inputs(plan, args, kwargs),
         torch.get_default_dtype(),
     )  # fmt: skip
-    answer = client.ask("run", number, pickle.dumps(spec), [one._h.id for one in inputs], list(scalars))
+    ids = [one._h.id for one in inputs]
+    answer = client.ask("run", number, pickle.dumps(spec), ids, list(scalars), operation=(number, plan.name))
     return _restored(client, answer, inputs)
 
 
