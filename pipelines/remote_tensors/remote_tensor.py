@@ -316,7 +316,8 @@ def run_and_ask(
         plan.name, args, kwargs, len(inputs), len(scalars), (), mutated_inputs(plan, args, kwargs),
         torch.get_default_dtype(),
     )  # fmt: skip
-    answer = client.ask("run", number, pickle.dumps(spec), [one._h.id for one in inputs], list(scalars))
+    ids = [one._h.id for one in inputs]
+    answer = client.ask("run", number, pickle.dumps(spec), ids, list(scalars), operation=(number, plan.name))
     return _restored(client, answer, inputs)
 
 
