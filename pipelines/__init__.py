@@ -15,8 +15,10 @@
 - :class:`Downpour`, :class:`ElasticAveraging`, :class:`DiLoCo` and :class:`AsySGInCon`: low-communication
   training through a parameter server.
 
-Only ``dataset``, ``Sequential`` and its companions, and these four algorithms need torch. They are imported
-on first use.
+- :class:`RemoteNodes`: torch devices whose operations run in other processes or on other hosts.
+
+Only ``dataset``, ``Sequential`` and its companions, these four algorithms and ``RemoteNodes`` need torch.
+They are imported on first use.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from flowchan.pipelines.parameter_server.diloco import DiLoCo
     from flowchan.pipelines.parameter_server.downpour import Downpour
     from flowchan.pipelines.parameter_server.elastic_averaging import ElasticAveraging
+    from flowchan.pipelines.remote_tensors import NodeDied, NodeStats, RemoteError, RemoteNodes, RemoteTensor
     from flowchan.pipelines.sequential import Pop, Sequential, Stash, Training
 
 __all__ = [
@@ -66,12 +69,17 @@ __all__ = [
     "Event",
     "Lock",
     "Marshalled",
+    "NodeDied",
+    "NodeStats",
     "ParameterClient",
     "ParameterServer",
     "ParameterServerStats",
     "Pop",
     "PullHandle",
     "PushHandle",
+    "RemoteError",
+    "RemoteNodes",
+    "RemoteTensor",
     "RowOptimizer",
     "Semaphore",
     "Sequential",
@@ -108,6 +116,9 @@ _NEED_TORCH = {
     "DiLoCo": "parameter_server.diloco",
     "Downpour": "parameter_server.downpour",
     "ElasticAveraging": "parameter_server.elastic_averaging",
+    **dict.fromkeys(
+        ("NodeDied", "NodeStats", "RemoteError", "RemoteNodes", "RemoteTensor"), "remote_tensors"
+    ),
 }
 """Modules that define the names that need torch."""
 

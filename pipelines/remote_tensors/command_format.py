@@ -1,0 +1,89 @@
+"""The messages between a client and a node.
+
+A command is a flat sequence in the command list of a batch: template id, command number, ids of new outputs,
+ids of inputs, scalars. The template tells how many of each there are. All ids are explicit, so a command
+that a signal handler or a second thread interrupts cannot shift the ids of later commands.
+"""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+Batch = tuple[int, list[Any], list[int]]
+"""Position of the batch in the client's stream of numbers, commands, and the ids to free after them."""
+
+
+def pack_batch(position: int, commands: Sequence[Any], frees: Sequence[int]) -> bytes:
+    """Serialise a batch. Scalars keep their Python types."""
+    message: Any = (position, commands, frees)
+    return marshal.dumps(message)
+
+
+def unpack_batch(data: bytes) -> Batch:
+    """Restore a batch."""
+    batch: Batch = marshal.loads(data)
+    return batch
+
+
+class NodeDevice(NamedTuple):
+    """Placeholder for the device on which a node runs its kernels."""
+
+
+class Slot(NamedTuple):
+    """Placeholder for an input tensor of a command, by its position."""
+
+    place: int
+
+
+class Payload(NamedTuple):
+    """Placeholder for a scalar of a command, by its position."""
+
+    place: int
+
+
+class TemplateSpec(NamedTuple):
+    """What a node needs to run the commands of one template.
+
+    Attributes:
+        operation: Name of the operator with its overload, such as ``aten::add.Tensor``.
+        args: Positional arguments with placeholders; lists are tuples.
+        kwargs: Keyword arguments with placeholders.
+        inputs: Number of input tensors.
+        scalars: Number of scalars.
+        kept: Places of the new tensors among the flat results; None if the only result is new.
+        mutated: Places of the inputs that the operation changes.
+        dtype: Default dtype when the template was made.
+        module: Module that registers the operator, for operators that torch registers on import.
+    """
+
+    operation: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: int
+    scalars: int
+    kept: tuple[int, ...] | None
+    mutated: tuple[int, ...]
+    dtype: Any
+    module: str = ""
+
+    @property
+    def outputs(self) -> int:
+        """Number of new tensors."""
+        return 1 if self.kept is None else len(self.kept)
+
+
+class NodeReply(NamedTuple):
+    """Answer of a node to a numbered question."""
+
+    question: int
+    value: Any
+    failed: bool = False
+
+
+def flat_results(result: Any) -> list[Any]:
+    """Return the leaves of an operation's result in order."""
+    if isinstance(result, (tuple, list)):
+        return [leaf for part in result for leaf in flat_results(part)]
+    return [result]

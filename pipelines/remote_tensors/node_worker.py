@@ -1,0 +1,400 @@
+"""The program of a node: run the commands of the clients in order, on ordinary tensors.
+
+Each client has its own table from id to tensor. A failed command stores a :class:`RemoteFailure` for each of
+its outputs, and a command with a failed input is skipped. Views are views of torch, so in-place operations
+and their aliases behave as they do locally.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import itertools
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flowchan import Broken, Channel, Closed, Full
+from flowchan.pipelines.children.parent_handle import Parent
+from flowchan.pipelines.remote_tensors.command_format import (
+    NodeDevice,
+    Payload,
+    Slot,
+    TemplateSpec,
+    flat_results,
+    unpack_batch,
+)
+from flowchan.pipelines.remote_tensors.remote_failures import RemoteFailure
+
+
+class Compiled:
+    """A template as the node runs it."""
+
+    __slots__ = ("function", "inputs", "kept", "mutated", "name", "outputs", "size")
+
+    def __init__(self, spec: TemplateSpec, device: torch.device) -> None:
+        self.name, self.inputs, self.kept, self.mutated = spec.operation, spec.inputs, spec.kept, spec.mutated
+        self.outputs = spec.outputs
+        self.size = 2 + spec.outputs + spec.inputs + spec.scalars
+        self.function = compiled(spec, device)
+
+
+def operator(name: str, module: str = "") -> Any:
+    """Return the operator with a name such as ``aten::add.Tensor``."""
+    if module:
+        importlib.import_module(module)
+    space, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+
+
+def compiled(spec: TemplateSpec, device: torch.device) -> Callable[[Sequence[Any]], Any]:
+    """Return a function that takes the inputs and scalars of a command and runs the operator."""
+    constants: list[Any] = []
+
+    def source(value: Any) -> str:
+        if type(value) is Slot:
+            return f"v[{value.place}]"
+        if type(value) is Payload:
+            return f"v[{spec.inputs + value.place}]"
+        if type(value) is NodeDevice:
+            constants.append(device)
+        elif type(value) is tuple:
+            return "[" + ", ".join(map(source, value)) + "]"
+        else:
+            constants.append(value)
+        return f"c[{len(constants) - 1}]"
+
+    parts = [*map(source, spec.args), *(f"{name}={source(value)}" for name, value in spec.kwargs.items())]
+    op = operator(spec.operation, spec.module)
+    call = eval(f"lambda v: op({', '.join(parts)})", {"op": op, "c": constants})
+
+    def with_dtype(values: Sequence[Any]) -> Any:
+        before = torch.get_default_dtype()
+        if before is spec.dtype:
+            return call(values)
+        torch.set_default_dtype(spec.dtype)
+        try:
+            return call(values)
+        finally:
+            torch.set_default_dtype(before)
+
+    plain: Callable[[Sequence[Any]], Any] = call
+    return plain if spec.dtype is torch.get_default_dtype() else with_dtype
+
+
+class ClientTable:
+    """Tensors, templates and failures of one client."""
+
+    def __init__(self, replies: Channel[Any]) -> None:
+        self.replies = replies
+        self.tensors: dict[int, Any] = {}
+        self.templates: dict[int, Compiled] = {}
+        self.unfetched: dict[int, RemoteFailure] = {}
+        self.commands = self.position = 0
+
+
+class Inbox:
+    """Tensors that other nodes have sent to this node."""
+
+    def __init__(self, channel: Channel[Any]) -> None:
+        self._channel = channel
+        self._arrived: dict[str, Any] = {}
+
+    def take(self, key: str) -> Any:
+        """Wait for the tensor with this key."""
+        while key not in self._arrived:
+            name, value = self._channel.get()
+            self._arrived[name] = value
+        return self._arrived.pop(key)
+
+
+class Senders:
+    """Send tensors to other nodes without blocking the commands of this node.
+
+    A tensor that does not fit into the inbox at once is cloned, and a thread per node sends it.
+    """
+
+    def __init__(self, inboxes: Sequence[Channel[Any]]) -> None:
+        self._inboxes = inboxes
+        self._queues: dict[int, queue.SimpleQueue[Any]] = {}
+        self._waiting: collections.Counter[int] = collections.Counter()
+
+    def send(self, node: int, key: str, value: Any) -> None:
+        """Send a tensor to a node."""
+        if not self._waiting[node]:
+            try:
+                self._inboxes[node].put((key, value), timeout=0)
+                return
+            except (Full, TimeoutError):
+                pass
+            except Closed:
+                return  # the node has ended, and the client knows it
+        if node not in self._queues:
+            self._queues[node] = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(node,), daemon=True).start()
+        self._waiting[node] += 1
+        self._queues[node].put((key, value.clone() if isinstance(value, torch.Tensor) else value))
+
+    def _run(self, node: int) -> None:
+        while True:
+            item = self._queues[node].get()
+            try:
+                self._inboxes[node].put(item)
+            except Closed:
+                pass
+            self._waiting[node] -= 1
+
+
+class Node:
+    """State of one node.
+
+    Args:
+        number: Number of the node in its ``RemoteNodes``.
+        commands: Channel with the messages of all clients.
+        inboxes: Channel of each node for tensors from other nodes.
+        device: Device on which this node runs its kernels.
+    """
+
+    def __init__(
+        self, number: int, commands: Channel[Any], inboxes: Sequence[Channel[Any]], device: torch.device
+    ) -> None:
+        self.number, self.commands, self.device = number, commands, device
+        self.inbox, self.senders = Inbox(inboxes[number]), Senders(inboxes)
+        self.clients: dict[str, ClientTable] = {}
+
+    def run(self) -> None:
+        """Run messages until the command channel is closed."""
+        with torch.no_grad():
+            while True:
+                try:
+                    client, kind, *rest = self.commands.get()
+                except Closed:
+                    return
+                if kind is None:
+                    self.run_batch(client, self.clients[client], rest[0])
+                elif kind == "hello":
+                    self.clients[client] = ClientTable(rest[0])
+                else:
+                    getattr(self, f"on_{kind}")(client, self.clients[client], *rest)
+                rest = []
+
+    # --- commands ---
+
+    def run_batch(self, client: str, table: ClientTable, data: bytes) -> None:
+        """Run the commands of a batch, and free ids after them."""
+        position, commands, frees = unpack_batch(data)
+        tensors, templates = table.tensors, table.templates
+        place, end = table.position - position, len(commands)  # the front may have come before
+        table.position = position + end
+        while place < end:
+            template = templates[commands[place]]
+            following = place + template.size
+            self.run_command(client, table, template, commands, place)
+            place = following
+        for id in frees:
+            tensors.pop(id, None)
+
+    def run_command(
+        self, client: str, table: ClientTable, template: Compiled, commands: list[Any], place: int
+    ) -> None:
+        """Run one command, and store its results or its failure."""
+        tensors = table.tensors
+        table.commands += 1
+        first = place + 2 + template.outputs
+        values = commands[first : place + template.size]
+        for slot in range(template.inputs):
+            value = values[slot] = tensors[values[slot]]
+            if type(value) is RemoteFailure:
+                self.fail(table, template, commands, place, value)
+                return
+        try:
+            result = template.function(values)
+        except Exception as error:
+            failure = RemoteFailure.of(self.number, client, commands[place + 1], template.name, error)
+            table.unfetched[failure.number] = failure
+            self.fail(table, template, commands, place, failure)
+            return
+        if template.kept is None:
+            tensors[commands[place + 2]] = result
+        elif template.kept:
+            leaves = flat_results(result)
+            for id, kept in zip(commands[place + 2 : first], template.kept, strict=True):
+                tensors[id] = leaves[kept]
+
+    def fail(
+        self, table: ClientTable, template: Compiled, commands: list[Any], place: int, failure: RemoteFailure
+    ) -> None:
+        """Store a failure for the outputs of a command, and for all views of what it changes."""
+        first = place + 2 + template.outputs
+        for id in commands[place + 2 : first]:
+            table.tensors[id] = failure
+        for slot in template.mutated:
+            changed = table.tensors[commands[first + slot]]
+            if type(changed) is not RemoteFailure:
+                self.poison(changed, failure)
+
+    def poison(self, changed: Any, failure: RemoteFailure) -> None:
+        """Replace all tensors that share the storage by a failure."""
+        storage = changed.untyped_storage()._cdata
+        for table in self.clients.values():
+            for id, tensor in table.tensors.items():
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata == storage:
+                    table.tensors[id] = failure
+
+    # --- messages ---
+
+    def on_template(self, client: str, table: ClientTable, id: int, spec: bytes) -> None:
+        """Add a template."""
+        try:
+            table.templates[id] = Compiled(pickle.loads(spec), self.device)
+        except Exception as error:
+            table.templates[id] = self._unknown(pickle.loads(spec), error)
+
+    def _unknown(self, spec: TemplateSpec, error: Exception) -> Compiled:
+        """Return a template whose commands fail, for an operator that this node does not have."""
+        known = Compiled(spec._replace(operation="aten::add.Tensor", module=""), self.device)
+        known.name = spec.operation
+
+        def fail(values: Sequence[Any]) -> Any:
+            raise error
+
+        known.function = fail
+        return known
+
+    def on_upload(self, client: str, table: ClientTable, id: int, tensor: Any) -> None:
+        """Store a tensor of the client."""
+        table.tensors[id] = tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+    def on_send(self, client: str, table: ClientTable, number: int, id: int, node: int, key: str) -> None:
+        """Send a tensor or its failure to another node."""
+        value = table.tensors[id]
+        if isinstance(value, torch.Tensor):
+            value = value.cpu().resolve_conj().resolve_neg()
+        self.senders.send(node, key, value)
+
+    def on_receive(self, client: str, table: ClientTable, id: int, key: str, sender: int) -> None:
+        """Wait for a tensor from another node."""
+        value = self.inbox.take(key)
+        on_cpu = type(value) is RemoteFailure or self.device.type == "cpu"
+        table.tensors[id] = value if on_cpu else value.to(self.device)
+
+    def on_seed(self, client: str, table: ClientTable, seed: int) -> None:
+        """Seed the random generators."""
+        torch.manual_seed(seed)
+
+    def on_set_rng_state(self, client: str, table: ClientTable, state: torch.Tensor) -> None:
+        """Set the state of the random generator."""
+        torch.set_rng_state(state.clone())
+
+    def on_ask(
+        self, client: str, table: ClientTable, question: int, what: str, args: tuple[Any, ...]
+    ) -> None:
+        """Answer a question."""
+        failure = None
+        try:
+            value = getattr(self, f"answer_{what}")(client, table, *args)
+        except Exception as error:
+            failure = RemoteFailure.of(self.number, client, 0, what, error)
+        else:
+            failure = value if type(value) is RemoteFailure else None
+        if failure is not None:
+            table.unfetched.pop(failure.number, None)
+            value = failure
+        try:
+            table.replies.put((question, value, failure is not None))
+        except (Closed, Broken):
+            self.clients.pop(client, None)  # the client has ended
+
+    # --- answers ---
+
+    def answer_item(self, client: str, table: ClientTable, id: int) -> Any:
+        """Return the value of a tensor with one element."""
+        tensor = table.tensors[id]
+        return tensor if type(tensor) is RemoteFailure else tensor.item()
+
+    def answer_fetch(self, client: str, table: ClientTable, id: int) -> Any:
+        """Return a tensor."""
+        tensor = table.tensors[id]
+        return tensor if type(tensor) is RemoteFailure else tensor.cpu().resolve_conj().resolve_neg()
+
+    def answer_ping(self, client: str, table: ClientTable) -> None:
+        """Return when all earlier commands have run."""
+
+    def answer_sync(self, client: str, table: ClientTable) -> list[tuple[Any, ...]]:
+        """Return the failures that the client has not fetched."""
+        found = [tuple(one) for one in table.unfetched.values()]
+        table.unfetched.clear()
+        return found
+
+    def answer_rng_state(self, client: str, table: ClientTable) -> torch.Tensor:
+        """Return the state of the random generator."""
+        return torch.get_rng_state()
+
+    def answer_stats(self, client: str, table: ClientTable) -> tuple[int, int]:
+        """Return the number of commands and of live tensors."""
+        return table.commands, len(table.tensors)
+
+    def answer_run(
+        self, client: str, table: ClientTable, number: int, spec: bytes, inputs: list[int], scalars: list[Any]
+    ) -> Any:
+        """Run an operator whose shapes depend on values, and return the metadata of its results."""
+        template = pickle.loads(spec)
+        values: list[Any] = [table.tensors[id] for id in inputs]
+        for value in values:
+            if type(value) is RemoteFailure:
+                return value
+        try:
+            result = compiled(template, self.device)([*values, *scalars])
+        except Exception as error:
+            failure = RemoteFailure.of(self.number, client, number, template.operation, error)
+            for slot in template.mutated:
+                self.poison(values[slot], failure)
+            return failure
+        return self._described(table, number, result, values, itertools.count(1))
+
+    def _described(self, table: ClientTable, number: int, result: Any, inputs: list[Any], more: Any) -> Any:
+        if isinstance(result, torch.Tensor):
+            meta = tuple(result.shape), result.stride(), result.storage_offset(), result.dtype
+            for place, one in enumerate(inputs):
+                if one is result:
+                    return "input", (place, *meta)
+            # results after the first one have ids that no client uses
+            place = next(more)
+            id = number if place == 1 else -(number * 1000 + place)
+            table.tensors[id] = result
+            return "new", (id, *meta)
+        if isinstance(result, (tuple, list)):
+            parts = [self._described(table, number, one, inputs, more) for one in result]
+            return "list" if isinstance(result, list) else "tuple", parts
+        return "value", result
+
+
+def node_main(
+    parent: Parent,
+    number: int,
+    commands: Channel[Any],
+    inboxes: Sequence[Channel[Any]],
+    device: str,
+    threads: int,
+) -> None:
+    """Run a node. The child calls this function."""
+    error: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            # A thread of its own: the OpenMP threads of a forked parent cannot be used in the forking thread.
+            torch.set_num_threads(threads)
+            Node(number, commands, inboxes, torch.device(device)).run()
+        except BaseException as raised:
+            error.append(raised)
+
+    thread = threading.Thread(target=run, name=f"flowchan node {number}")
+    thread.start()
+    thread.join()
+    if error:
+        raise error[0]

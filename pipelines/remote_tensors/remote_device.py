@@ -1,0 +1,99 @@
+"""The device type ``remote``: its registration with torch, its devices, and the module ``torch.remote``."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from flowchan.pipelines.remote_tensors import special_ops
+from flowchan.pipelines.remote_tensors.device_table import client_at, clients, current, device_count
+
+
+class RemoteModule:
+    """The module ``torch.remote``."""
+
+    def is_available(self) -> bool:
+        """Return whether this process has nodes."""
+        return bool(clients())
+
+    def is_initialized(self) -> bool:
+        """Return True."""
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        """Return the number of device indices."""
+        return device_count()
+
+    def current_device(self) -> int:
+        """Return the index that ``device="remote"`` means in this thread."""
+        return current.index
+
+    def set_device(self, device: Any) -> None:
+        """Set the index that ``device="remote"`` means in this thread."""
+        current.index = device if isinstance(device, int) else torch.device(device).index or 0
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait for all commands of a node, or of the current one."""
+        index = self.current_device() if device is None else torch.device(device).index
+        client_at(torch.device("remote", index)).ask("ping")
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the random generator of the current node."""
+        client_at(torch.device("remote")).send("seed", seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the random generators of all nodes. ``torch.manual_seed`` calls this function."""
+        for client in clients():
+            client.send("seed", seed)
+
+    def get_rng_state(self, device: Any = "remote") -> torch.Tensor:
+        """Return the state of a node's random generator."""
+        state: torch.Tensor = client_at(_device(device)).ask("rng_state")
+        return state
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = "remote") -> None:
+        """Set the state of a node's random generator."""
+        client_at(_device(device)).send("set_rng_state", state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Return the dtypes of autocast."""
+        return [torch.bfloat16, torch.float16]
+
+
+def _device(device: Any) -> torch.device:
+    return torch.device("remote", device) if isinstance(device, int) else torch.device(device)
+
+
+torch_module = RemoteModule()
+
+
+_registering = threading.Lock()
+_registered = False
+
+
+def register() -> None:
+    """Register the device type with torch, once.
+
+    Raises:
+        RuntimeError: This torch has no Python backends, or another package has registered a device type.
+    """
+    global _registered
+    with _registering:
+        if _registered:
+            return
+        from torch.utils import backend_registration
+
+        setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+        if setup is None:
+            raise RuntimeError(
+                f"RemoteNodes: torch must have backends in Python, got torch {torch.__version__}; "
+                "install a newer torch"
+            )
+        setup("remote", torch_module)
+        special_ops.register()
+        _registered = True

@@ -1,0 +1,59 @@
+"""Exceptions of remote tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowchan.errors import FlowchanError
+
+
+class RemoteError(FlowchanError):
+    """A remote operation failed. Its ``__cause__`` is the exception that the node raised.
+
+    The message has the node's traceback and the line of the program that issued the operation.
+
+    Attributes:
+        operation: Name of the operator, such as ``aten::mm``.
+        node: Number of the node in its ``RemoteNodes``.
+    """
+
+    def __init__(self, message: str, *, operation: str = "", node: int = 0) -> None:
+        super().__init__(message)
+        self.operation, self.node = operation, node
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remote_error, (type(self), str(self), dict(self.__dict__))
+
+
+class NodeDied(RemoteError):
+    """A node died: it was killed, it crashed, or its host was lost.
+
+    Attributes:
+        operation: Name of the first operator that is not known to have finished.
+        node: Number of the node in its ``RemoteNodes``.
+        host: Name of the node's host; empty on the program's machine.
+        pid: Process id on that host; 0 if unknown.
+        signal: Number of the signal that killed the node; ``None`` without a signal or if it is unknown.
+        exitcode: Exit code of the node; ``None`` if a signal killed it or the code is unknown.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        operation: str = "",
+        node: int = 0,
+        host: str = "",
+        pid: int = 0,
+        signal: int | None = None,
+        exitcode: int | None = None,
+    ) -> None:
+        super().__init__(message, operation=operation, node=node)
+        self.host, self.pid = host, pid
+        self.signal, self.exitcode = signal, exitcode
+
+
+def _remote_error(kind: type[RemoteError], message: str, attributes: dict[str, Any]) -> RemoteError:
+    error = kind(message)
+    error.__dict__.update(attributes)
+    return error

@@ -1,0 +1,107 @@
+"""Failures of remote operations: how a node stores them, and how the client raises them."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import traceback
+from types import CodeType
+from typing import Any, NamedTuple
+
+from flowchan.pipelines.remote_tensors.remote_errors import RemoteError
+
+SITES = 1 << 16
+"""Number of the latest commands whose lines in the program are known."""
+
+
+class RemoteFailure(NamedTuple):
+    """The root cause of a failed command. A node stores it in place of each tensor that depends on it.
+
+    Attributes:
+        node: Number of the node in its ``RemoteNodes``.
+        client: Client that issued the command.
+        number: Number of the command.
+        operation: Name of the operator.
+        error: Pickled exception.
+        text: The node's traceback.
+    """
+
+    node: int
+    client: str
+    number: int
+    operation: str
+    error: bytes
+    text: str
+
+    @classmethod
+    def of(cls, node: int, client: str, number: int, operation: str, error: BaseException) -> RemoteFailure:
+        """Describe an exception that a command has raised."""
+        text = "".join(traceback.format_exception(error))
+        try:
+            data = pickle.dumps(error)
+            pickle.loads(data)
+        except Exception:
+            data = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+        return cls(node, client, number, operation, data, text)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Identity of the failed command."""
+        return self.client, self.number
+
+    def raised(self, site: str) -> RemoteError:
+        """Return the exception to raise in the program."""
+        cause = pickle.loads(self.error)
+        if isinstance(cause, RemoteError):
+            return cause
+        text = (
+            f"{self.operation} on node {self.node}: {type(cause).__name__}: {cause}\n"
+            f"issued at {site}\n\nTraceback on the node:\n{self.text}"
+        )
+        error = RemoteError(text, operation=self.operation, node=self.node)
+        error.__cause__ = cause
+        return error
+
+
+class CallSites:
+    """Where the program issued its latest commands, as code objects and instruction offsets."""
+
+    def __init__(self) -> None:
+        self.codes: list[CodeType | None] = [None] * SITES
+        self.offsets = [0] * SITES
+        self.numbers = [0] * SITES
+
+    def line_of(self, number: int) -> str:
+        """Return the file, line and function that issued a command."""
+        place = number % SITES
+        code = self.codes[place]
+        if self.numbers[place] != number:
+            return f"an unknown line (more than {SITES} commands ago)"
+        if code is None:
+            return "a thread without Python frames (a backward pass)"
+        offset, line = self.offsets[place], code.co_firstlineno
+        for start, end, found in code.co_lines():
+            if start <= offset < end and found is not None:
+                line = found
+        return f"{code.co_filename}:{line} in {code.co_qualname}"
+
+
+_library_codes: dict[int, tuple[CodeType, bool]] = {}
+"""Whether a code object belongs to torch or to this package, by its identity."""
+
+
+def is_library_code(code: CodeType) -> bool:
+    """Return whether the code belongs to torch or to this package."""
+    known = _library_codes.get(id(code))
+    if known is None:
+        name = code.co_filename
+        known = _library_codes[id(code)] = (code, name.startswith(_LIBRARIES))
+    return known[1]
+
+
+def _folders() -> tuple[str, ...]:
+    torch: Any = sys.modules["torch"]
+    return torch.__file__.removesuffix("__init__.py"), __file__.removesuffix("remote_failures.py"), "<"
+
+
+_LIBRARIES = _folders()

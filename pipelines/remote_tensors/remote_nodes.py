@@ -1,0 +1,246 @@
+"""Start nodes, and end them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flowchan import Channel, ChildDied, Closed, Graph
+from flowchan.declare.placements import PlacementOption, placement_argument
+from flowchan.hosts import Pool
+from flowchan.hosts.pool_channels import channel_maker
+from flowchan.items.arguments import whole
+from flowchan.pipelines import children
+from flowchan.pipelines.remote_tensors import device_table, remote_device
+from flowchan.pipelines.remote_tensors.node_client import NodeClient
+from flowchan.pipelines.remote_tensors.node_worker import node_main
+from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
+
+WAITING = 64
+"""Number of messages in a command channel at which the client blocks."""
+
+
+class NodeStats(NamedTuple):
+    """Counters of one node for one process.
+
+    Attributes:
+        node: Number of the node.
+        commands: Number of commands that the node has run for this process.
+        misses: Number of operations with new metadata.
+        waits: Number of answers that this process waited for.
+        tensors: Number of tensors that the node keeps for this process.
+    """
+
+    node: int
+    commands: int
+    misses: int
+    waits: int
+    tensors: int
+
+
+class RemoteNodes(Sequence[torch.device]):
+    """Nodes on which torch operations run, as devices ``remote:0``, ``remote:1`` and so on.
+
+    An operation on a tensor of a node returns at once, and the node runs it later, in order. These calls
+    wait: ``.cpu()``, ``item()``, ``bool()``, ``tolist()``, printing, operations whose shapes depend on
+    values, and :meth:`sync`. A failed operation raises :class:`RemoteError` at the first such call that
+    depends on it.
+
+    Args:
+        n: Number of nodes.
+        on: Where the nodes run: ``"process"`` (default) or a pool of hosts.
+        device: Device on which the nodes run their kernels (default: ``"cpu"``); a list gives one each.
+
+    Raises:
+        RuntimeError: This torch has no backends in Python.
+        ValueError: ``n`` is not positive, or ``device`` has another length.
+
+    Example:
+        >>> import torch
+        >>> from flowchan.pipelines import RemoteNodes
+        >>> with RemoteNodes(2) as nodes:
+        ...     a = torch.ones(2, 2, device=nodes[0])
+        ...     b = (a + 1).to(nodes[1])
+        ...     (b @ b).sum().item()
+        32.0
+    """
+
+    def __init__(
+        self, n: int, *, on: PlacementOption = "process", device: str | torch.device | Sequence[Any] = "cpu"
+    ) -> None:
+        whole("RemoteNodes", "n", n, 1)
+        single = isinstance(device, (str, torch.device))
+        devices = [device] * n if single else list(device)  # type: ignore[arg-type]
+        if len(devices) != n:
+            raise ValueError(f"RemoteNodes: device must be one device or a list of {n}, got {len(devices)}")
+        remote_device.register()
+        placement = placement_argument("RemoteNodes", on)
+        make: Any = (
+            channel_maker(placement)
+            if isinstance(placement, Pool)
+            else functools.partial(Channel, across="processes")
+        )
+        self._first = device_table.free_index(n)
+        self._n, self._closed = n, False
+        threads = max(1, len(os.sched_getaffinity(0)) // n)
+        commands = [make(WAITING) for _ in range(n)]
+        inboxes = [make(WAITING) for _ in range(n)]
+        self._inboxes = inboxes
+        self._kids = children.start(n, on=on)
+        self._clients: list[NodeClient] = []
+        self._watchers: list[threading.Thread] = []
+        for number in range(n):
+            kid = self._kids[number + 1]
+            kid.run(node_main, number, commands[number], inboxes, str(devices[number]), threads)
+            index = torch.device("remote", self._first + number)
+            client = NodeClient(index, number, commands[number], make(WAITING))
+            self._clients.append(client)
+            device_table.set_client(self._first + number, client)
+            watcher = threading.Thread(
+                target=_watch,
+                args=(kid, client, commands[number], inboxes),
+                daemon=True,
+                name="flowchan node watch",
+            )
+            watcher.start()
+            self._watchers.append(watcher)
+
+    def __getitem__(self, number: Any) -> Any:
+        """Return the device of a node."""
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(self._n))]
+        number = operator.index(number)
+        if not -self._n <= number < self._n:
+            raise IndexError(f"RemoteNodes: node must be below {self._n}, got {number}")
+        return torch.device("remote", self._first + number % self._n)
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __iter__(self) -> Iterator[torch.device]:
+        return (self[number] for number in range(self._n))
+
+    @property
+    def graph(self) -> Graph:
+        """Graph in which the nodes are a stage."""
+        return self._kids.graph
+
+    def report(self) -> str:
+        """Return the report of the nodes' run."""
+        return self._kids.report()
+
+    def stats(self) -> list[NodeStats]:
+        """Wait for all commands, and return the counters of each node for this process."""
+        found = []
+        for client in self._clients:
+            commands, tensors = client.ask("stats")
+            found.append(NodeStats(client.number, commands, client.misses, client.waits, tensors))
+        return found
+
+    def strict(self, mode: str) -> None:
+        """Choose what a hidden wait does: ``item()``, ``bool()``, printing, data-dependent operations.
+
+        Args:
+            mode: ``"off"`` (the wait is silent), ``"warn"`` or ``"error"``.
+        """
+        if mode not in ("off", "warn", "error"):
+            raise ValueError(f"strict: mode must be 'off', 'warn' or 'error', got {mode!r}")
+        for client in self._clients:
+            client.strict = mode
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the random generator of every node with the same seed, as ``torch.manual_seed`` does."""
+        for client in self._clients:
+            client.send("seed", seed)
+
+    def sync(self, timeout: float | None = None) -> None:
+        """Wait until all nodes have run all commands.
+
+        Args:
+            timeout: Seconds to wait for each node (default: no limit).
+
+        Raises:
+            RemoteError: An operation has failed, and its failure was not raised yet.
+            NodeDied: A node has died.
+            TimeoutError: A node did not answer in time.
+        """
+        failures: list[RemoteError] = []
+        for client in self._clients:
+            client.flush()
+        for client in self._clients:
+            failures.extend(client.failures(timeout))
+        _raise_first(failures)
+
+    def close(self) -> None:
+        """End the nodes after their last commands. A second call does nothing.
+
+        Raises:
+            RemoteError: An operation has failed, and its failure was not raised yet.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        failures: list[RemoteError] = []
+        try:
+            for client in self._clients:
+                with contextlib.suppress(NodeDied, Closed):
+                    failures.extend(client.failures())
+        finally:
+            self._end()
+        _raise_first(failures)
+
+    def _end(self) -> None:
+        """End the nodes without waiting for their commands."""
+        self._closed = True
+        for number, client in enumerate(self._clients):
+            client.close()
+            device_table.set_client(self._first + number, None)
+        for inbox in self._inboxes:
+            inbox.close()
+        self._kids.close()
+        for watcher in self._watchers:
+            watcher.join()
+
+    def __enter__(self) -> RemoteNodes:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, where: Any) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except RemoteError as failure:
+            error.add_note(f"also failed: {failure}")
+
+    def __repr__(self) -> str:
+        return f"<RemoteNodes {self[0]} to {self[-1]}>" if self._n > 1 else f"<RemoteNodes {self[0]}>"
+
+
+def _raise_first(failures: list[RemoteError]) -> None:
+    """Raise the first failure, with the others as notes."""
+    if not failures:
+        return
+    first, *others = failures
+    for other in others:
+        first.add_note(f"also failed: {str(other).splitlines()[0]}")
+    raise first
+
+
+def _watch(kid: Any, client: NodeClient, commands: Channel[Any], inboxes: Sequence[Channel[Any]]) -> None:
+    """Wait until a node ends, and close its channels, so that no call waits for it."""
+    try:
+        kid.wait()
+    except ChildDied as death:
+        client.died(death)
+    except Exception as error:
+        client.failed(error)
+    commands.close()
+    inboxes[client.number].close()

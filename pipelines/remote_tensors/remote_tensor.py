@@ -1,0 +1,329 @@
+"""The tensor class of remote tensors, and the function that torch calls for each of their operations."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from flowchan.pipelines.remote_tensors.command_format import Payload, Slot, TemplateSpec, flat_results
+from flowchan.pipelines.remote_tensors.device_table import client_at
+from flowchan.pipelines.remote_tensors.node_client import LIMIT, NodeClient, TensorHandle
+from flowchan.pipelines.remote_tensors.remote_failures import SITES, is_library_code
+from flowchan.pipelines.remote_tensors.templates import (
+    OpPlan,
+    Template,
+    TensorMeta,
+    interned,
+    meta_of,
+    mutated_inputs,
+    new_template,
+    on_device,
+    shape_of_call,
+)
+
+_getframe = sys._getframe
+_MASK = SITES - 1
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor whose values are on a node. Create it with ``device="remote:1"`` or ``.to("remote:1")``.
+
+    Attributes:
+        _m: Metadata, with the node.
+        _h: Handle of the tensor in the node's table.
+    """
+
+    __slots__ = ("_h", "_m")
+    _m: TensorMeta
+    _h: TensorHandle
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Issue the command of an operation, and return its results."""
+        try:
+            plan = func._remote_plan
+        except AttributeError:
+            plan = plan_of(func)
+        if kwargs or plan.handler is not None:
+            return _general(plan, args, kwargs or {})
+        key: list[Any] = []
+        inputs: list[Any] = []
+        scalars: list[Any] = []
+        for scalar, value in zip(plan.scalars, args, strict=False):
+            kind = type(value)
+            if kind is RemoteTensor:
+                key.append(value._m)
+                inputs.append(value)
+            elif scalar and kind is not list:
+                key.append(kind)
+                if value is not None:
+                    scalars.append(value)
+            elif kind is list:
+                return _general(plan, args, {})
+            else:
+                key.append(value)
+        try:
+            template = plan.templates[tuple(key)]
+        except (KeyError, TypeError):
+            return _general(plan, args, {})
+        return issue(template, inputs, scalars)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        values = self.detach().cpu()
+        text = repr(values)
+        text = text[:-1] + f", device='{self.device}'"
+        if self.grad_fn is not None:
+            return text + f", grad_fn=<{type(self.grad_fn).__name__}>)"
+        return text + (", requires_grad=True)" if self.requires_grad else ")")
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def tolist(self) -> Any:
+        """Wait for the values, and return them as nested lists."""
+        return self.detach().cpu().tolist()
+
+
+def wrapped(meta: TensorMeta, handle: TensorHandle) -> RemoteTensor:
+    """Return a tensor for a handle."""
+    tensor: RemoteTensor = torch.Tensor._make_wrapper_subclass(
+        RemoteTensor, meta.shape, meta.stride, meta.offset, dtype=meta.dtype, device=meta.device
+    )
+    tensor._m, tensor._h = meta, handle
+    return tensor
+
+
+def issue(template: Template, inputs: Sequence[Any], scalars: Sequence[Any]) -> Any:
+    """Append a command to the buffer of its node, and return the results."""
+    client = template.client
+    number = next(client.numbers)
+    note_site(client, number)
+    single = template.single
+    buffer = client.buffer
+    if single is not None:
+        buffer += (template.id, number, number, *[one._h.id for one in inputs], *scalars)
+        result: Any = wrapped(single, TensorHandle(number, client.frees))
+    else:
+        ids = [number, *[next(client.numbers) for _ in template.outputs[1:]]] if template.outputs else []
+        buffer += (template.id, number, *ids, *[one._h.id for one in inputs], *scalars)
+        new = [
+            wrapped(meta, TensorHandle(id, client.frees))
+            for meta, id in zip(template.outputs, ids, strict=True)
+        ]
+        result = _built(template.results, inputs, new)
+        for slot, meta in template.changed:
+            change_meta(inputs[slot], meta)
+    if len(buffer) >= LIMIT:
+        client.flush()
+    elif client.idle:
+        client.wake()
+    return result
+
+
+def note_site(client: NodeClient, number: int) -> None:
+    """Record the program's line that issues a command."""
+    frame: FrameType | None = _getframe(1)
+    while frame is not None and is_library_code(frame.f_code):
+        frame = frame.f_back
+    place = number & _MASK
+    sites = client.sites
+    sites.numbers[place] = number
+    if frame is None:
+        sites.codes[place] = None
+    else:
+        sites.codes[place] = frame.f_code
+        sites.offsets[place] = frame.f_lasti
+
+
+def _built(results: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Any:
+    """Return the results of a call by their structure."""
+    kind = type(results)
+    if kind is int:
+        return inputs[results]
+    if kind is Slot:
+        return new[results.place]
+    if results is None:
+        return None
+    return kind([_built(one, inputs, new) for one in results])
+
+
+def change_meta(tensor: Any, meta: TensorMeta) -> None:
+    """Give a tensor new metadata, because an in-place operation has changed its shape."""
+    handle = tensor._h
+    tensor.data = wrapped(meta, handle)
+    tensor._m, tensor._h = meta, handle
+
+
+def plan_of(op: Any) -> OpPlan:
+    """Return the plan of an operator, which is made once."""
+    try:
+        plan: OpPlan = op._remote_plan
+    except AttributeError:
+        plan = op._remote_plan = OpPlan(op)
+    return plan
+
+
+def _general(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Handle a call that the quick path cannot handle."""
+    if plan.handler is not None:
+        return plan.handler(plan, args, kwargs)
+    return ordinary(plan, args, kwargs)
+
+
+def call(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator of torch on the node of its inputs, from a handler."""
+    return ordinary(plan_of(op), args, kwargs)
+
+
+def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Handle a call by its template, which is made if the call is new."""
+    client, args, kwargs = client_of(plan, args, kwargs)
+    new_args, new_kwargs, inputs, scalars = shape_of_call(plan, RemoteTensor, args, kwargs)
+    if plan.dynamic:
+        return run_and_ask(client, plan, new_args, new_kwargs, inputs, scalars)
+    key = (*_key(new_args, inputs, scalars), *_named_key(new_kwargs, inputs, scalars))
+    if not inputs:
+        key = (client, torch.get_default_dtype(), *key)
+    try:
+        template = plan.templates.get(key)
+    except TypeError as error:
+        raise TypeError(f"{plan.name}: arguments of remote tensors must be hashable; {error}") from error
+    if template is None:
+        try:
+            template = new_template(client, plan, new_args, new_kwargs, inputs, scalars)
+        except NotImplementedError:
+            return run_and_ask(client, plan, new_args, new_kwargs, inputs, scalars)
+        plan.templates[key] = template
+        client.remember(plan.templates, key)
+    return issue(template, inputs, scalars)
+
+
+def _key(values: Any, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+    """Return the part of a key that belongs to arguments with placeholders."""
+    key: list[Any] = []
+    for value in values:
+        if type(value) is Slot:
+            key.append(inputs[value.place]._m)
+        elif type(value) is Payload:
+            key.append(type(scalars[value.place]))
+        elif type(value) is tuple:
+            key.append(tuple(_key(value, inputs, scalars)))
+        else:
+            key.append(value)
+    return key
+
+
+def _named_key(values: dict[str, Any], inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+    key: list[Any] = []
+    for name, value in values.items():
+        key.append(name)
+        key.extend(_key((value,), inputs, scalars))
+    return key
+
+
+def client_of(
+    plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[NodeClient, Sequence[Any], dict[str, Any]]:
+    """Return the node of a call, and the arguments with 0-dim tensors of the CPU moved there.
+
+    Raises:
+        RuntimeError: The tensors are on several nodes, or a tensor with dimensions is on the CPU.
+    """
+    tensors = [
+        one for one in flat_results([list(args), list(kwargs.values())]) if isinstance(one, torch.Tensor)
+    ]
+    remote = [one for one in tensors if type(one) is RemoteTensor]
+    if not remote:
+        device = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.device)), None)
+        client = client_at(device or torch.device("remote"))
+    else:
+        client = remote[0]._m.client
+    for one in remote:
+        if one._m.client is not client:
+            raise RuntimeError(
+                f"{plan.name}: all tensors must be on one device, got {client.device} and {one.device}; "
+                "move one with .to()"
+            )
+    if len(remote) == len(tensors):
+        return client, args, kwargs
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)([moved(one) for one in value])
+        if not isinstance(value, torch.Tensor) or type(value) is RemoteTensor:
+            return value
+        if value.dim() == 0 or plan.name.startswith(CPU_INDICES):
+            return upload(client, value)
+        raise RuntimeError(
+            f"{plan.name}: all tensors must be on {client.device}, got one on {value.device}; "
+            "move it with .to()"
+        )
+
+    return client, moved(tuple(args)), {name: moved(value) for name, value in kwargs.items()}
+
+
+CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
+"""Operations whose index tensors may be on the CPU, as for CUDA."""
+
+
+def upload(client: NodeClient, value: torch.Tensor) -> RemoteTensor:
+    """Copy a tensor of this process to a node."""
+    value = value.detach().resolve_conj().resolve_neg()
+    number = next(client.numbers)
+    client.send("upload", number, value)
+    return wrapped(meta_of(client, value), TensorHandle(number, client.frees))
+
+
+def run_and_ask(
+    client: NodeClient,
+    plan: OpPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: Sequence[Any],
+    scalars: Sequence[Any],
+) -> Any:
+    """Run an operation on the node, and wait for the metadata of its results."""
+    if not plan.dynamic and plan.name not in _noticed:
+        _noticed.add(plan.name)
+        _log.info("%s has no meta kernel; the client waits for the shapes of its results", plan.name)
+    client.before_wait(plan.name)
+    args, kwargs = on_device(args, kwargs)
+    number = next(client.numbers)
+    note_site(client, number)
+    spec = TemplateSpec(
+        plan.name, args, kwargs, len(inputs), len(scalars), (), mutated_inputs(plan, args, kwargs),
+        torch.get_default_dtype(),
+    )  # fmt: skip
+    answer = client.ask("run", number, pickle.dumps(spec), [one._h.id for one in inputs], list(scalars))
+    return _restored(client, answer, inputs)
+
+
+def _restored(client: NodeClient, answer: Any, inputs: Sequence[Any]) -> Any:
+    """Return the results that the answer of a node describes."""
+    kind, value = answer
+    if kind == "new":
+        id, *meta = value
+        return wrapped(interned(client, *meta), TensorHandle(id, client.frees))
+    if kind == "input":
+        place, *meta = value
+        new = interned(client, *meta)
+        if new is not inputs[place]._m:
+            change_meta(inputs[place], new)
+        return inputs[place]
+    if kind == "value":
+        return value
+    return (list if kind == "list" else tuple)(_restored(client, one, inputs) for one in value)
+
+
+_noticed: set[str] = set()
+_log = logging.getLogger("flowchan.remote_tensors")

@@ -1,0 +1,150 @@
+"""Operations that need more than an ordinary command: copies between devices, and scalars for the program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flowchan.pipelines.remote_tensors.device_table import client_at
+from flowchan.pipelines.remote_tensors.node_client import NodeClient, TensorHandle
+from flowchan.pipelines.remote_tensors.remote_tensor import (
+    RemoteTensor,
+    call,
+    note_site,
+    ordinary,
+    upload,
+    wrapped,
+)
+from flowchan.pipelines.remote_tensors.templates import OpPlan, handlers, interned
+
+aten = torch.ops.aten
+
+
+def _scalar(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Wait for the value of a tensor with one element."""
+    (tensor,) = args
+    client = tensor._m.client
+    client.before_wait("item()")
+    return client.ask("item", tensor._h.id)
+
+
+def _equal(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Wait for the comparison of two tensors."""
+    left, right = args
+    return tuple(left.shape) == tuple(right.shape) and bool(aten.eq.Tensor(left, right).all())
+
+
+def download(tensor: Any) -> torch.Tensor:
+    """Wait for the values of a remote tensor, and return them in a tensor of this process."""
+    values: torch.Tensor = tensor._m.client.ask("fetch", tensor._h.id)
+    return values
+
+
+def _to_copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Copy a tensor to another device, dtype or memory format."""
+    (source,) = args
+    options = {name: value for name, value in kwargs.items() if value is not None}
+    device = options.pop("device", None)
+    if type(source) is not RemoteTensor:
+        client = client_at(device)
+        options.pop("non_blocking", None)
+        return upload(client, aten._to_copy.default(source, **options) if options else source)
+    if device is None or device == source.device or (device.type == "remote" and device.index is None):
+        return ordinary(plan, args, options)
+    if device.type == "remote":
+        client = client_at(device)
+        options.pop("non_blocking", None)
+        moved = send_to(client, source)
+        return call(aten._to_copy.default, moved, **options) if options else moved
+    values = download(source)
+    options.pop("non_blocking", None)
+    return (
+        aten._to_copy.default(values, device=device, **options) if options or device.type != "cpu" else values
+    )
+
+
+def _copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Copy a tensor into another one, between devices too."""
+    target, source = args[0], args[1]
+    if type(target) is not RemoteTensor:
+        target.copy_(download(source))
+        return target
+    client = target._m.client
+    if type(source) is not RemoteTensor:
+        if not _replaced(client, target, source):
+            call(aten.copy_.default, target, upload(client, source))
+    elif source._m.client is client:
+        return ordinary(plan, args[:2], {})
+    else:
+        call(aten.copy_.default, target, send_to(client, source))
+    return target
+
+
+def _replaced(client: NodeClient, target: Any, source: torch.Tensor) -> bool:
+    """Upload into the place of an empty tensor if no other command has used it."""
+    number = next(client.numbers)
+    meta = target._m
+    if (
+        number != target._h.id + 1
+        or meta.dtype != source.dtype
+        or meta.shape != tuple(source.shape)
+        or meta.stride != source.stride()
+        or meta.offset != 0
+    ):
+        return False
+    client.send("upload", target._h.id, source.detach().resolve_conj().resolve_neg())
+    return True
+
+
+def send_to(client: NodeClient, source: Any) -> Any:
+    """Copy a tensor from its node to another node, without a copy in this process."""
+    sender = source._m.client
+    out, number = next(sender.numbers), next(client.numbers)
+    note_site(sender, out)
+    note_site(client, number)
+    key = f"{client.id}:{number}"
+    # The node copies the values in the layout that a clone has.
+    meta = source._m.empty().clone()
+    sender.send("send", out, source._h.id, client.number, key)
+    client.send("receive", number, key, sender.number)
+    return wrapped(
+        interned(client, tuple(meta.shape), meta.stride(), 0, meta.dtype), TensorHandle(number, client.frees)
+    )
+
+
+handlers.update(
+    {
+        "aten::_local_scalar_dense": _scalar,
+        "aten::equal": _equal,
+        "aten::_to_copy": _to_copy,
+        "aten::copy_": _copy,
+    }
+)
+
+BY_NAME = ("_to_copy", "copy_", "_local_scalar_dense", "empty.memory_format", "empty_strided")
+"""Operators that torch calls with the Python key excluded, so the device's fallback does not see them."""
+
+_libraries: list[Any] = []
+
+
+def register() -> None:
+    """Register the kernels of the device type with torch."""
+
+    def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+        return RemoteTensor.__torch_dispatch__(op, (), args, kwargs)
+
+    make: Any = torch.library.Library
+    everything = make("_", "IMPL")
+    everything.fallback(fallback, "PrivateUse1")
+    library = make("aten", "IMPL")
+    for name in BY_NAME:
+        base, _, overload = name.partition(".")
+        op = getattr(getattr(aten, base), overload or "default")
+
+        def kernel(*args: Any, _op: Any = op, **kwargs: Any) -> Any:
+            return RemoteTensor.__torch_dispatch__(_op, (), args, kwargs)
+
+        library.impl(name, kernel, "PrivateUse1")
+    _libraries.extend((everything, library))  # torch forgets the kernels of a library that is collected

@@ -1,0 +1,278 @@
+"""Templates of remote commands, and the cache that finds them.
+
+The first time an operation is called with new metadata, the client runs it on meta tensors. This gives the
+shapes, strides and dtypes of the results, and which results are inputs. The outcome is a :class:`Template`,
+which the node also gets. Later calls with the same key only look the template up.
+
+The key of a call has the operation, the metadata of the tensors, all arguments that are neither tensors nor
+scalars, and the Python types of the scalars. The values of scalars (schema type ``Scalar``) are not in the
+key, because the learning rate of an optimizer may change with every step. They travel in the command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flowchan.pipelines.remote_tensors.command_format import (
+    NodeDevice,
+    Payload,
+    Slot,
+    TemplateSpec,
+    flat_results,
+)
+from flowchan.pipelines.remote_tensors.node_client import NodeClient
+
+VALUES_IN_KEY = ("aten::arange", "aten::range")
+"""Operations whose scalars determine the shape of the result."""
+
+
+Handler = Callable[["OpPlan", Sequence[Any], dict[str, Any]], Any]
+
+handlers: dict[str, Handler] = {}
+"""Functions that replace the ordinary command of an operator, by the operator's name."""
+
+
+class TensorMeta:
+    """Metadata of remote tensors. Equal metadata of one node is one object, so keys compare identities."""
+
+    __slots__ = ("client", "device", "dtype", "offset", "shape", "stride")
+
+    def __init__(
+        self,
+        client: NodeClient,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        offset: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.client, self.device = client, client.device
+        self.shape, self.stride, self.offset, self.dtype = shape, stride, offset, dtype
+
+    def empty(self) -> torch.Tensor:
+        """Return a meta tensor with this metadata."""
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        if 0 in self.shape:
+            last = -1
+        base = torch.empty(self.offset + last + 1, dtype=self.dtype, device="meta")
+        return base.as_strided(self.shape, self.stride, self.offset)
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{list(self.shape)} on {self.device}"
+
+
+def meta_of(client: NodeClient, tensor: torch.Tensor) -> TensorMeta:
+    """Return the interned metadata of a tensor with the same shape on the node."""
+    return interned(client, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+
+def interned(
+    client: NodeClient, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
+) -> TensorMeta:
+    """Return the interned metadata with these values."""
+    key = shape, stride, offset, dtype
+    found: TensorMeta | None = client.metas.get(key)
+    return found or client.metas.setdefault(key, TensorMeta(client, shape, stride, offset, dtype))
+
+
+class Template:
+    """How the client handles a call after its first one.
+
+    Attributes:
+        client: Node that runs the commands.
+        id: Number of the template on the node.
+        single: Metadata of the result, if the only result is one new tensor; else None.
+        outputs: Metadata of the new tensors, in the order of their ids.
+        results: Structure of the results: an int is the place of an input, a :class:`Slot` that of a new
+            tensor, a tuple or list contains further results, and None is None.
+        changed: Places of inputs whose metadata the operation changes, with the new metadata.
+    """
+
+    __slots__ = ("changed", "client", "id", "inputs", "name", "outputs", "results", "single")
+
+    def __init__(self, client: NodeClient, id: int, name: str) -> None:
+        self.client, self.id, self.name = client, id, name
+        self.single: TensorMeta | None = None
+        self.outputs: tuple[TensorMeta, ...] = ()
+        self.results: Any = None
+        self.changed: tuple[tuple[int, TensorMeta], ...] = ()
+
+
+class OpPlan:
+    """What the dispatch needs to know about one operator. It is kept as an attribute of the operator.
+
+    Attributes:
+        templates: Templates by key.
+        scalars: For each positional argument, whether its schema type is a scalar.
+        named: Names of the arguments of scalar type.
+        handler: Function that replaces the command; None for ordinary operations.
+        factory: True if the operation has an argument ``device``.
+        dynamic: True if the shape of the results depends on values.
+    """
+
+    __slots__ = ("dynamic", "factory", "handler", "name", "named", "op", "positions", "scalars", "templates")
+
+    def __init__(self, op: Any) -> None:
+        schema = op._schema
+        self.op = op
+        self.name: str = op.name()
+        self.handler = handlers.get(self.name) or handlers.get(self.name.partition(".")[0])
+        self.templates: dict[tuple[Any, ...], Template] = {}
+        by_value = not self.name.startswith(VALUES_IN_KEY)
+        kinds = {one.name: by_value and _is_scalar(one.type) for one in schema.arguments}
+        self.scalars = tuple(kinds.values())
+        self.named = frozenset(name for name, scalar in kinds.items() if scalar)
+        self.positions = tuple(kinds)
+        self.factory = "device" in kinds
+        tags = op.tags
+        self.dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+
+
+def _is_scalar(kind: Any) -> bool:
+    """Return whether values of a schema type are scalars: ``Scalar``, ``Scalar?`` or ``Scalar[]``."""
+    while kind.kind() in ("OptionalType", "ListType"):
+        kind = kind.getElementType()
+    # torch reports Scalar as NumberType, and the printed schema distinguishes it from int and float
+    return str(kind) in ("number", "Scalar")
+
+
+def shape_of_call(
+    plan: OpPlan, tensor_type: type, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], list[Any]]:
+    """Replace tensors and scalars in the arguments by placeholders, and return the tensors and scalars."""
+    inputs: list[Any] = []
+    scalars: list[Any] = []
+
+    def replaced(value: Any, scalar: bool) -> Any:
+        if type(value) is tensor_type:
+            inputs.append(value)
+            return Slot(len(inputs) - 1)
+        if isinstance(value, (list, tuple)):
+            return tuple(replaced(one, scalar) for one in value)
+        if scalar and type(value) in (int, float, bool, complex):
+            scalars.append(value)
+            return Payload(len(scalars) - 1)
+        return value
+
+    flags = plan.scalars
+    new_args = tuple(replaced(value, place < len(flags) and flags[place]) for place, value in enumerate(args))
+    new_kwargs = {name: replaced(value, name in plan.named) for name, value in kwargs.items()}
+    return new_args, new_kwargs, inputs, scalars
+
+
+def filled(value: Any, tensors: Sequence[Any], scalars: Sequence[Any], device: Any) -> Any:
+    """Replace the placeholders in an argument."""
+    if type(value) is Slot:
+        return tensors[value.place]
+    if type(value) is Payload:
+        return scalars[value.place]
+    if type(value) is NodeDevice:
+        return device
+    if type(value) is tuple:
+        return [filled(one, tensors, scalars, device) for one in value]
+    return value
+
+
+def on_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace remote devices in the arguments by the placeholder."""
+
+    def changed(value: Any) -> Any:
+        return NodeDevice() if isinstance(value, torch.device) and value.type == "remote" else value
+
+    return tuple(changed(value) for value in args), {name: changed(value) for name, value in kwargs.items()}
+
+
+class Evaluated:
+    """Outcome of an operation on meta tensors."""
+
+    def __init__(self, client: NodeClient, plan: OpPlan, result: Any, metas: Sequence[torch.Tensor]) -> None:
+        self.kept: list[int] = []
+        self.outputs: list[TensorMeta] = []
+        places = {id(meta): place for place, meta in enumerate(metas)}
+        leaves = flat_results(result)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
+                self.kept.append(place)
+                self.outputs.append(meta_of(client, leaf))
+            elif leaf is not None and not isinstance(leaf, torch.Tensor):
+                raise NotImplementedError(f"{plan.name} returns a {type(leaf).__name__}")
+        counter = iter(range(len(self.outputs)))
+        self.results = self._structure(result, places, counter)
+        self.single = type(self.results) is Slot
+
+    def _structure(self, result: Any, places: dict[int, int], counter: Any) -> Any:
+        if isinstance(result, torch.Tensor):
+            return places[id(result)] if id(result) in places else Slot(next(counter))
+        if isinstance(result, (tuple, list)):
+            return type(result)([self._structure(one, places, counter) for one in result])
+        return None
+
+
+def mutated_inputs(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Return the places of the inputs that the operator changes, by its schema."""
+    found: list[int] = []
+
+    def collect(value: Any) -> None:
+        if type(value) is Slot:
+            found.append(value.place)
+        elif type(value) is tuple:
+            for one in value:
+                collect(one)
+
+    for place, argument in enumerate(plan.op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            collect(args[place] if place < len(args) else kwargs.get(argument.name))
+    return tuple(found)
+
+
+def evaluate(
+    client: NodeClient,
+    plan: OpPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: Sequence[Any],
+    scalars: Sequence[Any],
+) -> tuple[Evaluated, list[torch.Tensor]]:
+    """Run the operator on meta tensors."""
+    by_tensor: dict[int, torch.Tensor] = {}
+    metas = [by_tensor.setdefault(id(one), one._m.empty()) for one in inputs]
+    meta = torch.device("meta")
+    result = plan.op(
+        *(filled(value, metas, scalars, meta) for value in args),
+        **{name: filled(value, metas, scalars, meta) for name, value in kwargs.items()},
+    )
+    return Evaluated(client, plan, result, metas), metas
+
+
+def new_template(
+    client: NodeClient,
+    plan: OpPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: Sequence[Any],
+    scalars: Sequence[Any],
+) -> Template:
+    """Make a template for a call, and send it to the node."""
+    args, kwargs = on_device(args, kwargs)
+    found, metas = evaluate(client, plan, args, kwargs, inputs, scalars)
+    template = Template(client, client.next_template(), plan.name)
+    template.outputs, template.results = tuple(found.outputs), found.results
+    if found.single:
+        template.single = found.outputs[0]
+    mutated = mutated_inputs(plan, args, kwargs)
+    changed = [(place, meta_of(client, metas[place])) for place in mutated]
+    template.changed = tuple((place, meta) for place, meta in changed if meta is not inputs[place]._m)
+    spec = TemplateSpec(
+        plan.name,
+        args,
+        kwargs,
+        len(inputs),
+        len(scalars),
+        None if found.single else tuple(found.kept),
+        mutated,
+        torch.get_default_dtype(),
+    )
+    client.define(template.id, spec)
+    return template
