@@ -243,17 +243,17 @@ def rpc_remote(count: int) -> Figures:
         child = multiprocessing.get_context("spawn").Process(target=_rpc_worker, args=(file,))
         child.start()
         rpc.init_rpc("client", rank=0, world_size=2, rpc_backend_options=_rpc_options(file))
-        a, b = (rpc.remote("worker", _ones) for _ in range(2))
+        pair = [rpc.remote("worker", _ones) for _ in range(2)]
 
         def run(name: Any, times: int) -> None:
-            last = a
+            last = pair[0]
             for _ in repeat(None, times):
-                last = rpc.remote("worker", _apply, (name, a, b))
+                last = rpc.remote("worker", _apply, (name, *pair))
             last.to_here()
 
         names: dict[str, Any] = {name: name for name in OPERATIONS}
         figures = _cpu_per_call(count, run, names)
-        del a, b
+        pair.clear()
         rpc.shutdown()
         child.join()
     return figures
