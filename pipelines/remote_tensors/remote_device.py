@@ -14,6 +14,8 @@ from flowchan.pipelines.remote_tensors.device_table import client_at, clients, c
 class RemoteModule:
     """The module ``torch.remote``."""
 
+    _initialized = True  # torch.utils.checkpoint then keeps the state of the generators
+
     def is_available(self) -> bool:
         """Return whether this process has nodes."""
         return bool(clients())

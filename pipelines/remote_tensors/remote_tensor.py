@@ -87,7 +87,9 @@ class RemoteTensor(LocalForms, torch.Tensor):
     @data.setter
     def data(self, new: Any) -> None:
         if type(new) is not RemoteTensor:
-            raise TypeError(f"data: new values must be on {self.device}, got {new.device}; move them with .to()")
+            raise TypeError(
+                f"data: new values must be on {self.device}, got {new.device}; move them with .to()"
+            )
         _data.__set__(self, new)
         self._m, self._h = new._m, new._h
 

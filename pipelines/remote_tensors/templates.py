@@ -35,6 +35,16 @@ handlers: dict[str, Handler] = {}
 """Functions that replace the ordinary command of an operator, by the operator's name."""
 
 
+COMPOSED = "CompositeImplicitAutograd"
+"""Dispatch key of the operators that torch composes of others, such as ``to``. In inference mode torch
+dispatches them whole."""
+
+
+def _composed(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Let torch compose an operation of others."""
+    return plan.op.decompose(*args, **kwargs)
+
+
 class TensorMeta:
     """Metadata of remote tensors. Equal metadata of one node is one object, so keys compare identities."""
 
@@ -119,9 +129,11 @@ class OpPlan:
         self.op = op
         self.name: str = op.name()
         self.handler = handlers.get(self.name) or handlers.get(self.name.partition(".")[0])
+        if self.handler is None and torch._C._dispatch_has_kernel_for_dispatch_key(self.name, COMPOSED):
+            self.handler = _composed
         self.templates: dict[tuple[Any, ...], Template] = {}
         by_value = not self.name.startswith(VALUES_IN_KEY)
-        kinds = {one.name: by_value and _is_scalar(one.type) for one in schema.arguments}
+        kinds = {one.name: by_value and _takes_number(one.type) for one in schema.arguments}
         self.scalars = tuple(kinds.values())
         self.named = frozenset(name for name, scalar in kinds.items() if scalar)
         self.positions = tuple(kinds)
@@ -130,12 +142,12 @@ class OpPlan:
         self.dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
 
 
-def _is_scalar(kind: Any) -> bool:
-    """Return whether values of a schema type are scalars: ``Scalar``, ``Scalar?`` or ``Scalar[]``."""
+def _takes_number(kind: Any) -> bool:
+    """Return whether a number of a schema type is payload: ``Scalar``, ``Scalar?``, ``Scalar[]`` or ``Tensor``."""
     while kind.kind() in ("OptionalType", "ListType"):
         kind = kind.getElementType()
     # torch reports Scalar as NumberType, and the printed schema distinguishes it from int and float
-    return str(kind) in ("number", "Scalar")
+    return str(kind) in ("number", "Scalar", "Tensor")
 
 
 def shape_of_call(

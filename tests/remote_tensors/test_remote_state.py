@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,9 +17,8 @@ torch = optional("torch")
 
 
 @pytest.fixture(scope="module")
-def nodes(one_compute_thread: None) -> Iterator[RemoteNodes]:
-    with RemoteNodes(2) as nodes:
-        yield nodes
+def nodes(two_nodes: RemoteNodes) -> RemoteNodes:
+    return two_nodes
 
 
 def saved(value: Any) -> io.BytesIO:

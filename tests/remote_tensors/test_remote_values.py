@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,8 @@ torch = optional("torch")
 
 
 @pytest.fixture(scope="module")
-def nodes(one_compute_thread: None) -> Iterator[RemoteNodes]:
-    with RemoteNodes(2) as nodes:
-        yield nodes
+def nodes(two_nodes: RemoteNodes) -> RemoteNodes:
+    return two_nodes
 
 
 MIXED: dict[str, Callable[[Any], Any]] = {
