@@ -130,8 +130,8 @@ def _packed(step: Step, sizes: Sequence[int]) -> Run:
 def _one_dnn(like: State, layers: int, biases: bool, both: bool, batch_first: bool) -> Run:
     """Return a function that runs one layer of an LSTM by oneDNN.
 
-    oneDNN picks its kernel by the grad mode and ignores the last argument, ``train``. A node does not know the
-    grad mode of the program, so this argument carries it.
+    oneDNN picks its kernel by the grad mode and ignores the last argument, ``train``. A node does not know
+    the grad mode of the program, so this argument carries it.
     """
     hidden = like[0].size(2)
 

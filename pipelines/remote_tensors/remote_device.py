@@ -67,8 +67,12 @@ class RemoteModule:
         client_at(_device(device)).send("set_rng_state", state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes of autocast."""
-        return [torch.bfloat16, torch.float16]
+        """Refuse autocast.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError("torch.autocast: remote tensors have no autocast; convert the module with .to(dtype)")
 
 
 class CurrentDeviceContext:

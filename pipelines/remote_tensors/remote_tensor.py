@@ -199,8 +199,8 @@ def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     client, args, kwargs = client_of(plan, args, kwargs)
     if kwargs.get("generator") is not None:
         raise RuntimeError(
-            f"{plan.name}: generator must be None, got {kwargs['generator']}; a node has one generator, which "
-            "torch.remote.manual_seed seeds"
+            f"{plan.name}: generator must be None, got {kwargs['generator']}; "
+            "seed the generator of a node with torch.remote.manual_seed"
         )
     new_args, new_kwargs, inputs, scalars = shape_of_call(plan, RemoteTensor, args, kwargs)
     if plan.dynamic:

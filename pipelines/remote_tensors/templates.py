@@ -35,6 +35,7 @@ handlers: dict[str, Handler] = {}
 """Functions that replace the ordinary command of an operator, by the operator's name."""
 
 
+BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 COMPOSED = "CompositeImplicitAutograd"
 """Dispatch key of the operators that torch composes of others, such as ``to``. In inference mode torch
 dispatches them whole."""
@@ -143,7 +144,7 @@ class OpPlan:
 
 
 def _takes_number(kind: Any) -> bool:
-    """Return whether a number of a schema type is payload: ``Scalar``, ``Scalar?``, ``Scalar[]`` or ``Tensor``."""
+    """Return whether a number is payload for a schema type: ``Scalar``, ``Scalar[]``, ``Tensor``."""
     while kind.kind() in ("OptionalType", "ListType"):
         kind = kind.getElementType()
     # torch reports Scalar as NumberType, and the printed schema distinguishes it from int and float
@@ -255,6 +256,9 @@ def evaluate(
         *(filled(value, metas, scalars, meta) for value in args),
         **{name: filled(value, metas, scalars, meta) for name, value in kwargs.items()},
     )
+    if plan.name in BATCH_NORMS and client.kernels == "cpu" and not args[5]:
+        # the CPU saves no statistics in evaluation, and the meta kernel does not know that
+        result = (result[0], *(torch.empty(0, dtype=one.dtype, device="meta") for one in result[1:]))
     return Evaluated(client, plan, result, metas), metas
 
 

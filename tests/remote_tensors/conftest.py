@@ -24,7 +24,7 @@ def _lasting_threads() -> None:
 
 @pytest.fixture(scope="module")
 def two_nodes(one_compute_thread: None) -> Iterator[Any]:
-    """Two nodes for all tests of a file. They open descriptors late, so leftovers are not checked per test."""
+    """Two nodes for a file. They open descriptors late, so leftovers are not checked after each test."""
     from flowchan.pipelines import RemoteNodes
 
     before = set(descendants())
