@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flowchan.pipelines.remote_tensors import backward_thread, remote_composites, special_ops
+from flowchan.pipelines.remote_tensors import backward_thread, local_forms, remote_composites, special_ops
 from flowchan.pipelines.remote_tensors.device_table import client_at, clients, current, device_count
 
 
@@ -72,7 +72,9 @@ class RemoteModule:
         Raises:
             RuntimeError: Always.
         """
-        raise RuntimeError("torch.autocast: remote tensors have no autocast; convert the module with .to(dtype)")
+        raise RuntimeError(
+            "torch.autocast: remote tensors have no autocast; convert the module with .to(dtype)"
+        )
 
 
 class CurrentDeviceContext:
@@ -120,6 +122,7 @@ def register() -> None:
             )
         setup("remote", torch_module)
         special_ops.register()
+        local_forms.register_loading()
         remote_composites.register()
         backward_thread.stay_in_calling_thread()
         _registered = True

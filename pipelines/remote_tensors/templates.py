@@ -25,6 +25,8 @@ from flowchan.pipelines.remote_tensors.command_format import (
 )
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
 
+NUMBERS = frozenset((int, float, bool, complex))
+"""Types of the scalars that travel in the command."""
 VALUES_IN_KEY = ("aten::arange", "aten::range")
 """Operations whose scalars determine the shape of the result."""
 
@@ -49,7 +51,7 @@ def _composed(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 class TensorMeta:
     """Metadata of remote tensors. Equal metadata of one node is one object, so keys compare identities."""
 
-    __slots__ = ("client", "device", "dtype", "offset", "shape", "stride")
+    __slots__ = ("client", "device", "dtype", "make", "offset", "shape", "stride")
 
     def __init__(
         self,
@@ -60,6 +62,7 @@ class TensorMeta:
         dtype: torch.dtype,
     ) -> None:
         self.client, self.device = client, client.device
+        self.make: Callable[[], Any] | None = None
         self.shape, self.stride, self.offset, self.dtype = shape, stride, offset, dtype
 
     def empty(self) -> torch.Tensor:
@@ -148,6 +151,7 @@ def _takes_number(kind: Any) -> bool:
     while kind.kind() in ("OptionalType", "ListType"):
         kind = kind.getElementType()
     # torch reports Scalar as NumberType, and the printed schema distinguishes it from int and float
+    # and a number in the place of a tensor, such as the 2 of ``x * 2``, changes as often as a scalar does
     return str(kind) in ("number", "Scalar", "Tensor")
 
 
@@ -164,7 +168,7 @@ def shape_of_call(
             return Slot(len(inputs) - 1)
         if isinstance(value, (list, tuple)):
             return tuple(replaced(one, scalar) for one in value)
-        if scalar and type(value) in (int, float, bool, complex):
+        if scalar and type(value) in NUMBERS:
             scalars.append(value)
             return Payload(len(scalars) - 1)
         return value

@@ -13,7 +13,7 @@ import failing_operations
 import pytest
 from support.optional_packages import optional
 
-from flowchan import FlowchanError
+from flowchan import Closed, FlowchanError
 from flowchan.pipelines import NodeDied, RemoteError, RemoteNodes
 
 torch = optional("torch")
@@ -172,7 +172,7 @@ def test_error_prints_its_cause_and_can_be_pickled(nodes: Any) -> None:
 
 def test_shape_error_raises_at_the_call(nodes: Any) -> None:
     x = ones(nodes[0], 2, 3)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(RuntimeError, match="reduction dim"):
         x @ x
     with pytest.raises(RuntimeError, match="must match the size"):
         x + ones(nodes[0], 4, 5)
@@ -354,7 +354,7 @@ def test_failure_that_leaves_the_block_is_not_noted_again() -> None:
 def test_use_after_close_raises_with_the_remedy() -> None:
     with RemoteNodes(1) as nodes:
         x = ones(nodes[0])
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises((Closed, RuntimeError), match="closed"):
         x + 1
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises((Closed, RuntimeError), match="closed"):
         x.cpu()
