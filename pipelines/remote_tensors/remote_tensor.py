@@ -94,7 +94,9 @@ class RemoteTensor(LocalForms, torch.Tensor):
     @data.setter
     def data(self, new: Any) -> None:
         if type(new) is not RemoteTensor:
-            raise TypeError(f"data: new values must be on {self.device}, got {new.device}; move them with .to()")
+            raise TypeError(
+                f"data: new values must be on {self.device}, got {new.device}; move them with .to()"
+            )
         _data.__set__(self, new)
         self._m, self._h = new._m, new._h
 
@@ -232,8 +234,8 @@ def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     client, args, kwargs = client_of(plan, args, kwargs)
     if kwargs.get("generator") is not None:
         raise RuntimeError(
-            f"{plan.name}: generator must be None, got {kwargs['generator']}; a node has one generator, which "
-            "torch.remote.manual_seed seeds"
+            f"{plan.name}: generator must be None, got {kwargs['generator']}; "
+            "seed the generator of a node with torch.remote.manual_seed"
         )
     new_args, new_kwargs, inputs, scalars = shape_of_call(plan, RemoteTensor, args, kwargs)
     if plan.dynamic:
