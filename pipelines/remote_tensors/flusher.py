@@ -34,21 +34,34 @@ class Flusher:
         self._watched: set[Flushable] = set()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._changing = threading.Lock()
 
     def watch(self, client: Flushable) -> None:
         """Send the client's commands within milliseconds until it is quiet."""
-        client.idle = False
-        self._watched.add(client)
-        self._wake.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="flowchan remote flush", daemon=True)
-            self._thread.start()
+        with self._changing:
+            client.idle = False
+            self._watched.add(client)
+            self._wake.set()
+            if self._thread is None:
+                self._ended = threading.Event()
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._ended,), name="flowchan remote flush", daemon=True
+                )
+                self._thread.start()
 
-    def _run(self) -> None:
+    def end(self) -> None:
+        """End the thread, because no client is left. The next client starts it again."""
+        with self._changing:
+            thread, self._thread = self._thread, None
+            self._ended.set()
+            self._wake.set()
+        if thread is not None:
+            thread.join()
+
+    def _run(self, ended: threading.Event) -> None:
         quiet = 0
-        pause = threading.Event()
-        while True:
-            pause.wait(FLUSH_INTERVAL_S)
+        while not ended.wait(FLUSH_INTERVAL_S):
             quiet += 1
             for client in list(self._watched):
                 if len(client.buffer) > 1:

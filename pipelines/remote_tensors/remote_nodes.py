@@ -18,7 +18,7 @@ from flowchan.hosts import Pool
 from flowchan.hosts.pool_channels import channel_maker
 from flowchan.items.arguments import pause, whole
 from flowchan.pipelines import children
-from flowchan.pipelines.remote_tensors import device_table, remote_device
+from flowchan.pipelines.remote_tensors import device_table, flusher, remote_device
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
 from flowchan.pipelines.remote_tensors.node_worker import NODE_DIED, node_main
@@ -222,6 +222,8 @@ class RemoteNodes(Sequence[torch.device]):
         for inbox in self._inboxes:
             inbox.close()
         self._inboxes = []
+        if not device_table.clients():
+            flusher.flusher.end()
         self._kids.close()
         for watcher in self._watchers:
             watcher.join()
