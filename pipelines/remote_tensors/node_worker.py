@@ -37,6 +37,10 @@ NODE_DIED = ""
 """Key of an inbox message that has the number and the failure of a node that has died."""
 
 
+NEEDS_GRAD_MODE = ("aten::mkldnn_rnn_layer",)
+"""Operators whose kernels save what their backward needs only if gradients are enabled."""
+
+
 class Compiled:
     """A template as the node runs it."""
 
@@ -89,6 +93,8 @@ def compiled(spec: TemplateSpec, device: torch.device) -> Callable[[Sequence[Any
         finally:
             torch.set_default_dtype(before)
 
+    if spec.operation in NEEDS_GRAD_MODE:
+        call = torch.enable_grad()(call)
     plain: Callable[[Sequence[Any]], Any] = call
     return plain if spec.dtype is torch.get_default_dtype() else with_dtype
 

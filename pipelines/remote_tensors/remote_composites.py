@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flowchan.pipelines.remote_tensors import device_table
+
 aten = torch.ops.aten
 State = tuple[Tensor, ...]
 """The state of one layer and direction: (h,) or, for an LSTM, (h, c)."""
@@ -307,3 +309,24 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: attention,
 }
 """Functions by operation."""
+
+_libraries: list[Any] = []
+
+
+def register() -> None:
+    """Register the functions with torch for remote tensors."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for op, function in COMPOSITES.items():
+        library.impl(op.name().removeprefix("aten::"), _for_cpu_nodes(op, function), "AutogradPrivateUse1")
+    _libraries.append(library)  # torch forgets the kernels of a library that is collected
+
+
+def _for_cpu_nodes(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that leaves the operation to torch if the node's device is not a CPU."""
+
+    def run(first: Any, *args: Any, **kwargs: Any) -> Any:
+        if device_table.client_at(first.device).kernels == "cpu":
+            return function(first, *args, **kwargs)
+        return op.decompose(first, *args, **kwargs)
+
+    return run

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from flowchan.hosts import Pool
 from flowchan.hosts.pool_channels import channel_maker
 from flowchan.items.arguments import pause, whole
 from flowchan.pipelines import children
-from flowchan.pipelines.remote_tensors import device_table, flusher, remote_device
+from flowchan.pipelines.remote_tensors import device_table, remote_device
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
 from flowchan.pipelines.remote_tensors.node_worker import NODE_DIED, node_main
@@ -85,6 +84,8 @@ class RemoteNodes(Sequence[torch.device]):
         if len(devices) != n:
             raise ValueError(f"RemoteNodes: device must be one device or a list of {n}, got {len(devices)}")
         remote_device.register()
+        # torch's device guard for Python backends has one device, so autograd cannot have a thread per device.
+        torch.autograd.set_multithreading_enabled(False)
         placement = placement_argument("RemoteNodes", on)
         make: Any = (
             channel_maker(placement)
@@ -93,7 +94,7 @@ class RemoteNodes(Sequence[torch.device]):
         )
         self._first = device_table.free_index(n)
         self._n, self._closed, self._pid = n, False, os.getpid()
-        threads = max(1, len(os.sched_getaffinity(0)) // n)
+        threads = max(1, torch.get_num_threads() // n)
         commands = [make(WAITING) for _ in range(n)]
         inboxes = [make(WAITING) for _ in range(n)]
         self._inboxes = inboxes
@@ -106,6 +107,7 @@ class RemoteNodes(Sequence[torch.device]):
             kid.run(node_main, number, commands[number], inboxes, str(devices[number]), threads, progress)
             index = torch.device("remote", self._first + number)
             client = NodeClient(index, number, commands[number], make(WAITING))
+            client.kernels = torch.device(devices[number]).type
             client.progress = progress
             self._clients.append(client)
             device_table.set_client(self._first + number, client)
@@ -222,8 +224,6 @@ class RemoteNodes(Sequence[torch.device]):
         for inbox in self._inboxes:
             inbox.close()
         self._inboxes = []
-        if not device_table.clients():
-            flusher.flusher.end()
         self._kids.close()
         for watcher in self._watchers:
             watcher.join()

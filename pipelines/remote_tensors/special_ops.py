@@ -118,6 +118,11 @@ def send_to(client: NodeClient, source: Any) -> Any:
     )
 
 
+def _pack_padded_sequence(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compose the operation from others. The lengths are on the CPU, as for CUDA, and so are the batch sizes."""
+    return plan.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
 def _checked(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Wait for a check of values, which raises here as it does for other devices."""
     client, args, kwargs = client_of(plan, args, kwargs)
@@ -126,6 +131,7 @@ def _checked(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 handlers.update(
     {
+        "aten::_pack_padded_sequence": _pack_padded_sequence,
         "aten::_linalg_check_errors": _checked,
         "aten::_local_scalar_dense": _scalar,
         "aten::equal": _equal,
