@@ -310,6 +310,7 @@ class NodeClient:
         self.forget()
         self._commands.close()
         self._replies.close()
+        flusher.flusher.remove(self)
         # Tensors that live longer keep this object, but no descriptors.
         self._commands = self._replies = released()
         self.progress = None

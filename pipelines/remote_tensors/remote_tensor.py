@@ -94,7 +94,9 @@ class RemoteTensor(LocalForms, torch.Tensor):
     @data.setter
     def data(self, new: Any) -> None:
         if type(new) is not RemoteTensor:
-            raise TypeError(f"data: new values must be on {self.device}, got {new.device}; move them with .to()")
+            raise TypeError(
+                f"data: new values must be on {self.device}, got {new.device}; move them with .to()"
+            )
         _data.__set__(self, new)
         self._m, self._h = new._m, new._h
 
@@ -236,7 +238,7 @@ def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             "torch.remote.manual_seed seeds"
         )
     new_args, new_kwargs, inputs, scalars = shape_of_call(plan, RemoteTensor, args, kwargs)
-    if plan.dynamic:
+    if plan.dynamic and (plan.name != "aten::index.Tensor" or any(one.dtype in MASKS for one in inputs[1:])):
         return run_and_ask(client, plan, new_args, new_kwargs, inputs, scalars)
     key = (*_key(new_args, inputs, scalars), *_named_key(new_kwargs, inputs, scalars))
     if not inputs:
@@ -319,6 +321,8 @@ def client_of(
     return client, moved(tuple(args)), {name: moved(value) for name, value in kwargs.items()}
 
 
+MASKS = torch.bool, torch.uint8
+"""Dtypes of index tensors that select as many elements as they have true values."""
 CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
 """Operations whose index tensors may be on the CPU, as for CUDA."""
 
