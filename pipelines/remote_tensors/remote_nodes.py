@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
