@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -36,10 +37,7 @@ _changing = threading.Lock()
 def free_index(count: int) -> int:
     """Return the first of ``count`` consecutive device indices that are free."""
     with _changing:
-        first = len(_clients)
-        for index in range(len(_clients) - count, -1, -1):
-            if not any(_clients[index : index + count]):
-                first = index
+        first = next(index for index in range(len(_clients) + 1) if not any(_clients[index : index + count]))
         if first + count > 127:
             raise ValueError(f"RemoteNodes: torch allows 127 devices, and {first + count} are needed")
         _clients.extend([None] * (first + count - len(_clients)))
@@ -67,8 +65,8 @@ def client_at(device: torch.device) -> NodeClient:
 
 
 def clients() -> list[NodeClient]:
-    """Return the clients of all devices of this process."""
-    return [one for one in _clients if one is not None]
+    """Return the clients of this process. Those of a process that forked it are not among them."""
+    return [one for one in _clients if one is not None and one.pid == os.getpid()]
 
 
 def device_count() -> int:

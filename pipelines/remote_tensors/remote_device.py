@@ -8,12 +8,20 @@ from typing import Any
 import torch
 
 import flowchan_torch.native
-from flowchan.pipelines.remote_tensors import backward_thread, device_table, remote_composites, special_ops
+from flowchan.pipelines.remote_tensors import (
+    backward_thread,
+    device_table,
+    local_forms,
+    remote_composites,
+    special_ops,
+)
 from flowchan.pipelines.remote_tensors.device_table import client_at, clients, device_count
 
 
 class RemoteModule:
     """The module ``torch.remote``."""
+
+    _initialized = True  # torch.utils.checkpoint then keeps the state of the generators
 
     def is_available(self) -> bool:
         """Return whether this process has nodes."""
@@ -66,8 +74,14 @@ class RemoteModule:
         client_at(_device(device)).send("set_rng_state", state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes of autocast."""
-        return [torch.bfloat16, torch.float16]
+        """Refuse autocast.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "torch.autocast: remote tensors have no autocast; convert the module with .to(dtype)"
+        )
 
 
 class CurrentDeviceContext:
@@ -120,5 +134,6 @@ def register() -> None:
             device_table.guard = guard
         setup("remote", torch_module)
         special_ops.register()
+        local_forms.register_loading()
         remote_composites.register()
         _registered = True
