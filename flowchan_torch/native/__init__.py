@@ -1,8 +1,8 @@
 """The C++ part of remote tensors, which is compiled against the installed torch at its first use.
 
-The compiled file goes into torch's folder for extensions (``TORCH_EXTENSIONS_DIR``, else
-``~/.cache/torch_extensions``) under a name that depends on the sources, on torch and on Python, so that it is
-compiled once. Without a compiler :func:`load` returns None, and the reason is logged once.
+The compiled file is kept in torch's folder for extensions: ``TORCH_EXTENSIONS_DIR``, else
+``~/.cache/torch_extensions``. Its name depends on the source, on torch and on Python. Without a compiler
+:func:`load` returns None and logs the reason once.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def compile_to(path: Path, flags: Sequence[str] = ("-O2",), source: Path = SOURC
         source: The file to compile.
 
     Raises:
-        RuntimeError: There is no compiler, or it fails.
+        RuntimeError: The compiler is missing or fails.
     """
     import torch
 
@@ -82,7 +82,7 @@ def compile_to(path: Path, flags: Sequence[str] = ("-O2",), source: Path = SOURC
     named = os.environ.get("CXX", "g++")
     compiler = shutil.which(named)
     if compiler is None:
-        raise RuntimeError(f"there is no C++ compiler {named!r}; install one, or name one in CXX")
+        raise RuntimeError(f"the C++ compiler {named!r} is missing; install it, or name another one in CXX")
     abi: Any = torch._C
     own = path.with_suffix(f".{os.getpid()}")
     command = [

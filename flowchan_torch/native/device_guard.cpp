@@ -2,17 +2,17 @@
 // stream of each. Python reads and sets them through the module at the end of the file.
 //
 // Why torch's guard for devices in Python is not enough. Autograd puts each node of a backward pass under a stream
-// guard, whose destructor calls exchangeStream(). torch's Python guard implements it as a call of the Python method
-// type_(), in a noexcept function. If an operation of the node has raised, the destructor runs while that Python
-// exception is pending, and no Python code may run then. The call fails and the process aborts with "terminate called
-// without an active exception"; or the call clears the exception, and the user gets "SystemError: run_backward returned
-// NULL without setting an exception". It also reports one device, so that the pass asserts at remote:1. No function
-// of this guard that the engine calls runs Python code.
+// guard, whose destructor calls exchangeStream(). torch's Python guard is noexcept there and calls the Python method
+// type_(). If an operation of the node has raised, that Python exception is still pending, and no Python code may run.
+// Either the call fails, and the process aborts with "terminate called without an active exception". Or the call
+// clears the exception, and the user gets "SystemError: run_backward returned NULL without setting an exception".
+// No function of this guard that the engine calls runs Python code. torch's guard also has one device only, so that
+// the engine asserts at remote:1.
 //
-// Invariant: backward passes run in the thread that calls backward(). The engine has a thread for each device that was
-// there at the process's first pass, and asserts at a later device; where it has such threads, a forked child cannot run
-// a pass. So native.py starts the engine before it registers this guard, and every function of the guard that the engine
-// calls before it picks a thread for a remote node turns that choice off for the current thread.
+// Invariant: backward passes run in the thread that calls backward(). The engine makes one thread for each device that
+// it finds at the process's first pass. It asserts at a later device, and a fork of a process with such threads cannot
+// run any pass. So load_file() starts the engine before this guard is registered, and the engine finds no device. Each
+// function that the engine calls before it picks a thread for a remote node tells it to stay in this one.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -1,4 +1,4 @@
-"""Run backward passes in the calling thread if there is no C++ device guard.
+"""Run backward passes in the calling thread where the C++ device guard is missing.
 
 torch runs the backward operations of a device in a thread of that device. It starts the threads at the first
 backward pass, one for each device of that time, so it aborts for nodes that start later. A device type in

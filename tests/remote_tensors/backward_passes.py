@@ -21,7 +21,7 @@ from flowchan_torch import native
 
 
 class Refusal(Exception):
-    """What the refused operation raises."""
+    """Raised by a refused operation."""
 
 
 class Refuse(TorchDispatchMode):
