@@ -7,6 +7,7 @@ import functools
 import operator
 import os
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from flowchan.items.arguments import whole
 from flowchan.pipelines import children
 from flowchan.pipelines.remote_tensors import device_table, remote_device
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
+from flowchan.pipelines.remote_tensors.node_copies import NodePlace, Reach
 from flowchan.pipelines.remote_tensors.node_worker import node_main
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
 
@@ -36,6 +38,10 @@ class NodeStats(NamedTuple):
         misses: Number of operations with new metadata.
         waits: Number of answers that this process waited for.
         tensors: Number of tensors that the node keeps for this process.
+        uploaded: Number of bytes of tensors that this process has sent to the node.
+        downloaded: Number of bytes of tensors that this process has fetched from the node.
+        host: Name of the node's host; empty on the program's machine.
+        pid: Process id of the node on its host.
     """
 
     node: int
@@ -43,6 +49,10 @@ class NodeStats(NamedTuple):
     misses: int
     waits: int
     tensors: int
+    uploaded: int
+    downloaded: int
+    host: str
+    pid: int
 
 
 class RemoteNodes(Sequence[torch.device]):
@@ -82,30 +92,30 @@ class RemoteNodes(Sequence[torch.device]):
             raise ValueError(f"RemoteNodes: device must be one device or a list of {n}, got {len(devices)}")
         remote_device.register()
         placement = placement_argument("RemoteNodes", on)
-        make: Any = (
-            channel_maker(placement)
-            if isinstance(placement, Pool)
-            else functools.partial(Channel, across="processes")
-        )
+        make: Any = functools.partial(Channel, across="processes")
+        reach = None
+        if isinstance(placement, Pool):
+            make = channel_maker(placement)
+            reach = Reach(placement.provider.listen_at(), placement.tls, placement.peer_timeout)
         self._first = device_table.free_index(n)
         self._n, self._closed = n, False
         threads = max(1, len(os.sched_getaffinity(0)) // n)
         commands = [make(WAITING) for _ in range(n)]
-        inboxes = [make(WAITING) for _ in range(n)]
-        self._inboxes = inboxes
+        inboxes = [None if reach else make(WAITING) for _ in range(n)]
         self._kids = children.start(n, on=on)
         self._clients: list[NodeClient] = []
         self._watchers: list[threading.Thread] = []
         for number in range(n):
             kid = self._kids[number + 1]
-            kid.run(node_main, number, commands[number], inboxes, str(devices[number]), threads)
+            kid.run(node_main, number, commands[number], inboxes[number], str(devices[number]), threads)
             index = torch.device("remote", self._first + number)
-            client = NodeClient(index, number, commands[number], make(WAITING))
+            place = NodePlace(uuid.uuid4().hex, inboxes[number], reach)
+            client = NodeClient(index, number, commands[number], make(WAITING), place)
             self._clients.append(client)
             device_table.set_client(self._first + number, client)
             watcher = threading.Thread(
                 target=_watch,
-                args=(kid, client, commands[number], inboxes),
+                args=(kid, client, commands[number]),
                 daemon=True,
                 name="flowchan node watch",
             )
@@ -140,8 +150,10 @@ class RemoteNodes(Sequence[torch.device]):
         """Wait for all commands, and return the counters of each node for this process."""
         found = []
         for client in self._clients:
-            commands, tensors = client.ask("stats")
-            found.append(NodeStats(client.number, commands, client.misses, client.waits, tensors))
+            kid = self._kids[client.number + 1]
+            commands, tensors, uploaded, downloaded = client.ask("stats")
+            counters = commands, client.misses, client.waits, tensors, uploaded, downloaded
+            found.append(NodeStats(client.number, *counters, kid.host, kid.pid))
         return found
 
     def strict(self, mode: str) -> None:
@@ -202,8 +214,8 @@ class RemoteNodes(Sequence[torch.device]):
         for number, client in enumerate(self._clients):
             client.close()
             device_table.set_client(self._first + number, None)
-        for inbox in self._inboxes:
-            inbox.close()
+            if client.place.inbox is not None:
+                client.place.inbox.close()
         self._kids.close()
         for watcher in self._watchers:
             watcher.join()
@@ -234,7 +246,7 @@ def _raise_first(failures: list[RemoteError]) -> None:
     raise first
 
 
-def _watch(kid: Any, client: NodeClient, commands: Channel[Any], inboxes: Sequence[Channel[Any]]) -> None:
+def _watch(kid: Any, client: NodeClient, commands: Channel[Any]) -> None:
     """Wait until a node ends, and close its channels, so that no call waits for it."""
     try:
         kid.wait()
@@ -243,4 +255,5 @@ def _watch(kid: Any, client: NodeClient, commands: Channel[Any], inboxes: Sequen
     except Exception as error:
         client.failed(error)
     commands.close()
-    inboxes[client.number].close()
+    if client.place.inbox is not None:
+        client.place.inbox.close()

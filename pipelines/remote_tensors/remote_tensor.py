@@ -79,6 +79,7 @@ class RemoteTensor(torch.Tensor):
         return issue(template, inputs, scalars)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        self._m.client.before_wait("repr()")
         values = self.detach().cpu()
         text = repr(values)
         text = text[:-1] + f", device='{self.device}'"
@@ -91,6 +92,7 @@ class RemoteTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """Wait for the values, and return them as nested lists."""
+        self._m.client.before_wait("tolist()")
         return self.detach().cpu().tolist()
 
 
