@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flowchan import Broken, Channel, Closed, Full, select
+from flowchan import Broken, Channel, ChannelError, Closed, Full, select
 from flowchan.hosts import open_channel
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
+from flowchan.pipelines.remote_tensors.remote_failures import RemoteFailure
 from flowchan.remote.channel_server import ChannelServer
 from flowchan.transport.tcp import joined, route_to
 
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 WAITING = 64
 """Number of tensors in an inbox at which a sender's thread waits."""
-log = logging.getLogger("flowchan")
+NODE_DIED = ""
+"""Key of an inbox message that has the place and the failure of a node that has died."""
+log = logging.getLogger("flowchan.remote_tensors")
 
 
 class Reach(NamedTuple):
@@ -73,7 +76,7 @@ class NodePlace(NamedTuple):
 
 
 def introduce(sender: NodeClient, receiver: NodeClient) -> None:
-    """Give a node the inbox of another node, once.
+    """Give a node the inbox of another node, once. The program keeps it, to report the sender's death.
 
     If one of them is on a host, this waits until the sender has connected to the inbox.
     """
@@ -81,23 +84,29 @@ def introduce(sender: NodeClient, receiver: NodeClient) -> None:
         return
     reach = receiver.place.reach or sender.place.reach
     if reach is None:
+        assert receiver.place.inbox is not None
+        sender.introduced[receiver.place.id] = receiver.place.inbox
         sender.send("peer", receiver.place.id, receiver.place.inbox)
     else:
         try:
-            sender.ask("peer", receiver.place.id, *receiver.ask("inbox", reach))
+            at = receiver.ask("inbox", reach)
+            inbox = open_channel(at[0], at[1], tls=at[2])
+            sender.ask("peer", receiver.place.id, *at)
+            sender.introduced[receiver.place.id] = inbox
         except NodeDied:
             raise
-        except RemoteError as error:
+        except (RemoteError, ChannelError) as error:
             log.warning(
                 "flowchan: copies from %s to %s go through this program: %s",
                 sender.device,
                 receiver.device,
-                error.__cause__,
+                error.__cause__ or error,
             )
-            channel = reach.channel()
-            receiver.send("relay", channel)
-            sender.send("peer", receiver.place.id, channel)
-    sender.introduced.add(receiver.place.id)
+            if receiver.relay is None:
+                receiver.relay = reach.channel()
+                receiver.send("relay", receiver.relay)
+            sender.introduced[receiver.place.id] = receiver.relay
+            sender.send("peer", receiver.place.id, receiver.relay)
 
 
 # --- in the nodes ---
@@ -114,6 +123,7 @@ class Inbox:
         self._channels = [] if channel is None else [channel]
         self._own: Channel[Any] | None = None
         self._arrived: dict[str, Any] = {}
+        self._died: dict[str, RemoteFailure] = {}
 
     def address(self, reach: Reach) -> tuple[str, bytes, bool]:
         """Return the address, secret and TLS flag of the inbox that this node owns."""
@@ -126,11 +136,19 @@ class Inbox:
         """Also read a channel of the program."""
         self._channels.append(channel)
 
-    def take(self, key: str) -> Any:
-        """Wait for the tensor with this key."""
+    def take(self, key: str, sender: str) -> Any:
+        """Wait for the tensor with this key, or the death of its sender.
+
+        The program reports a death after everything that the dead node has sent.
+        """
         while key not in self._arrived:
+            if sender in self._died:
+                return self._died[sender]
             name, value = select(self._channels).item
-            self._arrived[name] = value
+            if name == NODE_DIED:
+                self._died[value[0]] = RemoteFailure(*value[1])
+            else:
+                self._arrived[name] = value
         return self._arrived.pop(key)
 
 

@@ -50,7 +50,7 @@ class Stream:
             event = number
             client.send("event", number)
         client.probe = number, event
-        client.progress()
+        client.note_replies()
         if client.finished < event:
             return False
         client.finished = number
@@ -126,7 +126,7 @@ class Event:
         if self._client is None:
             return True
         if self._client.finished < self._number:
-            self._client.progress()
+            self._client.note_replies()
         return self._client.finished >= self._number
 
     def synchronize(self) -> None:

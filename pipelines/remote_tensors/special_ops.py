@@ -16,10 +16,11 @@ from flowchan.pipelines.remote_tensors.remote_tensor import (
     client_of,
     note_site,
     ordinary,
+    run_and_ask,
     upload,
     wrapped,
 )
-from flowchan.pipelines.remote_tensors.templates import OpPlan, handlers, interned
+from flowchan.pipelines.remote_tensors.templates import OpPlan, handlers, interned, shape_of_call
 
 aten = torch.ops.aten
 
@@ -35,11 +36,9 @@ def _scalar(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _equal(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Wait for the comparison of two tensors."""
     left, right = args
-    client, (left, right), _ = client_of(plan, (left, right), {})
-    if left.shape != right.shape:
+    if tuple(left.shape) != tuple(right.shape):
         return False
-    client.before_wait("torch.equal()")
-    return client.ask("item", call(aten.eq.Tensor, left, right).all()._h.id)
+    return bool(_scalar(plan, (aten.all.default(aten.eq.Tensor(left, right)),), {}))
 
 
 def download(tensor: Any) -> torch.Tensor:
@@ -115,14 +114,27 @@ def send_to(client: NodeClient, source: Any) -> Any:
     meta = source._m.empty().clone()
     introduce(sender, client)
     sender.send("send", out, source._h.id, client.place.id, key)
-    client.send("receive", number, key, sender.number)
+    client.send("receive", number, key, sender.place.id)
     return wrapped(
         interned(client, tuple(meta.shape), meta.stride(), 0, meta.dtype), TensorHandle(number, client.frees)
     )
 
 
+def _pack_padded_sequence(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compose the operation from others. The lengths are on the CPU, as for CUDA, and so are the batch sizes."""
+    return plan.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def _checked(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Wait for a check of values, which raises here as it does for other devices."""
+    client, args, kwargs = client_of(plan, args, kwargs)
+    return run_and_ask(client, plan, *shape_of_call(plan, RemoteTensor, args, kwargs))
+
+
 handlers.update(
     {
+        "aten::_pack_padded_sequence": _pack_padded_sequence,
+        "aten::_linalg_check_errors": _checked,
         "aten::_local_scalar_dense": _scalar,
         "aten::equal": _equal,
         "aten::_to_copy": _to_copy,
