@@ -9,19 +9,43 @@ import threading
 import time
 import uuid
 import warnings
+<<<<<<< HEAD
 import weakref
+||||||| c9f2ca94
+from collections.abc import Callable
+=======
+import weakref
+from collections.abc import Callable
+>>>>>>> copies
 from typing import Any
 
 import torch
 
+<<<<<<< HEAD
 from flowchan import Broken, Channel, ChildDied, Closed, Empty
 from flowchan.pipelines.children.child_state import released
+||||||| c9f2ca94
+from flowchan import Channel, ChildDied, Closed, Empty
+=======
+from flowchan import Channel, ChildDied, Closed, Empty, Full
+>>>>>>> copies
 from flowchan.pipelines.remote_tensors import flusher
 from flowchan.pipelines.remote_tensors.command_format import NodeReply, TemplateSpec, pack_batch
+<<<<<<< HEAD
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
+||||||| c9f2ca94
+=======
+from flowchan.pipelines.remote_tensors.node_copies import NodePlace
+>>>>>>> copies
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
+<<<<<<< HEAD
 from flowchan.pipelines.remote_tensors.remote_failures import CallSites, RemoteFailure
 from flowchan.pipelines.remote_tensors.sent_commands import SentCommands
+||||||| c9f2ca94
+from flowchan.pipelines.remote_tensors.remote_failures import CallSites, RemoteFailure
+=======
+from flowchan.pipelines.remote_tensors.remote_failures import CallSites, RemoteFailure, users_line
+>>>>>>> copies
 
 MAX_TEMPLATES = 20_000
 """Number of templates of one node at which the client discards all of them."""
@@ -59,7 +83,13 @@ class NodeClient:
     Attributes:
         device: Device of the node in this process.
         number: Number of the node in its ``RemoteNodes``.
+<<<<<<< HEAD
         kernels: Type of the device on which the node runs its kernels.
+||||||| c9f2ca94
+=======
+        place: How other nodes reach the node.
+        introduced: Ids of the nodes to which the node can send tensors.
+>>>>>>> copies
         buffer: Commands that were not sent, after the position of the first one in the client's stream.
         frees: Ids to free with the next batch.
         numbers: Counter of command numbers and ids.
@@ -68,16 +98,35 @@ class NodeClient:
         metas: Interned metadata of the node's tensors.
         misses: Number of templates that were made.
         waits: Number of questions.
+<<<<<<< HEAD
         progress: Progress of a node on this machine whose program is this process.
         death: How the node has died; None while it runs.
         death_raised: True if the program got the node's death as an exception.
+||||||| c9f2ca94
+=======
+        finished: The node has finished all commands up to this number.
+        probe: Number of the latest probe of a stream, and the number of its event.
+        timed: Recorded events whose time is wanted, by number.
+>>>>>>> copies
     """
 
     def __init__(
-        self, device: torch.device, number: int, commands: Channel[Any], replies: Channel[Any]
+        self,
+        device: torch.device,
+        number: int,
+        commands: Channel[Any],
+        replies: Channel[Any],
+        place: NodePlace,
     ) -> None:
+<<<<<<< HEAD
         self.device, self.number = device, number
         self.kernels = "cpu"
+||||||| c9f2ca94
+        self.device, self.number = device, number
+=======
+        self.device, self.number, self.place = device, number, place
+        self.introduced: set[str] = set()
+>>>>>>> copies
         self.id = uuid.uuid4().hex
         self.pid = os.getpid()
         self.buffer: list[Any] = [0]
@@ -85,7 +134,9 @@ class NodeClient:
         self.numbers = itertools.count(1)
         self.sites = CallSites()
         self.idle = True
-        self.misses = self.waits = 0
+        self.misses = self.waits = self.finished = 0
+        self.probe = 0, 0
+        self.timed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.strict = "off"
         self.progress: CommandProgress | None = None
         self.death: BaseException | None = None
@@ -100,6 +151,7 @@ class NodeClient:
         self._sent = SentCommands()
         _by_id[self.id] = self
         self._put((self.id, "hello", replies))
+        flusher.flusher.add(self)
 
     # --- commands ---
 
@@ -130,15 +182,31 @@ class NodeClient:
         with self._sending:
             self._flush()
 
-    def _flush(self) -> None:
+    def try_flush(self) -> None:
+        """Send the commands of the buffer if the channel has room; the background thread calls this."""
+        if self._sending.acquire(blocking=False):
+            try:
+                self._flush(0)
+            except Full:
+                pass
+            finally:
+                self._sending.release()
+
+    def _flush(self, timeout: float | None = None) -> None:
         # The frees first: each command that uses one of these ids is already in the buffer or was sent.
         frees = self.frees[:]
         position, *commands = self.buffer
         if not commands and not frees:
             return
+<<<<<<< HEAD
         batch = pack_batch(position, commands, frees)
         self._sent.sent(batch)
         self._put((self.id, None, batch))
+||||||| c9f2ca94
+        self._put((self.id, None, pack_batch(position, commands, frees)))
+=======
+        self._put((self.id, None, pack_batch(position, commands, frees)), timeout)
+>>>>>>> copies
         self.buffer[: 1 + len(commands)] = [position + len(commands)]
         del self.frees[: len(frees)]
 
@@ -163,18 +231,38 @@ class NodeClient:
             self._put((self.id, *message))
             return count
 
-    def _put(self, message: Any) -> None:
+    def _put(self, message: Any, timeout: float | None = None) -> None:
         self._check()
         with self._sending:
+<<<<<<< HEAD
             try:
                 self._commands.put(message)
             except (Closed, Broken):
                 self._check()
                 raise
+||||||| c9f2ca94
+            try:
+                self._commands.put(message)
+            except Closed:
+                self._check()
+                raise
+=======
+            while True:
+                try:
+                    self._commands.put(message, POLL_INTERVAL_S if timeout is None else timeout)
+                    return
+                except Full:
+                    if timeout is not None:
+                        raise
+                    self.progress()  # the node may be waiting for room for its replies
+                except Closed:
+                    self._check()
+                    raise
+>>>>>>> copies
 
     def wake(self) -> None:
         """Let the background thread watch the buffer."""
-        flusher.flusher.watch(self)
+        flusher.flusher.wake()
 
     # --- questions ---
 
@@ -186,11 +274,11 @@ class NodeClient:
         """
         if self.strict == "off":
             return
-        self.flush()
-        text = f"{what}: waits for node {self.number}"
+        text = f"{what} waits for {self.device}"
         if self.strict == "error":
-            raise RuntimeError(f"{text}, and strict mode is 'error'; fetch the value with .cpu()")
-        warnings.warn(text, stacklevel=2)
+            raise RuntimeError(f"{text}, and strict mode is 'error'; fetch the values with .cpu()")
+        code, line = users_line()
+        warnings.warn_explicit(text, RuntimeWarning, code.co_filename, line)
 
     def ask(
         self,
@@ -209,13 +297,27 @@ class NodeClient:
         until = None if timeout is None else time.monotonic() + timeout
         with self._asking:
             self.waits += 1
+<<<<<<< HEAD
             question = next(self._questions)
             count = self.send("ask", question, what, args, operation=operation)
+||||||| c9f2ca94
+            question = next(self._questions)
+            self.send("ask", question, what, args)
+=======
+            question, number = next(self._questions), next(self.numbers)
+            self.send("ask", question, what, args)
+>>>>>>> copies
             while True:
                 reply = self._reply(what, until)
                 if reply.question == question:
                     break  # an earlier number answers a question whose wait was interrupted
+<<<<<<< HEAD
             self._sent.answered(count)
+||||||| c9f2ca94
+=======
+                self._note(reply)
+            self.finished = max(self.finished, number)
+>>>>>>> copies
         if reply.failed:
             raise self.error_of(reply.value)
         return reply.value
@@ -236,6 +338,34 @@ class NodeClient:
                     raise Closed(f"{what}: node {self.number} has ended") from None
                 if until is not None and time.monotonic() >= until:
                     raise TimeoutError(f"{what}: node {self.number} did not answer in time") from None
+
+    def wait_finished(self, number: int) -> None:
+        """Wait until the node has reached the event with this number."""
+        with self._asking:
+            while self.finished < number:
+                self.flush()
+                self._note(self._reply("synchronize", None))
+
+    def progress(self) -> None:
+        """Handle the replies that have arrived, unless another thread is waiting for one."""
+        self._check()
+        if self._asking.acquire(blocking=False):
+            try:
+                while True:
+                    self._note(NodeReply(*self._replies.get_nowait()))
+            except (Empty, Closed):
+                pass
+            finally:
+                self._asking.release()
+
+    def _note(self, reply: NodeReply) -> None:
+        """Record that the node has reached an event, whose number is negative in the reply."""
+        if reply.question < 0:
+            number = -reply.question
+            self.finished = max(self.finished, number)
+            event = self.timed.pop(number, None)
+            if event is not None:
+                event.arrived(number, reply.value)
 
     def error_of(self, failure: RemoteFailure) -> RemoteError:
         """Return the exception of a failed command, with the line that issued it."""
@@ -309,6 +439,7 @@ class NodeClient:
         self.forget()
         self._commands.close()
         self._replies.close()
+<<<<<<< HEAD
         self._commands = self._replies = released()  # tensors that live longer keep this object, not memory
 
 
@@ -319,3 +450,7 @@ def _in_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_in_fork)
+||||||| c9f2ca94
+=======
+        flusher.flusher.remove(self)
+>>>>>>> copies

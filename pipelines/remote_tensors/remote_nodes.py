@@ -6,6 +6,7 @@ import contextlib
 import functools
 import operator
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,14 @@ from flowchan.pipelines import children
 from flowchan.pipelines.remote_tensors import device_table, remote_device
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
+<<<<<<< HEAD
 from flowchan.pipelines.remote_tensors.node_worker import NODE_DIED, node_main
+||||||| c9f2ca94
+from flowchan.pipelines.remote_tensors.node_worker import node_main
+=======
+from flowchan.pipelines.remote_tensors.node_copies import NodePlace, Reach
+from flowchan.pipelines.remote_tensors.node_worker import node_main
+>>>>>>> copies
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
 from flowchan.transport.interrupts import interrupts_deferred
 
@@ -39,6 +47,10 @@ class NodeStats(NamedTuple):
         misses: Number of operations with new metadata.
         waits: Number of answers that this process waited for.
         tensors: Number of tensors that the node keeps for this process.
+        uploaded: Number of bytes of tensors that this process has sent to the node.
+        downloaded: Number of bytes of tensors that this process has fetched from the node.
+        host: Name of the node's host; empty on the program's machine.
+        pid: Process id of the node on its host.
     """
 
     node: int
@@ -46,6 +58,10 @@ class NodeStats(NamedTuple):
     misses: int
     waits: int
     tensors: int
+    uploaded: int
+    downloaded: int
+    host: str
+    pid: int
 
 
 class RemoteNodes(Sequence[torch.device]):
@@ -87,33 +103,45 @@ class RemoteNodes(Sequence[torch.device]):
         # torch's device guard for Python backends has one device, so autograd cannot have a thread per device.
         torch.autograd.set_multithreading_enabled(False)
         placement = placement_argument("RemoteNodes", on)
-        make: Any = (
-            channel_maker(placement)
-            if isinstance(placement, Pool)
-            else functools.partial(Channel, across="processes")
-        )
+        make: Any = functools.partial(Channel, across="processes")
+        reach = None
+        if isinstance(placement, Pool):
+            make = channel_maker(placement)
+            reach = Reach(placement.provider.listen_at(), placement.tls, placement.peer_timeout)
         self._first = device_table.free_index(n)
         self._n, self._closed, self._pid = n, False, os.getpid()
         threads = max(1, torch.get_num_threads() // n)
         commands = [make(WAITING) for _ in range(n)]
-        inboxes = [make(WAITING) for _ in range(n)]
-        self._inboxes = inboxes
+        inboxes = [None if reach else make(WAITING) for _ in range(n)]
         self._kids = children.start(n, on=on)
         self._clients: list[NodeClient] = []
         self._watchers: list[threading.Thread] = []
         for number in range(n):
             kid = self._kids[number + 1]
+<<<<<<< HEAD
             progress = None if isinstance(placement, Pool) else CommandProgress()
             kid.run(node_main, number, commands[number], inboxes, str(devices[number]), threads, progress)
+||||||| c9f2ca94
+            kid.run(node_main, number, commands[number], inboxes, str(devices[number]), threads)
+=======
+            kid.run(node_main, number, commands[number], inboxes[number], str(devices[number]), threads)
+>>>>>>> copies
             index = torch.device("remote", self._first + number)
+<<<<<<< HEAD
             client = NodeClient(index, number, commands[number], make(WAITING))
             client.kernels = torch.device(devices[number]).type
             client.progress = progress
+||||||| c9f2ca94
+            client = NodeClient(index, number, commands[number], make(WAITING))
+=======
+            place = NodePlace(uuid.uuid4().hex, inboxes[number], reach)
+            client = NodeClient(index, number, commands[number], make(WAITING), place)
+>>>>>>> copies
             self._clients.append(client)
             device_table.set_client(self._first + number, client)
             watcher = threading.Thread(
                 target=_watch,
-                args=(kid, client, commands[number], inboxes),
+                args=(kid, client, commands[number]),
                 daemon=True,
                 name="flowchan node watch",
             )
@@ -148,8 +176,10 @@ class RemoteNodes(Sequence[torch.device]):
         """Wait for all commands, and return the counters of each node for this process."""
         found = []
         for client in self._clients:
-            commands, tensors = client.ask("stats")
-            found.append(NodeStats(client.number, commands, client.misses, client.waits, tensors))
+            kid = self._kids[client.number + 1]
+            commands, tensors, uploaded, downloaded = client.ask("stats")
+            counters = commands, client.misses, client.waits, tensors, uploaded, downloaded
+            found.append(NodeStats(client.number, *counters, kid.host, kid.pid))
         return found
 
     def strict(self, mode: str) -> None:
@@ -221,9 +251,17 @@ class RemoteNodes(Sequence[torch.device]):
         for number, client in enumerate(self._clients):
             client.close()
             device_table.set_client(self._first + number, None)
+<<<<<<< HEAD
         for inbox in self._inboxes:
             inbox.close()
         self._inboxes = []
+||||||| c9f2ca94
+        for inbox in self._inboxes:
+            inbox.close()
+=======
+            if client.place.inbox is not None:
+                client.place.inbox.close()
+>>>>>>> copies
         self._kids.close()
         for watcher in self._watchers:
             watcher.join()
@@ -256,14 +294,23 @@ def _raise_first(failures: list[RemoteError]) -> None:
     raise first
 
 
+<<<<<<< HEAD
 def _watch(kid: Any, client: NodeClient, commands: Channel[Any], inboxes: Sequence[Channel[Any]]) -> None:
     """Wait until a node ends, and close its channels, so that no call and no other node waits for it."""
+||||||| c9f2ca94
+def _watch(kid: Any, client: NodeClient, commands: Channel[Any], inboxes: Sequence[Channel[Any]]) -> None:
+    """Wait until a node ends, and close its channels, so that no call waits for it."""
+=======
+def _watch(kid: Any, client: NodeClient, commands: Channel[Any]) -> None:
+    """Wait until a node ends, and close its channels, so that no call waits for it."""
+>>>>>>> copies
     try:
         kid.wait()
     except Exception as error:
         if not client.closed:
             client.died(error)
     commands.close()
+<<<<<<< HEAD
     inboxes[client.number].close()
     if client.death is None:
         return
@@ -275,3 +322,9 @@ def _watch(kid: Any, client: NodeClient, commands: Channel[Any], inboxes: Sequen
                 with contextlib.suppress(Closed, Broken):
                     inbox.put(message, timeout)
                 waiting.remove(inbox)
+||||||| c9f2ca94
+    inboxes[client.number].close()
+=======
+    if client.place.inbox is not None:
+        client.place.inbox.close()
+>>>>>>> copies

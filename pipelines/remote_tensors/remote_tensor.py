@@ -86,10 +86,29 @@ class RemoteTensor(LocalForms, torch.Tensor):
             return ordinary(plan, args, kwargs or {})
         return issue(template, inputs, scalars, _getframe(1).f_back)
 
+<<<<<<< HEAD
     @property  # type: ignore[override]
     def data(self) -> Any:
         """The tensor without its gradient. Assigning another remote tensor replaces values and metadata."""
         return _data.__get__(self)
+||||||| c9f2ca94
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        values = self.detach().cpu()
+        text = repr(values)
+        text = text[:-1] + f", device='{self.device}'"
+        if self.grad_fn is not None:
+            return text + f", grad_fn=<{type(self.grad_fn).__name__}>)"
+        return text + (", requires_grad=True)" if self.requires_grad else ")")
+=======
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        self._m.client.before_wait("repr()")
+        values = self.detach().cpu()
+        text = repr(values)
+        text = text[:-1] + f", device='{self.device}'"
+        if self.grad_fn is not None:
+            return text + f", grad_fn=<{type(self.grad_fn).__name__}>)"
+        return text + (", requires_grad=True)" if self.requires_grad else ")")
+>>>>>>> copies
 
     @data.setter
     def data(self, new: Any) -> None:
@@ -98,6 +117,7 @@ class RemoteTensor(LocalForms, torch.Tensor):
         _data.__set__(self, new)
         self._m, self._h = new._m, new._h
 
+<<<<<<< HEAD
     def __tensor_flatten__(self) -> Any:
         # By this method torch knows that a module keeps its parameter objects when it moves to a node.
         raise NotImplementedError("torch.compile: remote tensors cannot be traced; run the function eagerly")
@@ -108,6 +128,16 @@ class RemoteTensor(LocalForms, torch.Tensor):
 
 
 _data: Any = torch.Tensor.data
+||||||| c9f2ca94
+    def tolist(self) -> Any:
+        """Wait for the values, and return them as nested lists."""
+        return self.detach().cpu().tolist()
+=======
+    def tolist(self) -> Any:
+        """Wait for the values, and return them as nested lists."""
+        self._m.client.before_wait("tolist()")
+        return self.detach().cpu().tolist()
+>>>>>>> copies
 
 
 def wrapped(meta: TensorMeta, handle: TensorHandle) -> RemoteTensor:

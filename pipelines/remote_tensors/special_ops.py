@@ -9,6 +9,7 @@ import torch
 
 from flowchan.pipelines.remote_tensors.device_table import client_at
 from flowchan.pipelines.remote_tensors.node_client import NodeClient, TensorHandle
+from flowchan.pipelines.remote_tensors.node_copies import introduce
 from flowchan.pipelines.remote_tensors.remote_tensor import (
     RemoteTensor,
     call,
@@ -35,9 +36,19 @@ def _scalar(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _equal(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Wait for the comparison of two tensors."""
     left, right = args
+<<<<<<< HEAD
     if tuple(left.shape) != tuple(right.shape):
         return False
     return bool(_scalar(plan, (aten.all.default(aten.eq.Tensor(left, right)),), {}))
+||||||| c9f2ca94
+    return tuple(left.shape) == tuple(right.shape) and bool(aten.eq.Tensor(left, right).all())
+=======
+    client, (left, right), _ = client_of(plan, (left, right), {})
+    if left.shape != right.shape:
+        return False
+    client.before_wait("torch.equal()")
+    return client.ask("item", call(aten.eq.Tensor, left, right).all()._h.id)
+>>>>>>> copies
 
 
 def download(tensor: Any) -> torch.Tensor:
@@ -111,7 +122,8 @@ def send_to(client: NodeClient, source: Any) -> Any:
     key = f"{client.id}:{number}"
     # The node copies the values in the layout that a clone has.
     meta = source._m.empty().clone()
-    sender.send("send", out, source._h.id, client.number, key)
+    introduce(sender, client)
+    sender.send("send", out, source._h.id, client.place.id, key)
     client.send("receive", number, key, sender.number)
     return wrapped(
         interned(client, tuple(meta.shape), meta.stride(), 0, meta.dtype), TensorHandle(number, client.frees)
