@@ -86,17 +86,19 @@ class CallSites:
         return f"{code.co_filename}:{line} in {code.co_qualname}"
 
 
-_library_codes: dict[int, tuple[CodeType, bool]] = {}
-"""Whether a code object belongs to torch or to this package, by its identity."""
+program_codes: dict[int, CodeType] = {}
+"""Code objects of the program, by their identity: their hash would look at all their instructions."""
+_library_codes: dict[int, CodeType] = {}
+"""Code objects of torch and of this package, by their identity."""
 
 
 def is_library_code(code: CodeType) -> bool:
     """Return whether the code belongs to torch or to this package."""
-    known = _library_codes.get(id(code))
-    if known is None:
-        name = code.co_filename
-        known = _library_codes[id(code)] = (code, name.startswith(_LIBRARIES))
-    return known[1]
+    if id(code) in _library_codes:
+        return True
+    library = code.co_filename.startswith(_LIBRARIES)
+    (_library_codes if library else program_codes)[id(code)] = code
+    return library
 
 
 def users_line() -> tuple[CodeType, int]:

@@ -25,6 +25,8 @@ from flowchan.pipelines.remote_tensors.command_format import (
 )
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
 
+NUMBERS = frozenset((int, float, bool, complex))
+"""Types of the scalars that travel in the command."""
 VALUES_IN_KEY = ("aten::arange", "aten::range")
 """Operations whose scalars determine the shape of the result."""
 
@@ -38,7 +40,7 @@ handlers: dict[str, Handler] = {}
 class TensorMeta:
     """Metadata of remote tensors. Equal metadata of one node is one object, so keys compare identities."""
 
-    __slots__ = ("client", "device", "dtype", "offset", "shape", "stride")
+    __slots__ = ("client", "device", "dtype", "make", "offset", "shape", "stride")
 
     def __init__(
         self,
@@ -49,6 +51,7 @@ class TensorMeta:
         dtype: torch.dtype,
     ) -> None:
         self.client, self.device = client, client.device
+        self.make: Callable[[], Any] | None = None
         self.shape, self.stride, self.offset, self.dtype = shape, stride, offset, dtype
 
     def empty(self) -> torch.Tensor:
@@ -135,7 +138,8 @@ def _is_scalar(kind: Any) -> bool:
     while kind.kind() in ("OptionalType", "ListType"):
         kind = kind.getElementType()
     # torch reports Scalar as NumberType, and the printed schema distinguishes it from int and float
-    return str(kind) in ("number", "Scalar")
+    # and a number in the place of a tensor, such as the 2 of ``x * 2``, changes as often as a scalar does
+    return str(kind) in ("number", "Scalar", "Tensor")
 
 
 def shape_of_call(
@@ -151,7 +155,7 @@ def shape_of_call(
             return Slot(len(inputs) - 1)
         if isinstance(value, (list, tuple)):
             return tuple(replaced(one, scalar) for one in value)
-        if scalar and type(value) in (int, float, bool, complex):
+        if scalar and type(value) in NUMBERS:
             scalars.append(value)
             return Payload(len(scalars) - 1)
         return value
