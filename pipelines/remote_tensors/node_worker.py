@@ -34,10 +34,8 @@ from flowchan.pipelines.remote_tensors.remote_failures import RemoteFailure
 
 MAX_UNFETCHED = 1000
 """Number of failures that a node keeps for ``sync``."""
-
-
-NEEDS_GRAD_MODE = ("aten::mkldnn_rnn_layer",)
-"""Operators whose kernels save what their backward needs only if gradients are enabled."""
+LSTM_LAYER = "aten::mkldnn_rnn_layer"
+"""Operator whose kernel depends on the grad mode, which the client sends as the last argument."""
 
 
 class Compiled:
@@ -92,8 +90,8 @@ def compiled(spec: TemplateSpec, device: torch.device) -> Callable[[Sequence[Any
         finally:
             torch.set_default_dtype(before)
 
-    if spec.operation in NEEDS_GRAD_MODE:
-        call = torch.enable_grad()(call)
+    if spec.operation == LSTM_LAYER:
+        call = (torch.enable_grad() if spec.args[-1] else torch.no_grad())(call)
     plain: Callable[[Sequence[Any]], Any] = call
     return plain if spec.dtype is torch.get_default_dtype() else with_dtype
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flowchan.pipelines.remote_tensors import backward_thread, remote_composites, special_ops
+from flowchan.pipelines.remote_tensors import backward_thread, local_forms, remote_composites, special_ops
 from flowchan.pipelines.remote_tensors.device_table import client_at, clients, current, device_count
 from flowchan.pipelines.remote_tensors.remote_streams import (
     DeviceContext,
@@ -24,6 +24,8 @@ class RemoteModule:
 
     Stream, Event, device, stream = Stream, Event, DeviceContext, StreamContext
     current_stream = default_stream = staticmethod(current_stream)
+
+    _initialized = True  # torch.utils.checkpoint then keeps the state of the generators
 
     def is_available(self) -> bool:
         """Return whether this process has nodes."""
@@ -75,8 +77,14 @@ class RemoteModule:
         client_at(_device(device)).send("set_rng_state", state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes of autocast."""
-        return [torch.bfloat16, torch.float16]
+        """Refuse autocast.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "torch.autocast: remote tensors have no autocast; convert the module with .to(dtype)"
+        )
 
 
 class CurrentDeviceContext:
@@ -124,6 +132,7 @@ def register() -> None:
             )
         setup("remote", torch_module)
         special_ops.register()
+        local_forms.register_loading()
         remote_composites.register()
         backward_thread.stay_in_calling_thread()
         _registered = True

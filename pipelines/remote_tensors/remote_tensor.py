@@ -234,11 +234,11 @@ def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     client, args, kwargs = client_of(plan, args, kwargs)
     if kwargs.get("generator") is not None:
         raise RuntimeError(
-            f"{plan.name}: generator must be None, got {kwargs['generator']}; a node has one generator, which "
-            "torch.remote.manual_seed seeds"
+            f"{plan.name}: generator must be None, got {kwargs['generator']}; "
+            "seed the generator of a node with torch.remote.manual_seed"
         )
     new_args, new_kwargs, inputs, scalars = shape_of_call(plan, RemoteTensor, args, kwargs)
-    if plan.dynamic:
+    if plan.dynamic and (plan.name != "aten::index.Tensor" or any(one.dtype in MASKS for one in inputs[1:])):
         return run_and_ask(client, plan, new_args, new_kwargs, inputs, scalars)
     key = (*_key(new_args, inputs, scalars), *_named_key(new_kwargs, inputs, scalars))
     if not inputs:
@@ -321,6 +321,8 @@ def client_of(
     return client, moved(tuple(args)), {name: moved(value) for name, value in kwargs.items()}
 
 
+MASKS = torch.bool, torch.uint8
+"""Dtypes of index tensors that select as many elements as they have true values."""
 CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
 """Operations whose index tensors may be on the CPU, as for CUDA."""
 

@@ -121,7 +121,7 @@ def send_to(client: NodeClient, source: Any) -> Any:
 
 
 def _pack_padded_sequence(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Compose the operation from others. The lengths are on the CPU, as for CUDA, and so are the batch sizes."""
+    """Compose the operation of others. The lengths and the batch sizes are on the CPU, as for CUDA."""
     return plan.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
