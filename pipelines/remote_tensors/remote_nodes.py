@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -84,8 +85,6 @@ class RemoteNodes(Sequence[torch.device]):
         if len(devices) != n:
             raise ValueError(f"RemoteNodes: device must be one device or a list of {n}, got {len(devices)}")
         remote_device.register()
-        # torch's device guard for Python backends has one device, so autograd cannot have a thread per device.
-        torch.autograd.set_multithreading_enabled(False)
         placement = placement_argument("RemoteNodes", on)
         make: Any = (
             channel_maker(placement)
