@@ -279,7 +279,8 @@ class NodeClient:
 
     def death_error(self) -> NodeDied:
         """Return the error for a node that has died, with the first operation that it has lost."""
-        running = None if self.progress is None else self.progress.running()
+        progress = self.progress
+        running = None if progress is None else progress.running()
         number, operation = self._sent.first_lost(self.buffer[1:], running) or NO_OPERATION
         how = str(self.death).partition(": ")[2].replace(f"child {self.number + 1} ", "", 1)
         lost = f"; the first lost operation is {operation}, issued at {self.sites.line_of(number)}"
@@ -309,7 +310,10 @@ class NodeClient:
         self.forget()
         self._commands.close()
         self._replies.close()
-        self._commands = self._replies = released()  # tensors that live longer keep this object, not memory
+        flusher.flusher.remove(self)
+        # Tensors that live longer keep this object, but no descriptors.
+        self._commands = self._replies = released()
+        self.progress = None
 
 
 def _in_fork() -> None:

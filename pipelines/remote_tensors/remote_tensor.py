@@ -238,7 +238,7 @@ def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             "seed the generator of a node with torch.remote.manual_seed"
         )
     new_args, new_kwargs, inputs, scalars = shape_of_call(plan, RemoteTensor, args, kwargs)
-    if plan.dynamic:
+    if plan.dynamic and (plan.name != "aten::index.Tensor" or any(one.dtype in MASKS for one in inputs[1:])):
         return run_and_ask(client, plan, new_args, new_kwargs, inputs, scalars)
     key = (*_key(new_args, inputs, scalars), *_named_key(new_kwargs, inputs, scalars))
     if not inputs:
@@ -334,6 +334,8 @@ def written_values(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
     ]
 
 
+MASKS = torch.bool, torch.uint8
+"""Dtypes of index tensors that select as many elements as they have true values."""
 CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
 """Operations whose index tensors, the second argument, may be on the CPU, as for CUDA."""
 
