@@ -83,7 +83,7 @@ class RemoteModule:
             RuntimeError: Always.
         """
         raise RuntimeError(
-            "torch.autocast: remote tensors have no autocast; convert the module with .to(dtype)"
+            "torch.autocast: remote tensors have no autocast; convert the model with .to(dtype)"
         )
 
 
