@@ -7,6 +7,7 @@ import functools
 import operator
 import os
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,8 @@ from flowchan.pipelines import children
 from flowchan.pipelines.remote_tensors import device_table, remote_device
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
-from flowchan.pipelines.remote_tensors.node_worker import NODE_DIED, node_main
+from flowchan.pipelines.remote_tensors.node_copies import NODE_DIED, NodePlace, Reach
+from flowchan.pipelines.remote_tensors.node_worker import node_main
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
 from flowchan.transport.interrupts import interrupts_deferred
 
@@ -40,6 +42,10 @@ class NodeStats(NamedTuple):
         misses: Number of operations with new metadata.
         waits: Number of answers that this process waited for.
         tensors: Number of tensors that the node keeps for this process.
+        uploaded: Number of bytes of tensors that this process has sent to the node.
+        downloaded: Number of bytes of tensors that this process has fetched from the node.
+        host: Name of the node's host; empty on the program's machine.
+        pid: Process id of the node on its host.
 
     Example:
         >>> import torch
@@ -55,6 +61,10 @@ class NodeStats(NamedTuple):
     misses: int
     waits: int
     tensors: int
+    uploaded: int
+    downloaded: int
+    host: str
+    pid: int
 
 
 class RemoteNodes(Sequence[torch.device]):
@@ -112,33 +122,32 @@ class RemoteNodes(Sequence[torch.device]):
         # torch's device guard for Python backends has one device, so autograd cannot have a thread per device.
         torch.autograd.set_multithreading_enabled(False)
         placement = placement_argument("RemoteNodes", on)
-        make: Any = (
-            channel_maker(placement)
-            if isinstance(placement, Pool)
-            else functools.partial(Channel, across="processes")
-        )
+        make: Any = functools.partial(Channel, across="processes")
+        reach = None
+        if isinstance(placement, Pool):
+            make = channel_maker(placement)
+            reach = Reach(placement.provider.listen_at(), placement.tls, placement.peer_timeout)
         self._first = device_table.free_index(n)
         self._n, self._closed, self._pid = n, False, os.getpid()
         threads = max(1, torch.get_num_threads() // n)
         commands = [make(WAITING) for _ in range(n)]
-        inboxes = [make(WAITING) for _ in range(n)]
-        self._inboxes = inboxes
         self._kids = children.start(n, on=on)
         self._clients: list[NodeClient] = []
         self._watchers: list[threading.Thread] = []
         for number in range(n):
             kid = self._kids[number + 1]
-            progress = None if isinstance(placement, Pool) else CommandProgress()
-            kid.run(node_main, number, commands[number], inboxes, str(devices[number]), threads, progress)
+            progress = None if reach else CommandProgress()
+            place = NodePlace(uuid.uuid4().hex, None if reach else make(WAITING), reach)
+            kid.run(node_main, number, commands[number], place.inbox, str(devices[number]), threads, progress)
             index = torch.device("remote", self._first + number)
-            client = NodeClient(index, number, commands[number], make(WAITING))
+            client = NodeClient(index, number, commands[number], make(WAITING), place)
             client.kernels = torch.device(devices[number]).type
             client.progress = progress
             self._clients.append(client)
             device_table.set_client(self._first + number, client)
             watcher = threading.Thread(
                 target=_watch,
-                args=(kid, client, commands[number], inboxes),
+                args=(kid, client, commands[number]),
                 daemon=True,
                 name="flowchan node watch",
             )
@@ -177,8 +186,10 @@ class RemoteNodes(Sequence[torch.device]):
         """
         found = []
         for client in self._clients:
-            commands, tensors = client.ask("stats")
-            found.append(NodeStats(client.number, commands, client.misses, client.waits, tensors))
+            kid = self._kids[client.number + 1]
+            commands, tensors, uploaded, downloaded = client.ask("stats")
+            counters = commands, client.misses, client.waits, tensors, uploaded, downloaded
+            found.append(NodeStats(client.number, *counters, kid.host, kid.pid))
         return found
 
     def strict(self, mode: str) -> None:
@@ -257,9 +268,6 @@ class RemoteNodes(Sequence[torch.device]):
         for number, client in enumerate(self._clients):
             client.close()
             device_table.set_client(self._first + number, None)
-        for inbox in self._inboxes:
-            inbox.close()
-        self._inboxes = []
         self._kids.close()
         for watcher in self._watchers:
             watcher.join()
@@ -292,7 +300,7 @@ def _raise_first(failures: list[RemoteError]) -> None:
     raise first
 
 
-def _watch(kid: Any, client: NodeClient, commands: Channel[Any], inboxes: Sequence[Channel[Any]]) -> None:
+def _watch(kid: Any, client: NodeClient, commands: Channel[Any]) -> None:
     """Wait until a node ends, and close its channels, so that no call and no other node waits for it."""
     try:
         kid.wait()
@@ -300,11 +308,11 @@ def _watch(kid: Any, client: NodeClient, commands: Channel[Any], inboxes: Sequen
         if not client.closed:
             client.died(error)
     commands.close()
-    inboxes[client.number].close()
+    client.close_inbox()
     if client.death is None:
         return
-    message = NODE_DIED, (client.number, tuple(client.death_failure()))
-    waiting = list(inboxes)
+    message = NODE_DIED, (client.place.id, tuple(client.death_failure()))
+    waiting = list(client.introduced.values())
     for timeout in (0, None):  # a node that is busy must not delay the message to others
         for inbox in list(waiting):
             with contextlib.suppress(Full):
