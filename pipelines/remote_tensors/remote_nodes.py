@@ -46,6 +46,14 @@ class NodeStats(NamedTuple):
         downloaded: Number of bytes of tensors that this process has fetched from the node.
         host: Name of the node's host; empty on the program's machine.
         pid: Process id of the node on its host.
+
+    Example:
+        >>> import torch
+        >>> from flowchan.pipelines import RemoteNodes
+        >>> with RemoteNodes(1) as nodes:
+        ...     x = torch.zeros(3, device=nodes[0])
+        ...     nodes.stats()[0].commands > 0
+        True
     """
 
     node: int
@@ -78,12 +86,28 @@ class RemoteNodes(Sequence[torch.device]):
 
     Example:
         >>> import torch
-        >>> from flowchan.pipelines import RemoteNodes
+        >>> from flowchan.pipelines import RemoteError, RemoteNodes
         >>> with RemoteNodes(2) as nodes:
         ...     a = torch.ones(2, 2, device=nodes[0])
         ...     b = (a + 1).to(nodes[1])
         ...     (b @ b).sum().item()
         32.0
+
+        ``sync()`` waits, and raises the failures that the program has not seen:
+
+        >>> with RemoteNodes(2) as nodes:
+        ...     nodes.manual_seed(7)
+        ...     nodes.strict("warn")  # name the lines that wait
+        ...     table, places = torch.ones(4, device=nodes[0]), torch.tensor([7], device=nodes[0])
+        ...     rows = table[places]
+        ...     try:
+        ...         nodes.sync(timeout=60)
+        ...     except RemoteError as error:
+        ...         print(error.operation, error.node)
+        ...     "children" in nodes.report(), nodes.stats()[1].commands
+        ...     nodes.close()
+        aten::index.Tensor 0
+        (True, 0)
     """
 
     def __init__(
@@ -153,7 +177,11 @@ class RemoteNodes(Sequence[torch.device]):
         return self._kids.report()
 
     def stats(self) -> list[NodeStats]:
-        """Wait for all commands, and return the counters of each node for this process."""
+        """Wait for all commands, and return the counters of each node for this process.
+
+        Returns:
+            One :class:`NodeStats` for each node, in the order of the nodes.
+        """
         found = []
         for client in self._clients:
             kid = self._kids[client.number + 1]
@@ -167,6 +195,9 @@ class RemoteNodes(Sequence[torch.device]):
 
         Args:
             mode: ``"off"`` (the wait is silent), ``"warn"`` or ``"error"``.
+
+        Raises:
+            ValueError: The mode is none of these.
         """
         if mode not in ("off", "warn", "error"):
             raise ValueError(f"strict: mode must be 'off', 'warn' or 'error', got {mode!r}")
@@ -174,7 +205,11 @@ class RemoteNodes(Sequence[torch.device]):
             client.strict = mode
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the random generator of every node with the same seed, as ``torch.manual_seed`` does."""
+        """Seed the random generator of every node with the same seed, as ``torch.manual_seed`` does.
+
+        Args:
+            seed: The seed.
+        """
         for client in self._clients:
             client.send("seed", seed)
 
