@@ -21,9 +21,11 @@ from flowchan.pipelines.remote_tensors.templates import (
     TensorMeta,
     interned,
     meta_of,
+    module_of,
     mutated_inputs,
     new_template,
     on_device,
+    only_strided,
     shape_of_call,
 )
 
@@ -278,6 +280,7 @@ CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
 
 def upload(client: NodeClient, value: torch.Tensor) -> RemoteTensor:
     """Copy a tensor of this process to a node."""
+    only_strided("Tensor.to", value)
     value = value.detach().resolve_conj().resolve_neg()
     number = next(client.numbers)
     client.send("upload", number, value)
@@ -302,7 +305,7 @@ def run_and_ask(
     note_site(client, number)
     spec = TemplateSpec(
         plan.name, args, kwargs, len(inputs), len(scalars), (), mutated_inputs(plan, args, kwargs),
-        torch.get_default_dtype(),
+        torch.get_default_dtype(), module_of(plan.name),
     )  # fmt: skip
     answer = client.ask("run", number, pickle.dumps(spec), [one._h.id for one in inputs], list(scalars))
     return _restored(client, answer, inputs)
