@@ -51,6 +51,7 @@ class NodeClient:
     Attributes:
         device: Device of the node in this process.
         number: Number of the node in its ``RemoteNodes``.
+        kernels: Type of the device on which the node runs its kernels.
         buffer: Commands that were not sent, after the position of the first one in the client's stream.
         frees: Ids to free with the next batch.
         numbers: Counter of command numbers and ids.
@@ -65,6 +66,7 @@ class NodeClient:
         self, device: torch.device, number: int, commands: Channel[Any], replies: Channel[Any]
     ) -> None:
         self.device, self.number = device, number
+        self.kernels = "cpu"
         self.id = uuid.uuid4().hex
         self.pid = os.getpid()
         self.buffer: list[Any] = [0]

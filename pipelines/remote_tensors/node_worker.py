@@ -31,6 +31,9 @@ from flowchan.pipelines.remote_tensors.command_format import (
 from flowchan.pipelines.remote_tensors.remote_failures import RemoteFailure
 from flowchan.pipelines.remote_tensors.templates import only_strided
 
+NEEDS_GRAD_MODE = ("aten::mkldnn_rnn_layer",)
+"""Operators whose kernels save what their backward needs only if gradients are enabled."""
+
 
 class Compiled:
     """A template as the node runs it."""
@@ -101,6 +104,8 @@ def compiled(spec: TemplateSpec, device: torch.device) -> Callable[[Sequence[Any
         finally:
             torch.set_default_dtype(before)
 
+    if spec.operation in NEEDS_GRAD_MODE:
+        call = torch.enable_grad()(call)
     plain: Callable[[Sequence[Any]], Any] = call
     return plain if spec.dtype is torch.get_default_dtype() else with_dtype
 

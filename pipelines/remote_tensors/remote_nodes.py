@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -81,6 +80,8 @@ class RemoteNodes(Sequence[torch.device]):
         if len(devices) != n:
             raise ValueError(f"RemoteNodes: device must be one device or a list of {n}, got {len(devices)}")
         remote_device.register()
+        # torch's device guard for Python backends has one device, so autograd cannot have a thread per device.
+        torch.autograd.set_multithreading_enabled(False)
         placement = placement_argument("RemoteNodes", on)
         make: Any = (
             channel_maker(placement)
@@ -89,7 +90,7 @@ class RemoteNodes(Sequence[torch.device]):
         )
         self._first = device_table.free_index(n)
         self._n, self._closed = n, False
-        threads = max(1, len(os.sched_getaffinity(0)) // n)
+        threads = max(1, torch.get_num_threads() // n)
         commands = [make(WAITING) for _ in range(n)]
         inboxes = [make(WAITING) for _ in range(n)]
         self._inboxes = inboxes
@@ -101,6 +102,7 @@ class RemoteNodes(Sequence[torch.device]):
             kid.run(node_main, number, commands[number], inboxes, str(devices[number]), threads)
             index = torch.device("remote", self._first + number)
             client = NodeClient(index, number, commands[number], make(WAITING))
+            client.kernels = torch.device(devices[number]).type
             self._clients.append(client)
             device_table.set_client(self._first + number, client)
             watcher = threading.Thread(

@@ -13,6 +13,7 @@ import torch
 
 from flowchan.pipelines.remote_tensors.command_format import Payload, Slot, TemplateSpec, flat_results
 from flowchan.pipelines.remote_tensors.device_table import client_at
+from flowchan.pipelines.remote_tensors.local_forms import LocalForms
 from flowchan.pipelines.remote_tensors.node_client import LIMIT, NodeClient, TensorHandle
 from flowchan.pipelines.remote_tensors.remote_failures import SITES, is_library_code
 from flowchan.pipelines.remote_tensors.templates import (
@@ -33,7 +34,7 @@ _getframe = sys._getframe
 _MASK = SITES - 1
 
 
-class RemoteTensor(torch.Tensor):
+class RemoteTensor(LocalForms, torch.Tensor):
     """A tensor whose values are on a node. Create it with ``device="remote:1"`` or ``.to("remote:1")``.
 
     Attributes:
@@ -41,7 +42,7 @@ class RemoteTensor(torch.Tensor):
         _h: Handle of the tensor in the node's table.
     """
 
-    __slots__ = ("_h", "_m")
+    # no __slots__: torch swaps a local parameter and its remote copy when a module moves to a node
     _m: TensorMeta
     _h: TensorHandle
 
@@ -75,25 +76,35 @@ class RemoteTensor(torch.Tensor):
             else:
                 key.append(value)
         try:
-            template = plan.templates[tuple(key)]
-        except (KeyError, TypeError):
-            return _general(plan, args, {})
-        return issue(template, inputs, scalars)
+            template = plan.templates.get(tuple(key))
+        except TypeError:  # an argument that is not hashable
+            template = None
+        return _general(plan, args, {}) if template is None else issue(template, inputs, scalars)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        values = self.detach().cpu()
-        text = repr(values)
-        text = text[:-1] + f", device='{self.device}'"
-        if self.grad_fn is not None:
-            return text + f", grad_fn=<{type(self.grad_fn).__name__}>)"
-        return text + (", requires_grad=True)" if self.requires_grad else ")")
+    @property  # type: ignore[override]
+    def data(self) -> Any:
+        """The tensor without its gradient. Assigning another remote tensor replaces values and metadata."""
+        return _data.__get__(self)
 
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+    @data.setter
+    def data(self, new: Any) -> None:
+        if type(new) is not RemoteTensor:
+            raise TypeError(
+                f"data: new values must be on {self.device}, got {new.device}; move them with .to()"
+            )
+        _data.__set__(self, new)
+        self._m, self._h = new._m, new._h
 
-    def tolist(self) -> Any:
-        """Wait for the values, and return them as nested lists."""
-        return self.detach().cpu().tolist()
+    def __tensor_flatten__(self) -> Any:
+        # By this method torch knows that a module keeps its parameter objects when it moves to a node.
+        raise NotImplementedError("torch.compile: remote tensors cannot be traced; run the function eagerly")
+
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> Any:
+        raise NotImplementedError("torch.compile: remote tensors cannot be traced; run the function eagerly")
+
+
+_data: Any = torch.Tensor.data
 
 
 def wrapped(meta: TensorMeta, handle: TensorHandle) -> RemoteTensor:
@@ -161,9 +172,7 @@ def _built(results: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Any:
 
 def change_meta(tensor: Any, meta: TensorMeta) -> None:
     """Give a tensor new metadata, because an in-place operation has changed its shape."""
-    handle = tensor._h
-    tensor.data = wrapped(meta, handle)
-    tensor._m, tensor._h = meta, handle
+    tensor.data = wrapped(meta, tensor._h)
 
 
 def plan_of(op: Any) -> OpPlan:
@@ -190,6 +199,11 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
 def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Handle a call by its template, which is made if the call is new."""
     client, args, kwargs = client_of(plan, args, kwargs)
+    if kwargs.get("generator") is not None:
+        raise RuntimeError(
+            f"{plan.name}: generator must be None, got {kwargs['generator']}; a node has one generator, which "
+            "torch.remote.manual_seed seeds"
+        )
     new_args, new_kwargs, inputs, scalars = shape_of_call(plan, RemoteTensor, args, kwargs)
     if plan.dynamic:
         return run_and_ask(client, plan, new_args, new_kwargs, inputs, scalars)
@@ -266,6 +280,7 @@ def client_of(
             return value
         if value.dim() == 0 or plan.name.startswith(CPU_INDICES):
             return upload(client, value)
+        only_strided(plan.name, value)
         raise RuntimeError(
             f"{plan.name}: all tensors must be on {client.device}, got one on {value.device}; "
             "move it with .to()"

@@ -114,18 +114,34 @@ def send_to(client: NodeClient, source: Any) -> Any:
     )
 
 
+def _pack_padded_sequence(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compose the operation from others. The lengths are on the CPU, as for CUDA, and so are the batch sizes."""
+    return plan.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
 def _refused(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Refuse an operator that makes tensors without strides."""
     raise RuntimeError(f"{plan.name}: remote tensors must be strided; call .cpu() before this operation")
 
 
-REFUSED = ("to_sparse", "_to_sparse", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc",
-           "to_mkldnn", "quantize_per_tensor", "quantize_per_channel", "quantize_per_tensor_dynamic")  # fmt: skip
+REFUSED = (
+    "to_sparse",
+    "_to_sparse",
+    "_to_sparse_csr",
+    "_to_sparse_csc",
+    "_to_sparse_bsr",
+    "_to_sparse_bsc",
+    "to_mkldnn",
+    "quantize_per_tensor",
+    "quantize_per_channel",
+    "quantize_per_tensor_dynamic",
+)
 """Operators whose results are sparse, quantized or in a layout of MKL-DNN."""
 handlers.update({f"aten::{name}": _refused for name in REFUSED})
 
 handlers.update(
     {
+        "aten::_pack_padded_sequence": _pack_padded_sequence,
         "aten::_local_scalar_dense": _scalar,
         "aten::equal": _equal,
         "aten::_to_copy": _to_copy,

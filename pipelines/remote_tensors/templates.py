@@ -30,9 +30,10 @@ RUN_FOR_METADATA = (
     "aten::native_batch_norm",
     "aten::_native_batch_norm_legit",
     "aten::linalg_eig",
+    "aten::_embedding_bag",
     "aten::_linalg_svd",
 )
-"""Operators whose meta kernels give other shapes or strides than their CPU kernels: zeros are computed here."""
+"""Operators whose meta kernels differ from their CPU kernels in shapes or strides: they run here on zeros."""
 
 COMPOSITE = "CompositeImplicitAutograd"
 """Dispatch key of operators that torch divides into other operators."""
@@ -84,7 +85,7 @@ def only_strided(what: str, tensor: torch.Tensor) -> None:
     if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
         return
     kind = "a quantized" if tensor.is_quantized else "a nested" if tensor.is_nested else f"a {tensor.layout}"
-    raise RuntimeError(f"{what}: remote tensors must be strided, got {kind} tensor; convert it with .to_dense()")
+    raise RuntimeError(f"{what}: remote tensors must be strided, got {kind} tensor; call .to_dense() on it")
 
 
 def meta_of(client: NodeClient, tensor: torch.Tensor) -> TensorMeta:
@@ -167,7 +168,7 @@ def module_of(name: str) -> str:
 
 
 def decomposed(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that consists of others. Torch passes it on undivided in inference mode and in handlers."""
+    """Run an operator that consists of others. Torch does not divide it in inference mode and in handlers."""
     return plan.op.decompose(*args, **kwargs)
 
 

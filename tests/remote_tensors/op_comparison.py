@@ -6,8 +6,8 @@ import traceback
 import warnings
 from typing import Any, NamedTuple
 
-from op_samples import CPU_ARGUMENTS, MOST_SAMPLES, Entry, moved, samples, tensors
 from metadata_check import MetadataCheck
+from op_samples import CPU_ARGUMENTS, MOST_SAMPLES, Entry, moved, samples, tensors
 from support.optional_packages import optional
 
 torch = optional("torch")
@@ -39,7 +39,9 @@ class Difference(Exception):
     """The device gave something else than the local run."""
 
 
-def compare(entry: Entry, device: str, most: int | None = None, check: MetadataCheck | None = None) -> Outcome:
+def compare(
+    entry: Entry, device: str, most: int | None = None, check: MetadataCheck | None = None
+) -> Outcome:
     """Compare an entry on a device with its local run, on at most so many samples.
 
     With ``check``, metadata that differs between client and node makes the entry different too.
@@ -92,27 +94,27 @@ def short(error: BaseException) -> str:
 
 def run(entry: Entry, sample: Any, device: str) -> Any:
     """Run one sample on a device, and return all results."""
-    input = moved(sample.input, device)
+    first = moved(sample.input, device)
     args, kwargs = moved((sample.args, sample.kwargs), "cpu" if entry.op.name in CPU_ARGUMENTS else device)
     if entry.op.name in WITHOUT_TENSORS:
-        return entry.op.op(input, *args, **kwargs)
-    if device != "cpu" and not list(tensors((input, args, kwargs))) and "device" not in kwargs:
+        return entry.op.op(first, *args, **kwargs)
+    if device != "cpu" and not list(tensors((first, args, kwargs))) and "device" not in kwargs:
         kwargs["device"] = torch.device(device)  # a factory; without the device it would prove nothing
     torch.manual_seed(2)
     if entry.kind == "backward":
-        return run_backward(entry, sample, (input, args, kwargs))
+        return run_backward(entry, sample, (first, args, kwargs))
     with torch.no_grad():
         if entry.kind == "inplace":
-            result = entry.op.get_inplace()(input, *args, **kwargs)
-            return result, input
-        return entry.op.op(input, *args, **kwargs)
+            result = entry.op.get_inplace()(first, *args, **kwargs)
+            return result, first
+        return entry.op.op(first, *args, **kwargs)
 
 
 def run_backward(entry: Entry, sample: Any, arguments: Any) -> Any:
     """Return the gradients of all inputs for fixed gradients of the results."""
-    input, args, kwargs = arguments
+    first, args, kwargs = arguments
     leaves = [one for one in tensors(arguments) if one.requires_grad]
-    result = sample.output_process_fn_grad(entry.op.op(input, *args, **kwargs))
+    result = sample.output_process_fn_grad(entry.op.op(first, *args, **kwargs))
     outputs = [one for one in tensors(result) if one.requires_grad]
     if not outputs or not leaves:
         raise ValueError("no gradient")
