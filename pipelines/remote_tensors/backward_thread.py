@@ -1,9 +1,9 @@
 """Run backward passes in the thread that calls them.
 
-torch runs the backward operations of a device in a thread of that device, and it starts these threads when the
-first backward pass begins. A device type in Python has one device only as far as torch's engine knows, so the
-engine aborts for ``remote:1``. Commands are issued by the calling thread anyway, and no kernel runs in this
-process, so device threads would give no speed.
+torch runs the backward operations of a device in a thread of that device. It starts the threads at the first
+backward pass, one for each device of that time, so it aborts for nodes that start later. A device type in
+Python has one device for torch's engine, so it also aborts for ``remote:1``. No kernel runs in this process,
+so device threads would give no speed.
 """
 
 from __future__ import annotations

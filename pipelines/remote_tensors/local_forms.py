@@ -9,6 +9,20 @@ from typing import Any
 import torch
 
 
+def register_loading() -> None:
+    """Let ``torch.load`` keep local tensors on the CPU if ``map_location`` is a node.
+
+    Tensors that were saved from a node go to ``map_location``. torch would move a local tensor as a storage,
+    and the storage of a remote tensor has no memory in this process.
+    """
+
+    def kept(storage: Any, location: str) -> Any:
+        return storage if location.partition(":")[0] == "remote" else None
+
+    before_torchs = 9
+    torch.serialization.register_package(before_torchs, lambda storage: None, kept)
+
+
 class LocalForms:
     """Methods of a remote tensor that torch does not dispatch, for :class:`RemoteTensor` to inherit."""
 

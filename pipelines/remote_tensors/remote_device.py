@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from flowchan.pipelines.remote_tensors import backward_thread, remote_composites, special_ops
+from flowchan.pipelines.remote_tensors import backward_thread, local_forms, remote_composites, special_ops
 from flowchan.pipelines.remote_tensors.device_table import client_at, clients, current, device_count
 
 
 class RemoteModule:
     """The module ``torch.remote``."""
+
+    _initialized = True  # torch.utils.checkpoint then keeps the state of the generators
 
     def is_available(self) -> bool:
         """Return whether this process has nodes."""
@@ -65,8 +67,14 @@ class RemoteModule:
         client_at(_device(device)).send("set_rng_state", state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes of autocast."""
-        return [torch.bfloat16, torch.float16]
+        """Refuse autocast.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "torch.autocast: remote tensors have no autocast; convert the module with .to(dtype)"
+        )
 
 
 class CurrentDeviceContext:
@@ -114,6 +122,7 @@ def register() -> None:
             )
         setup("remote", torch_module)
         special_ops.register()
+        local_forms.register_loading()
         remote_composites.register()
         backward_thread.stay_in_calling_thread()
         _registered = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
 import sys
@@ -15,8 +16,9 @@ from flowchan.pipelines.remote_tensors.command_format import Payload, Slot, Temp
 from flowchan.pipelines.remote_tensors.device_table import client_at
 from flowchan.pipelines.remote_tensors.local_forms import LocalForms
 from flowchan.pipelines.remote_tensors.node_client import LIMIT, NodeClient, TensorHandle
-from flowchan.pipelines.remote_tensors.remote_failures import SITES, is_library_code
+from flowchan.pipelines.remote_tensors.remote_failures import SITES, is_library_code, program_codes
 from flowchan.pipelines.remote_tensors.templates import (
+    NUMBERS,
     OpPlan,
     Template,
     TensorMeta,
@@ -57,8 +59,8 @@ class RemoteTensor(LocalForms, torch.Tensor):
             plan = func._remote_plan
         except AttributeError:
             plan = plan_of(func)
-        if kwargs or plan.handler is not None:
-            return _general(plan, args, kwargs or {})
+        if plan.handler is not None:
+            return plan.handler(plan, args, kwargs or {})
         key: list[Any] = []
         inputs: list[Any] = []
         scalars: list[Any] = []
@@ -67,19 +69,24 @@ class RemoteTensor(LocalForms, torch.Tensor):
             if kind is RemoteTensor:
                 key.append(value._m)
                 inputs.append(value)
-            elif scalar and kind is not list:
+            elif scalar and kind in NUMBERS:
                 key.append(kind)
-                if value is not None:
-                    scalars.append(value)
+                scalars.append(value)
             elif kind is list:
-                return _general(plan, args, {})
+                key.append(_key_of_list(scalar, value, inputs, scalars))
             else:
                 key.append(value)
+        if kwargs:
+            for name, value in kwargs.items():
+                key.append(name)
+                key += _key_of_list(name in plan.named, (value,), inputs, scalars)
         try:
             template = plan.templates.get(tuple(key))
         except TypeError:  # an argument that is not hashable
             template = None
-        return _general(plan, args, {}) if template is None else issue(template, inputs, scalars)
+        if template is None:
+            return ordinary(plan, args, kwargs or {})
+        return issue(template, inputs, scalars, _getframe(1).f_back)
 
     @property  # type: ignore[override]
     def data(self) -> Any:
@@ -109,30 +116,61 @@ _data: Any = torch.Tensor.data
 
 def wrapped(meta: TensorMeta, handle: TensorHandle) -> RemoteTensor:
     """Return a tensor for a handle."""
-    tensor: RemoteTensor = torch.Tensor._make_wrapper_subclass(
-        RemoteTensor, meta.shape, meta.stride, meta.offset, dtype=meta.dtype, device=meta.device
-    )
+    make = meta.make
+    if make is None:
+        make = meta.make = functools.partial(
+            torch.Tensor._make_wrapper_subclass,
+            RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, torch.strided, meta.device,
+        )  # fmt: skip
+    tensor: RemoteTensor = make()
     tensor._m, tensor._h = meta, handle
     return tensor
 
 
-def issue(template: Template, inputs: Sequence[Any], scalars: Sequence[Any]) -> Any:
-    """Append a command to the buffer of its node, and return the results."""
+def _key_of_list(
+    scalar: bool, values: Sequence[Any], inputs: list[Any], scalars: list[Any]
+) -> tuple[Any, ...]:
+    """Return the part of a key that belongs to a list, and append its tensors and scalars."""
+    key: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is RemoteTensor:
+            key.append(value._m)
+            inputs.append(value)
+        elif scalar and kind in NUMBERS:
+            key.append(kind)
+            scalars.append(value)
+        elif kind is list:
+            key.append(_key_of_list(scalar, value, inputs, scalars))
+        else:
+            key.append(value)
+    return tuple(key)
+
+
+def issue(
+    template: Template, inputs: Sequence[Any], scalars: Sequence[Any], frame: FrameType | None = None
+) -> Any:
+    """Append a command to the buffer of its node, and return the results.
+
+    Args:
+        template: Template of the command.
+        inputs: Input tensors.
+        scalars: Values of the scalars.
+        frame: The innermost frame that may be the program's (default: the caller's).
+    """
     client = template.client
     number = next(client.numbers)
-    note_site(client, number)
+    note_site(client, number, frame or _getframe(1))
     single = template.single
     buffer = client.buffer
     if single is not None:
         buffer += (template.id, number, number, *[one._h.id for one in inputs], *scalars)
         result: Any = wrapped(single, TensorHandle(number, client.frees))
     else:
-        ids = [number, *[next(client.numbers) for _ in template.outputs[1:]]] if template.outputs else []
+        outputs = template.outputs
+        ids = [number, *[next(client.numbers) for _ in outputs[1:]]] if outputs else ()
         buffer += (template.id, number, *ids, *[one._h.id for one in inputs], *scalars)
-        new = [
-            wrapped(meta, TensorHandle(id, client.frees))
-            for meta, id in zip(template.outputs, ids, strict=True)
-        ]
+        new = [wrapped(meta, TensorHandle(id, client.frees)) for meta, id in zip(outputs, ids, strict=True)]
         result = _built(template.results, inputs, new)
         for slot, meta in template.changed:
             change_meta(inputs[slot], meta)
@@ -143,18 +181,22 @@ def issue(template: Template, inputs: Sequence[Any], scalars: Sequence[Any]) -> 
     return result
 
 
-def note_site(client: NodeClient, number: int) -> None:
+def note_site(client: NodeClient, number: int, frame: FrameType | None = None) -> None:
     """Record the program's line that issues a command."""
-    frame: FrameType | None = _getframe(1)
-    while frame is not None and is_library_code(frame.f_code):
+    frame = frame or _getframe(1)
+    code = frame.f_code
+    while id(code) not in program_codes and is_library_code(code):
         frame = frame.f_back
+        if frame is None:
+            break
+        code = frame.f_code
     place = number & _MASK
     sites = client.sites
     sites.numbers[place] = number
     if frame is None:
         sites.codes[place] = None
     else:
-        sites.codes[place] = frame.f_code
+        sites.codes[place] = code
         sites.offsets[place] = frame.f_lasti
 
 
@@ -184,13 +226,6 @@ def plan_of(op: Any) -> OpPlan:
     return plan
 
 
-def _general(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Handle a call that the quick path cannot handle."""
-    if plan.handler is not None:
-        return plan.handler(plan, args, kwargs)
-    return ordinary(plan, args, kwargs)
-
-
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator of torch on the node of its inputs, from a handler."""
     return ordinary(plan_of(op), args, kwargs)
@@ -201,11 +236,11 @@ def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     client, args, kwargs = client_of(plan, args, kwargs)
     if kwargs.get("generator") is not None:
         raise RuntimeError(
-            f"{plan.name}: generator must be None, got {kwargs['generator']}; a node has one generator, which "
-            "torch.remote.manual_seed seeds"
+            f"{plan.name}: generator must be None, got {kwargs['generator']}; "
+            "seed the generator of a node with torch.remote.manual_seed"
         )
     new_args, new_kwargs, inputs, scalars = shape_of_call(plan, RemoteTensor, args, kwargs)
-    if plan.dynamic:
+    if plan.dynamic and (plan.name != "aten::index.Tensor" or any(one.dtype in MASKS for one in inputs[1:])):
         return run_and_ask(client, plan, new_args, new_kwargs, inputs, scalars)
     key = (*_key(new_args, inputs, scalars), *_named_key(new_kwargs, inputs, scalars))
     if not inputs:
@@ -289,6 +324,8 @@ def client_of(
     return client, moved(tuple(args)), {name: moved(value) for name, value in kwargs.items()}
 
 
+MASKS = torch.bool, torch.uint8
+"""Dtypes of index tensors that select as many elements as they have true values."""
 CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
 """Operations whose index tensors may be on the CPU, as for CUDA."""
 
@@ -322,7 +359,8 @@ def run_and_ask(
         plan.name, args, kwargs, len(inputs), len(scalars), (), mutated_inputs(plan, args, kwargs),
         torch.get_default_dtype(), module_of(plan.name),
     )  # fmt: skip
-    answer = client.ask("run", number, pickle.dumps(spec), [one._h.id for one in inputs], list(scalars))
+    ids = [one._h.id for one in inputs]
+    answer = client.ask("run", number, pickle.dumps(spec), ids, list(scalars), operation=(number, plan.name))
     return _restored(client, answer, inputs)
 
 

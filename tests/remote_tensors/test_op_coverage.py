@@ -1,7 +1,7 @@
 """Test each operator of torch's database on a remote device against the CPU.
 
 ``op_differences.txt`` lists the operators whose results are not equal, with reasons. An operator that gets
-better must leave the list. ``make test`` runs one sample of a third of the unlisted operators, and all
+better must leave the list. ``make test`` runs one sample of one in twelve unlisted operators, and all
 samples of the listed ones. ``make soak`` runs all samples, and compares the metadata after each operation.
 """
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 EXPECTED = {"close": {CLOSE}, "varies": {EQUAL, CLOSE}, "fails": {DIFFERENT}}
 LEAST_EQUAL = 0.97
-FEWER = 3
+FEWER = 12
 """Without ``--long``, one of so many unlisted operators runs."""
 
 
@@ -50,13 +50,10 @@ class Allowance:
         return None
 
 
-@pytest.fixture(scope="module")
-def remote(one_compute_thread: None) -> Iterator[str]:
-    """Provide the device of a node. All threads of the device start here."""
+@pytest.fixture
+def remote() -> Iterator[str]:
+    """Provide the device of a node."""
     with RemoteNodes(1) as nodes:
-        first = torch.ones(2, device=nodes[0], requires_grad=True)
-        first.sum().backward()
-        assert first.grad.tolist() == [1, 1]
         yield str(nodes[0])
 
 
