@@ -263,7 +263,7 @@ def _watch(kid: Any, client: NodeClient, commands: Channel[Any], inboxes: Sequen
         kid.wait()
     except Exception as error:
         if not client.closed:
-            client.died(error)
+            client.died(error.with_traceback(None))  # its frames would keep the channels
     commands.close()
     inboxes[client.number].close()
     if client.death is None:
