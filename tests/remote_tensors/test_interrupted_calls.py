@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from failing_operations import Latch
 from support.optional_packages import optional
+from support.waiting import wait_until
 
 from flowchan.pipelines import RemoteError, RemoteNodes
 
@@ -50,6 +51,11 @@ def alarms() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+def waits(nodes: Any) -> int:
+    """Return how often this process has waited for the nodes."""
+    return sum(client.waits for client in nodes._clients)
+
+
 # --- signals ---
 
 
@@ -61,16 +67,17 @@ def test_interrupted_wait_leaves_program_and_node_usable(
 ) -> None:
     x = torch.full((3,), 5.0, device=nodes[0])
     y = latch.occupy(x)
+    counter = torch.zeros((), device=nodes[0])
+    issued = 0
+    before = waits(nodes)
 
     def interrupt() -> None:
         latch.wait()
+        if call == "full channel":
+            threading.Event().wait(0.3)
+        else:
+            wait_until(lambda: waits(nodes) > before)
         os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=interrupt)
-    delayed = threading.Timer(0.3, interrupt)
-    counter = torch.zeros((), device=nodes[0])
-    issued = 0
-    (delayed if call == "full channel" else thread).start()
 
     def issue() -> None:
         nonlocal counter, issued
@@ -84,11 +91,11 @@ def test_interrupted_wait_leaves_program_and_node_usable(
         "copy": lambda: y.to(nodes[1]).cpu(),
         "full channel": issue,
     }
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(error):
         calls[call]()
-    for one in (thread, delayed):
-        if one.ident is not None:
-            one.join()
+    thread.join()
     latch.release()
     # Late replies to the interrupted calls must not answer these.
     assert (x * 2).sum().item() == 30
@@ -152,6 +159,7 @@ def test_interrupt_during_close_still_ends_the_nodes(latch: Latch) -> None:
 
     def interrupt() -> None:
         nodes_pid.append(latch.wait())
+        wait_until(lambda: waits(nodes) > 0)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

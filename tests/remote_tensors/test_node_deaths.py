@@ -71,7 +71,7 @@ class KillWhenBusy(threading.Thread):
 
 @pytest.mark.parametrize(
     ("how", "number", "code"),
-    [("kill", signal.SIGKILL, None), ("abort", signal.SIGABRT, None), ("_exit", None, 3)],
+    [("kill", signal.SIGKILL, None), ("limit", signal.SIGXCPU, None), ("_exit", None, 3)],
 )
 def test_node_died_names_the_operation_that_killed_it(
     nodes: Any, how: str, number: int | None, code: int | None
