@@ -80,6 +80,8 @@ def process(x: Any) -> Any:
 def wait(x: Any, path: str) -> Any:
     """Write the node's process id into the file ``path``, wait until the file is deleted, and copy ``x``."""
     latch = Path(path)
+    if latch.with_suffix(".released").exists():
+        return x.clone()
     latch.with_suffix(".new").write_text(str(os.getpid()))
     latch.with_suffix(".new").rename(latch)
     tick, waited = threading.Event(), 0.0
@@ -148,6 +150,7 @@ class Latch:
 
     def release(self) -> None:
         """Let the node continue."""
+        self.path.with_suffix(".released").touch()
         self.path.unlink(missing_ok=True)
 
 

@@ -178,6 +178,7 @@ def test_sync_with_timeout_raises_and_later_succeeds(nodes: Any, latch: Latch) -
     y = latch.occupy(torch.ones(3, device=nodes[1]))
     with pytest.raises(TimeoutError, match="sync"):
         nodes.sync(timeout=0.05)
+    latch.wait()
     latch.release()
     nodes.sync(timeout=60)
     assert y.tolist() == [1, 1, 1]
