@@ -106,6 +106,7 @@ def test_interrupted_wait_leaves_program_and_node_usable(
 
 
 @pytest.mark.usefixtures("alarms")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an alarm in a finalizer
 def test_alarms_at_random_times_mix_up_no_value(nodes: Any, long_walk: bool) -> None:
     """Each operation is either issued or raises; each fetched value is its own."""
     chance = random.Random(1)
@@ -113,8 +114,8 @@ def test_alarms_at_random_times_mix_up_no_value(nodes: Any, long_walk: bool) -> 
     total = torch.zeros((), device=here)
     rang = 0
     for number in range(20_000 if long_walk else 600):
-        signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 1.5e-3))
         try:
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 1.5e-3))
             x = torch.full((2,), float(number), device=here)
             found = [(x + 1)[0].item(), x.to(there).sum().item(), (x * 2).tolist()]
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -129,14 +130,16 @@ def test_alarms_at_random_times_mix_up_no_value(nodes: Any, long_walk: bool) -> 
 
 
 @pytest.mark.usefixtures("alarms")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an alarm in a finalizer
 def test_alarms_while_issuing_lose_and_repeat_no_command(nodes: Any, long_walk: bool) -> None:
     """A command whose call was interrupted may or may not run. All others run once, in order."""
     chance = random.Random(2)
     total = torch.zeros((), dtype=torch.int64, device=nodes[0])
     sure = unsure = 0
     for _ in range(400 if long_walk else 40):
-        signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 5e-3))
+        begun = False
         try:
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 5e-3))
             while True:
                 begun = True
                 total.add_(1)
