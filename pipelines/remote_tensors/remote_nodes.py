@@ -85,7 +85,7 @@ class RemoteNodes(Sequence[torch.device]):
         if len(devices) != n:
             raise ValueError(f"RemoteNodes: device must be one device or a list of {n}, got {len(devices)}")
         remote_device.register()
-        # torch's device guard for Python backends has one device, so autograd cannot have a thread per device.
+        # torch's device guard for Python backends has one device, so autograd cannot have several threads.
         torch.autograd.set_multithreading_enabled(False)
         placement = placement_argument("RemoteNodes", on)
         make: Any = (
@@ -108,7 +108,7 @@ class RemoteNodes(Sequence[torch.device]):
             kid.run(node_main, number, commands[number], inboxes, str(devices[number]), threads, progress)
             index = torch.device("remote", self._first + number)
             client = NodeClient(index, number, commands[number], make(WAITING))
-            client.kernels = torch.device(devices[number]).type
+            client.kernels = torch.device(str(devices[number])).type
             client.progress = progress
             self._clients.append(client)
             device_table.set_client(self._first + number, client)
