@@ -139,7 +139,7 @@ class RemoteNodes(Sequence[torch.device]):
             kid.run(node_main, number, commands[number], place.inbox, str(devices[number]), threads, progress)
             index = torch.device("remote", self._first + number)
             client = NodeClient(index, number, commands[number], make(WAITING), place)
-            client.kernels = torch.device(devices[number]).type
+            client.kernels = torch.device(str(devices[number])).type
             client.progress = progress
             self._clients.append(client)
             device_table.set_client(self._first + number, client)
@@ -304,7 +304,7 @@ def _watch(kid: Any, client: NodeClient, commands: Channel[Any]) -> None:
         kid.wait()
     except Exception as error:
         if not client.closed:
-            client.died(error)
+            client.died(error.with_traceback(None))  # its frames would keep the channels
     commands.close()
     client.close_inbox()
     if client.death is None:
