@@ -24,9 +24,11 @@ from flowchan.pipelines.remote_tensors.templates import (
     TensorMeta,
     interned,
     meta_of,
+    module_of,
     mutated_inputs,
     new_template,
     on_device,
+    only_strided,
     shape_of_call,
 )
 
@@ -40,6 +42,14 @@ class RemoteTensor(LocalForms, torch.Tensor):
     Attributes:
         _m: Metadata, with the node.
         _h: Handle of the tensor in the node's table.
+
+    Example:
+        >>> import torch
+        >>> from flowchan.pipelines import RemoteNodes
+        >>> with RemoteNodes(1) as nodes:
+        ...     x = torch.ones(2, 2).to(nodes[0]) * 3
+        ...     x.device, x.shape, x.sum(0).tolist(), x.numpy(force=True).max()
+        (device(type='remote', index=0), torch.Size([2, 2]), [6.0, 6.0], 3.0)
     """
 
     # no __slots__: torch swaps a local parameter and its remote copy when a module moves to a node
@@ -315,6 +325,7 @@ def client_of(
             return value
         if (value.dim() == 0 or index) and id(value) not in written:
             return upload(client, value)
+        only_strided(plan.name, value)
         raise RuntimeError(
             f"{plan.name}: all tensors must be on {client.device}, got one on {value.device}; "
             "move it with .to()"
@@ -342,6 +353,7 @@ CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
 
 def upload(client: NodeClient, value: torch.Tensor) -> RemoteTensor:
     """Copy a tensor of this process to a node."""
+    only_strided("Tensor.to", value)
     value = value.detach().resolve_conj().resolve_neg()
     number = next(client.numbers)
     client.send("upload", number, value)
@@ -366,7 +378,7 @@ def run_and_ask(
     note_site(client, number)
     spec = TemplateSpec(
         plan.name, args, kwargs, len(inputs), len(scalars), (), mutated_inputs(plan, args, kwargs),
-        torch.get_default_dtype(),
+        torch.get_default_dtype(), module_of(plan.name),
     )  # fmt: skip
     ids = [one._h.id for one in inputs]
     answer = client.ask("run", number, pickle.dumps(spec), ids, list(scalars), operation=(number, plan.name))
