@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import torch
@@ -50,8 +51,8 @@ def client_at(device: torch.device) -> NodeClient:
 
 
 def clients() -> list[NodeClient]:
-    """Return the clients of all devices of this process."""
-    return [one for one in _clients if one is not None]
+    """Return the clients of all devices of this process. A fork has none."""
+    return [one for one in _clients if one is not None and one.pid == os.getpid()]
 
 
 def device_count() -> int:

@@ -9,6 +9,7 @@ import torch
 
 from flowchan.pipelines.remote_tensors.device_table import client_at
 from flowchan.pipelines.remote_tensors.node_client import NodeClient, TensorHandle
+from flowchan.pipelines.remote_tensors.node_copies import introduce
 from flowchan.pipelines.remote_tensors.remote_tensor import (
     RemoteTensor,
     call,
@@ -111,8 +112,9 @@ def send_to(client: NodeClient, source: Any) -> Any:
     key = f"{client.id}:{number}"
     # The node copies the values in the layout that a clone has.
     meta = source._m.empty().clone()
-    sender.send("send", out, source._h.id, client.number, key)
-    client.send("receive", number, key, sender.number)
+    introduce(sender, client)
+    sender.send("send", out, source._h.id, client.place.id, key)
+    client.send("receive", number, key, sender.place.id)
     return wrapped(
         interned(client, tuple(meta.shape), meta.stride(), 0, meta.dtype), TensorHandle(number, client.frees)
     )
