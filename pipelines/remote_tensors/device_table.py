@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import torch
@@ -53,8 +54,9 @@ def client_at(device: torch.device) -> NodeClient:
 
 
 def clients() -> list[NodeClient]:
-    """Return the clients of all devices of this process."""
-    return [one for one in _clients if one is not None]
+    """Return the clients of all devices of this process. A forked child has none of its parent's clients."""
+    pid = os.getpid()
+    return [one for one in _clients if one is not None and one.pid == pid]
 
 
 def device_count() -> int:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from typing import Any, Protocol
 
 FLUSH_INTERVAL_S = 0.001
 """Seconds after which the commands in a buffer are sent."""
+FREE_INTERVAL_S = 0.5
+"""Seconds after which a program without commands sends the ids of dropped tensors."""
 QUIET_ROUNDS = 50
 """Number of flushes without commands after which the thread sleeps."""
 
@@ -17,10 +20,12 @@ class Flushable(Protocol):
 
     Attributes:
         buffer: Position of the buffer in the stream, and commands that were not sent.
+        frees: Ids to free with the next batch.
         idle: True if the thread does not watch the buffer.
     """
 
     buffer: list[Any]
+    frees: list[int]
     idle: bool
 
     def flush(self) -> None:
@@ -32,6 +37,7 @@ class Flusher:
 
     def __init__(self) -> None:
         self._watched: set[Flushable] = set()
+        self._known: weakref.WeakSet[Flushable] = weakref.WeakSet()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -39,6 +45,7 @@ class Flusher:
         """Send the client's commands within milliseconds until it is quiet."""
         client.idle = False
         self._watched.add(client)
+        self._known.add(client)
         self._wake.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="flowchan remote flush", daemon=True)
@@ -64,8 +71,18 @@ class Flusher:
                     self._watched.discard(client)
                     if len(client.buffer) > 1:  # a command came between the flush and the end of the watch
                         self.watch(client)
-                self._wake.wait()
+                while not self._wake.wait(FREE_INTERVAL_S):
+                    self._free()
                 quiet = 0
+
+    def _free(self) -> None:
+        """Send the ids of tensors that the program has dropped without a later command."""
+        for client in list(self._known):
+            if client.frees:
+                try:
+                    client.flush()
+                except Exception:  # the node has ended
+                    self._known.discard(client)
 
 
 flusher = Flusher()

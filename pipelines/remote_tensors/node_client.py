@@ -74,6 +74,7 @@ class NodeClient:
         self.idle = True
         self.misses = self.waits = 0
         self.strict = "off"
+        self.route: Any = None  # how other processes reach the node; set by handle_transfer
         self.death: Callable[[], NodeDied] | None = None
         self.closed = False
         self._commands, self._replies = commands, replies

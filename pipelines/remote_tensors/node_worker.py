@@ -175,12 +175,16 @@ class Node:
                     client, kind, *rest = self.commands.get()
                 except Closed:
                     return
-                if kind is None:
-                    self.run_batch(client, self.clients[client], rest[0])
-                elif kind == "hello":
+                if kind == "hello":
                     self.clients[client] = ClientTable(rest[0])
+                elif kind == "drop":  # a client or an export has ended
+                    self.clients.pop(client, None)
+                elif (table := self.clients.get(client)) is None:
+                    pass  # sent before the client ended
+                elif kind is None:
+                    self.run_batch(client, table, rest[0])
                 else:
-                    getattr(self, f"on_{kind}")(client, self.clients[client], *rest)
+                    getattr(self, f"on_{kind}")(client, table, *rest)
                 rest = []
 
     # --- commands ---
@@ -270,6 +274,19 @@ class Node:
         """Store a tensor of the client."""
         table.tensors[id] = tensor if self.device.type == "cpu" else tensor.to(self.device)
 
+    def on_export(self, client: str, table: ClientTable, id: int, name: str, token: int) -> None:
+        """Keep a tensor for the receivers of an item, in a table of its own."""
+        self.clients.setdefault(name, ClientTable(table.replies)).tensors[token] = table.tensors[id]
+
+    def on_import(self, client: str, table: ClientTable, id: int, name: str, token: int) -> None:
+        """Give a client a tensor from an item that it has received."""
+        export = self.clients.get(name)
+        if export is None:
+            error = RuntimeError("the tensor's lease has ended before the tensor was received")
+            table.tensors[id] = RemoteFailure.of(self.number, client, id, "receiving a tensor", error)
+        else:
+            table.tensors[id] = export.tensors[token]
+
     def on_send(self, client: str, table: ClientTable, number: int, id: int, node: int, key: str) -> None:
         """Send a tensor or its failure to another node."""
         value = table.tensors[id]
@@ -337,7 +354,7 @@ class Node:
 
     def answer_stats(self, client: str, table: ClientTable) -> tuple[int, int]:
         """Return the number of commands and of live tensors."""
-        return table.commands, len(table.tensors)
+        return table.commands, sum(len(one.tensors) for one in self.clients.values())
 
     def answer_run(
         self, client: str, table: ClientTable, number: int, spec: bytes, inputs: list[int], scalars: list[Any]

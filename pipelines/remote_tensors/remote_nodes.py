@@ -7,6 +7,7 @@ import functools
 import operator
 import os
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from flowchan.hosts.pool_channels import channel_maker
 from flowchan.items.arguments import whole
 from flowchan.pipelines import children
 from flowchan.pipelines.remote_tensors import device_table, remote_device
+from flowchan.pipelines.remote_tensors.lease_watch import HandleRoutes
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
 from flowchan.pipelines.remote_tensors.node_worker import node_main
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
@@ -35,7 +37,7 @@ class NodeStats(NamedTuple):
         commands: Number of commands that the node has run for this process.
         misses: Number of operations with new metadata.
         waits: Number of answers that this process waited for.
-        tensors: Number of tensors that the node keeps for this process.
+        tensors: Number of tensors that the node keeps, for all processes and for items in channels.
     """
 
     node: int
@@ -111,6 +113,7 @@ class RemoteNodes(Sequence[torch.device]):
             )
             watcher.start()
             self._watchers.append(watcher)
+        self._routes = HandleRoutes(uuid.uuid4().hex, self._clients, commands, make(WAITING))
 
     def __getitem__(self, number: Any) -> Any:
         """Return the device of a node."""
@@ -137,7 +140,7 @@ class RemoteNodes(Sequence[torch.device]):
         return self._kids.report()
 
     def stats(self) -> list[NodeStats]:
-        """Wait for all commands, and return the counters of each node for this process."""
+        """Wait for all commands, and return the counters of each node."""
         found = []
         for client in self._clients:
             commands, tensors = client.ask("stats")
@@ -199,6 +202,7 @@ class RemoteNodes(Sequence[torch.device]):
     def _end(self) -> None:
         """End the nodes without waiting for their commands."""
         self._closed = True
+        self._routes.close()
         for number, client in enumerate(self._clients):
             client.close()
             device_table.set_client(self._first + number, None)
