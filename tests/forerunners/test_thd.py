@@ -14,7 +14,7 @@ counterpart here, or a different result:
 ``tensors_are_not_the_same``
     Gathered values may differ in size; only an output that is passed in must fit.
 ``command_channel_smoke``, ``rpc_serialization``, ``tensor_smoke``
-    flowchan has no remote tensors.
+    They test the master-worker mode: test_thd_master_worker.py.
 slow master, accept timeout
     They are in tests/collective/test_group_rendezvous.py and test_linked_groups.py.
 """

@@ -28,7 +28,7 @@ LISTED = sorted(
 )
 NEEDS_TORCH = re.compile(
     r"flowchan\.(collective\.training\.|pipelines\.([Dd]ataset|Sequential|Training|Stash|Pop|"
-    r"AsySGInCon|DiLoCo|Downpour|ElasticAveraging)\b)"
+    r"AsySGInCon|DiLoCo|Downpour|ElasticAveraging|RemoteNodes|NodeStats|RemoteTensor|RemoteError|NodeDied)\b)"
 )
 INDIRECT = {
     "derive": "except* calls it",

@@ -1,0 +1,27 @@
+"""Test that the remote training example trains on both nodes, as locally."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from support.preloaded_programs import Template
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "remote_training.py"
+EPOCHS = 3
+
+
+def test_each_layer_runs_on_its_node_and_training_equals_local(torch_programs: Template) -> None:
+    done = torch_programs.run(EXAMPLE, "--epochs", EPOCHS)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    losses, rest = lines[:EPOCHS], lines[EPOCHS:-EPOCHS]
+    *layers, first, second, right, _last_of_nodes = [*rest, ""]
+    assert [line.split(":")[0] for line in losses] == [f"epoch {number + 1}" for number in range(EPOCHS)]
+    placed = [re.fullmatch(r"(first|second)\.\d \w+\(.*\) ran on remote:(\d)", line) for line in layers]
+    assert [(match[1], match[2]) for match in placed if match] == [("first", "0")] * 4 + [("second", "1")] * 3
+    for number, line in enumerate((first, second)):
+        counts = re.fullmatch(rf"node {number}: (\d+) commands, (\d+) waits", line)
+        assert counts
+        assert int(counts[1]) > 200
+    assert float(right.partition("%")[0]) > 60

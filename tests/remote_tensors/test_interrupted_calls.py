@@ -1,0 +1,301 @@
+"""Test remote tensors with interrupts, forks and threads: no reply is mistaken, and no command is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from failing_operations import Latch
+from support.optional_packages import optional
+
+from flowchan.pipelines import RemoteError, RemoteNodes
+
+torch = optional("torch")
+
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
+
+class Alarm(Exception):
+    """Raised by the test's signal handler."""
+
+
+@pytest.fixture
+def nodes() -> Iterator[Any]:
+    with RemoteNodes(2) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def latch(tmp_path: Path) -> Iterator[Latch]:
+    latch = Latch(tmp_path / "latch")
+    yield latch
+    latch.release()
+
+
+@pytest.fixture
+def alarms() -> Iterator[None]:
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+# --- signals ---
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGALRM, Alarm)])
+@pytest.mark.parametrize("call", ["item", "sync", "copy", "full channel"])
+@pytest.mark.usefixtures("alarms")
+def test_interrupted_wait_leaves_program_and_node_usable(
+    nodes: Any, latch: Latch, call: str, number: int, error: type[BaseException]
+) -> None:
+    x = torch.full((3,), 5.0, device=nodes[0])
+    y = latch.occupy(x)
+
+    def interrupt() -> None:
+        latch.wait()
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    delayed = threading.Timer(0.3, interrupt)
+    counter = torch.zeros((), device=nodes[0])
+    issued = 0
+    (delayed if call == "full channel" else thread).start()
+
+    def issue() -> None:
+        nonlocal counter, issued
+        while True:
+            counter = counter + 1
+            issued += 1
+
+    calls = {
+        "item": lambda: (y.sum() + 1).item(),
+        "sync": nodes.sync,
+        "copy": lambda: y.to(nodes[1]).cpu(),
+        "full channel": issue,
+    }
+    with pytest.raises(error):
+        calls[call]()
+    for one in (thread, delayed):
+        if one.ident is not None:
+            one.join()
+    latch.release()
+    # Late replies to the interrupted calls must not answer these.
+    assert (x * 2).sum().item() == 30
+    assert y.tolist() == [5, 5, 5]
+    assert (torch.ones(2, device=nodes[1]) + 1).tolist() == [2, 2]
+    assert counter.item() == issued
+    nodes.sync()
+
+
+@pytest.mark.usefixtures("alarms")
+def test_alarms_at_random_times_mix_up_no_value(nodes: Any, long_walk: bool) -> None:
+    """Each operation is either issued or raises; each fetched value is its own."""
+    chance = random.Random(1)
+    here, there = nodes
+    total = torch.zeros((), device=here)
+    rang = 0
+    for number in range(20_000 if long_walk else 600):
+        signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 1.5e-3))
+        try:
+            x = torch.full((2,), float(number), device=here)
+            found = [(x + 1)[0].item(), x.to(there).sum().item(), (x * 2).tolist()]
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except Alarm:
+            rang += 1
+            continue
+        assert found == [number + 1, 2 * number, [2 * number] * 2]
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert rang > 10
+    assert total.item() == 0
+    nodes.sync()
+
+
+@pytest.mark.usefixtures("alarms")
+def test_alarms_while_issuing_lose_and_repeat_no_command(nodes: Any, long_walk: bool) -> None:
+    """A command whose call was interrupted may or may not run. All others run once, in order."""
+    chance = random.Random(2)
+    total = torch.zeros((), dtype=torch.int64, device=nodes[0])
+    sure = unsure = 0
+    for _ in range(400 if long_walk else 40):
+        signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 5e-3))
+        try:
+            while True:
+                begun = True
+                total.add_(1)
+                sure += 1
+                begun = False
+        except Alarm:
+            unsure += begun
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    # an alarm between the return of add_ and the count also counts as unsure
+    assert sure <= total.item() <= sure + unsure
+    nodes.sync()
+
+
+def test_interrupt_during_close_still_ends_the_nodes(latch: Latch) -> None:
+    import psutil
+
+    nodes = RemoteNodes(1)
+    latch.occupy(torch.ones(1, device=nodes[0]))
+    nodes_pid = []
+
+    def interrupt() -> None:
+        nodes_pid.append(latch.wait())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        nodes.close()
+    thread.join()
+    nodes.close()
+    assert not psutil.pid_exists(nodes_pid[0])
+
+
+# --- timeout ---
+
+
+def test_sync_with_timeout_raises_and_later_succeeds(nodes: Any, latch: Latch) -> None:
+    y = latch.occupy(torch.ones(3, device=nodes[1]))
+    with pytest.raises(TimeoutError, match="sync"):
+        nodes.sync(timeout=0.05)
+    latch.release()
+    nodes.sync(timeout=60)
+    assert y.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("timeout", [-1, "soon", float("nan")])
+def test_sync_refuses_a_wrong_timeout(nodes: Any, timeout: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="timeout must be"):
+        nodes.sync(timeout=timeout)
+
+
+# --- forks ---
+
+
+def in_fork(function: Any) -> str:
+    """Return what ``function`` raises in a fork of this process: type and message."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = "nothing"
+        try:
+            function()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text
+
+
+@pytest.mark.parametrize("use", ["operation", "fetch", "factory", "sync", "upload", "print"])
+def test_fork_of_the_program_refuses_the_tensors_of_its_parent(nodes: Any, use: str) -> None:
+    x = torch.ones(3, device=nodes[0])
+    x + 1  # a command that is not yet sent
+    uses = {
+        "operation": lambda: (x + 1).cpu(),
+        "fetch": lambda: x.cpu(),
+        "factory": lambda: torch.ones(3, device=nodes[0]).cpu(),
+        "sync": lambda: nodes.sync(),
+        "upload": lambda: torch.ones(3).to(nodes[0]),
+        "print": lambda: str(x),
+    }
+    text = in_fork(uses[use])
+    assert text.startswith("RuntimeError: ")
+    assert "fork" in text
+    assert x.tolist() == [1, 1, 1]
+
+
+def test_exit_of_a_fork_leaves_nodes_running(nodes: Any) -> None:
+    x = torch.ones(3, device=nodes[0])
+
+    def drop_and_close() -> None:
+        nonlocal x
+        del x
+        nodes.close()
+
+    assert in_fork(drop_and_close) == "nothing"
+    assert (x + 1).tolist() == [2, 2, 2]
+    nodes.sync()
+
+
+# --- threads ---
+
+
+def in_threads(function: Any, count: int) -> None:
+    """Run ``function(number)`` on several threads at the same time, and raise what they raise."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(count)
+
+    def run(number: int) -> None:
+        try:
+            barrier.wait()
+            function(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_threads_use_one_node_or_two_at_the_same_time(nodes: Any, shared: bool) -> None:
+    def work(number: int) -> None:
+        node = nodes[0] if shared else nodes[number % 2]
+        total = torch.zeros(2, device=node)
+        for step in range(150):
+            total = total + float(number)
+            if step % 10 == 0:
+                assert total[0].item() == number * (step + 1)
+            if step % 25 == 0:
+                assert total.to(nodes[1]).sum().item() == 2 * number * (step + 1)
+        assert total.tolist() == [number * 150] * 2
+
+    in_threads(work, 4)
+    nodes.sync()
+
+
+def test_failure_of_one_thread_is_not_raised_in_another(nodes: Any) -> None:
+    def work(number: int) -> None:
+        x = torch.full((2,), float(number), device=nodes[0])
+        for _ in range(50):
+            if number == 0:
+                with pytest.raises(RemoteError, match="a bad value"):
+                    torch.ops.failing.fail(x, "value").cpu()
+            else:
+                assert (x + 1)[0].item() == number + 1
+
+    in_threads(work, 3)
+    with contextlib.suppress(RemoteError):
+        nodes.sync()
+
+
+def test_threads_that_add_in_place_lose_no_command(nodes: Any) -> None:
+    total = torch.zeros((), dtype=torch.int64, device=nodes[0])
+
+    def work(number: int) -> None:
+        for _ in range(500):
+            total.add_(1)
+
+    in_threads(work, 4)
+    assert total.item() == 2000

@@ -1,0 +1,118 @@
+"""Test nodes on hosts, on this machine, or both, and the path of copies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.optional_packages import optional
+
+from flowchan.hosts import local
+
+torch = optional("torch")
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
+WAIT_S = 60
+ROW = 1 << 18
+"""Number of float32 elements of 1 MB."""
+
+
+@pytest.fixture(scope="module")
+def host_nodes(one_compute_thread: None) -> Iterator[Any]:
+    """Provide a node on each of three hosts."""
+    from flowchan.pipelines import RemoteNodes
+
+    with RemoteNodes(3, on=local(3)) as nodes:
+        yield nodes
+
+
+def numbers(size: int, start: int = 0) -> Any:
+    return torch.arange(start, start + size, dtype=torch.float32)
+
+
+def test_operations_and_autograd_run_on_hosts(host_nodes: Any) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    x = torch.randn(4, 6)
+    found = []
+    for device in ("cpu", host_nodes[1]):
+        model.to(device).zero_grad()
+        loss = (model(x.to(device)) ** 2).mean()
+        loss.backward()
+        found.append([loss.detach().cpu(), *[one.grad.cpu() for one in model.parameters()]])
+    assert all(map(torch.equal, *found))
+
+
+def test_copies_between_hosts_in_both_directions_and_round_a_ring(host_nodes: Any) -> None:
+    a, b, c = host_nodes
+    source = numbers(2 * ROW).to(a)
+    there = source.to(b)
+    source.zero_()
+    for _ in range(10):
+        ring = (there.to(c) + 1).to(a)
+        there = (ring + there.to(a)).to(b)
+    expected = numbers(2 * ROW)
+    for _ in range(10):
+        expected = (expected + 1) + expected
+    assert torch.equal(there.cpu(), expected)
+
+
+def test_gradient_flows_from_host_to_host(host_nodes: Any) -> None:
+    a, b, c = host_nodes
+    w = numbers(4).to(a).requires_grad_()
+    ((w * 2).to(b) ** 2).to(c).sum().backward()
+    assert w.grad.device == a
+    assert w.grad.tolist() == [0.0, 8.0, 16.0, 24.0]
+
+
+def test_copies_between_hosts_do_not_pass_through_the_program(host_nodes: Any) -> None:
+    """The program's network traffic does not grow with the size of the copies."""
+    a, b, c = host_nodes
+    copied = torch.ones(8 * ROW, device=a)
+    copied.to(b).to(c)[0].item()
+    before = received_and_sent()
+    for target in (b, c, a, b):
+        copied = copied.to(target)
+    assert copied.sum().item() == 8 * ROW
+    assert received_and_sent() - before < ROW
+
+
+def received_and_sent() -> int:
+    """Return the number of bytes that this process has read and written, over sockets or not."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"]) + int(fields["wchar"])
+
+
+def test_copies_between_nodes_on_hosts_and_on_this_machine(host_nodes: Any) -> None:
+    from flowchan.pipelines import RemoteNodes
+
+    with RemoteNodes(2) as here:
+        source = numbers(ROW).to(here[0])
+        there = (source.to(host_nodes[1]) + 1).to(host_nodes[2])
+        back = (there * 2).to(here[1])
+        assert torch.equal(back.cpu(), (numbers(ROW) + 1) * 2)
+
+
+def test_copies_between_nodes_on_two_pools(host_nodes: Any) -> None:
+    from flowchan.pipelines import RemoteNodes
+
+    with RemoteNodes(1, on=local(1)) as others:
+        there = (numbers(ROW).to(host_nodes[0]) + 1).to(others[0])
+        assert torch.equal((there * 2).to(host_nodes[1]).cpu(), (numbers(ROW) + 1) * 2)
+
+
+def test_nodes_are_dealt_out_to_all_hosts(host_nodes: Any) -> None:
+    assert len({row.host for row in host_nodes.stats()}) == 3
+
+
+def test_device_option_places_the_kernels_of_each_node() -> None:
+    from flowchan.pipelines import RemoteNodes
+
+    with RemoteNodes(2, device=["cpu", "cpu"]) as nodes:
+        assert torch.ones(2, device=nodes[1]).to(nodes[0]).tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="RemoteNodes: device must be .*got"):
+        RemoteNodes(2, device=["cpu"])
+    with pytest.raises((ValueError, RuntimeError), match="device"):
+        RemoteNodes(1, device="nonsense")
