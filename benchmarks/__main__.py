@@ -39,6 +39,7 @@ NAMES = (
     "parameter_server",
     "remote_parameters",
     "weights",
+    "remote_tensors",
 )
 
 

@@ -57,6 +57,7 @@ TITLES = {
     "parameter_server": "Parameter server",
     "remote_parameters": "Parameter server: clients on hosts",
     "weights": "Weights for inference workers",
+    "remote_tensors": "Remote tensors",
 }
 """Heading of each benchmark."""
 

@@ -197,6 +197,7 @@ def _remove_ended() -> None:
     for key in list(_leases):
         client = _clients[key]
         if client.route.commands.closed:
+            client.close()
             device_table.set_client(client.device.index, None)
             del _clients[key], _leases[key]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
 import sys
@@ -13,9 +14,11 @@ import torch
 
 from flowchan.pipelines.remote_tensors.command_format import Payload, Slot, TemplateSpec, flat_results
 from flowchan.pipelines.remote_tensors.device_table import client_at
+from flowchan.pipelines.remote_tensors.local_forms import LocalForms
 from flowchan.pipelines.remote_tensors.node_client import LIMIT, NodeClient, TensorHandle
-from flowchan.pipelines.remote_tensors.remote_failures import SITES, is_library_code
+from flowchan.pipelines.remote_tensors.remote_failures import SITES, is_library_code, program_codes
 from flowchan.pipelines.remote_tensors.templates import (
+    NUMBERS,
     OpPlan,
     Template,
     TensorMeta,
@@ -31,7 +34,7 @@ _getframe = sys._getframe
 _MASK = SITES - 1
 
 
-class RemoteTensor(torch.Tensor):
+class RemoteTensor(LocalForms, torch.Tensor):
     """A tensor whose values are on a node. Create it with ``device="remote:1"`` or ``.to("remote:1")``.
 
     Attributes:
@@ -39,7 +42,7 @@ class RemoteTensor(torch.Tensor):
         _h: Handle of the tensor in the node's table.
     """
 
-    __slots__ = ("_h", "_m")
+    # no __slots__: torch swaps a local parameter and its remote copy when a module moves to a node
     _m: TensorMeta
     _h: TensorHandle
 
@@ -54,8 +57,8 @@ class RemoteTensor(torch.Tensor):
             plan = func._remote_plan
         except AttributeError:
             plan = plan_of(func)
-        if kwargs or plan.handler is not None:
-            return _general(plan, args, kwargs or {})
+        if plan.handler is not None:
+            return plan.handler(plan, args, kwargs or {})
         key: list[Any] = []
         inputs: list[Any] = []
         scalars: list[Any] = []
@@ -64,62 +67,108 @@ class RemoteTensor(torch.Tensor):
             if kind is RemoteTensor:
                 key.append(value._m)
                 inputs.append(value)
-            elif scalar and kind is not list:
+            elif scalar and kind in NUMBERS:
                 key.append(kind)
-                if value is not None:
-                    scalars.append(value)
+                scalars.append(value)
             elif kind is list:
-                return _general(plan, args, {})
+                key.append(_key_of_list(scalar, value, inputs, scalars))
             else:
                 key.append(value)
+        if kwargs:
+            for name, value in kwargs.items():
+                key.append(name)
+                key += _key_of_list(name in plan.named, (value,), inputs, scalars)
         try:
-            template = plan.templates[tuple(key)]
-        except (KeyError, TypeError):
-            return _general(plan, args, {})
-        return issue(template, inputs, scalars)
+            template = plan.templates.get(tuple(key))
+        except TypeError:  # an argument that is not hashable
+            template = None
+        if template is None:
+            return ordinary(plan, args, kwargs or {})
+        return issue(template, inputs, scalars, _getframe(1).f_back)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        values = self.detach().cpu()
-        text = repr(values)
-        text = text[:-1] + f", device='{self.device}'"
-        if self.grad_fn is not None:
-            return text + f", grad_fn=<{type(self.grad_fn).__name__}>)"
-        return text + (", requires_grad=True)" if self.requires_grad else ")")
+    @property  # type: ignore[override]
+    def data(self) -> Any:
+        """The tensor without its gradient. Assigning another remote tensor replaces values and metadata."""
+        return _data.__get__(self)
 
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+    @data.setter
+    def data(self, new: Any) -> None:
+        if type(new) is not RemoteTensor:
+            raise TypeError(
+                f"data: new values must be on {self.device}, got {new.device}; move them with .to()"
+            )
+        _data.__set__(self, new)
+        self._m, self._h = new._m, new._h
 
-    def tolist(self) -> Any:
-        """Wait for the values, and return them as nested lists."""
-        return self.detach().cpu().tolist()
+    def __tensor_flatten__(self) -> Any:
+        # By this method torch knows that a module keeps its parameter objects when it moves to a node.
+        raise NotImplementedError("torch.compile: remote tensors cannot be traced; run the function eagerly")
+
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> Any:
+        raise NotImplementedError("torch.compile: remote tensors cannot be traced; run the function eagerly")
+
+
+_data: Any = torch.Tensor.data
 
 
 def wrapped(meta: TensorMeta, handle: TensorHandle) -> RemoteTensor:
     """Return a tensor for a handle."""
-    tensor: RemoteTensor = torch.Tensor._make_wrapper_subclass(
-        RemoteTensor, meta.shape, meta.stride, meta.offset, dtype=meta.dtype, device=meta.device
-    )
+    make = meta.make
+    if make is None:
+        make = meta.make = functools.partial(
+            torch.Tensor._make_wrapper_subclass,
+            RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, torch.strided, meta.device,
+        )  # fmt: skip
+    tensor: RemoteTensor = make()
     tensor._m, tensor._h = meta, handle
     return tensor
 
 
-def issue(template: Template, inputs: Sequence[Any], scalars: Sequence[Any]) -> Any:
-    """Append a command to the buffer of its node, and return the results."""
+def _key_of_list(
+    scalar: bool, values: Sequence[Any], inputs: list[Any], scalars: list[Any]
+) -> tuple[Any, ...]:
+    """Return the part of a key that belongs to a list, and append its tensors and scalars."""
+    key: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is RemoteTensor:
+            key.append(value._m)
+            inputs.append(value)
+        elif scalar and kind in NUMBERS:
+            key.append(kind)
+            scalars.append(value)
+        elif kind is list:
+            key.append(_key_of_list(scalar, value, inputs, scalars))
+        else:
+            key.append(value)
+    return tuple(key)
+
+
+def issue(
+    template: Template, inputs: Sequence[Any], scalars: Sequence[Any], frame: FrameType | None = None
+) -> Any:
+    """Append a command to the buffer of its node, and return the results.
+
+    Args:
+        template: Template of the command.
+        inputs: Input tensors.
+        scalars: Values of the scalars.
+        frame: The innermost frame that may be the program's (default: the caller's).
+    """
     client = template.client
     number = next(client.numbers)
-    note_site(client, number)
+    note_site(client, number, frame or _getframe(1))
     single = template.single
     buffer = client.buffer
     if single is not None:
         buffer += (template.id, number, number, *[one._h.id for one in inputs], *scalars)
         result: Any = wrapped(single, TensorHandle(number, client.frees))
     else:
-        ids = [number, *[next(client.numbers) for _ in template.outputs[1:]]] if template.outputs else []
+        outputs = template.outputs
+        ids = [number, *[next(client.numbers) for _ in outputs[1:]]] if outputs else ()
         buffer += (template.id, number, *ids, *[one._h.id for one in inputs], *scalars)
-        new = [
-            wrapped(meta, TensorHandle(id, client.frees))
-            for meta, id in zip(template.outputs, ids, strict=True)
-        ]
+        new = [wrapped(meta, TensorHandle(id, client.frees)) for meta, id in zip(outputs, ids, strict=True)]
         result = _built(template.results, inputs, new)
         for slot, meta in template.changed:
             change_meta(inputs[slot], meta)
@@ -130,18 +179,22 @@ def issue(template: Template, inputs: Sequence[Any], scalars: Sequence[Any]) -> 
     return result
 
 
-def note_site(client: NodeClient, number: int) -> None:
+def note_site(client: NodeClient, number: int, frame: FrameType | None = None) -> None:
     """Record the program's line that issues a command."""
-    frame: FrameType | None = _getframe(1)
-    while frame is not None and is_library_code(frame.f_code):
+    frame = frame or _getframe(1)
+    code = frame.f_code
+    while id(code) not in program_codes and is_library_code(code):
         frame = frame.f_back
+        if frame is None:
+            break
+        code = frame.f_code
     place = number & _MASK
     sites = client.sites
     sites.numbers[place] = number
     if frame is None:
         sites.codes[place] = None
     else:
-        sites.codes[place] = frame.f_code
+        sites.codes[place] = code
         sites.offsets[place] = frame.f_lasti
 
 
@@ -159,9 +212,7 @@ def _built(results: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Any:
 
 def change_meta(tensor: Any, meta: TensorMeta) -> None:
     """Give a tensor new metadata, because an in-place operation has changed its shape."""
-    handle = tensor._h
-    tensor.data = wrapped(meta, handle)
-    tensor._m, tensor._h = meta, handle
+    tensor.data = wrapped(meta, tensor._h)
 
 
 def plan_of(op: Any) -> OpPlan:
@@ -173,13 +224,6 @@ def plan_of(op: Any) -> OpPlan:
     return plan
 
 
-def _general(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Handle a call that the quick path cannot handle."""
-    if plan.handler is not None:
-        return plan.handler(plan, args, kwargs)
-    return ordinary(plan, args, kwargs)
-
-
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator of torch on the node of its inputs, from a handler."""
     return ordinary(plan_of(op), args, kwargs)
@@ -188,8 +232,13 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
 def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Handle a call by its template, which is made if the call is new."""
     client, args, kwargs = client_of(plan, args, kwargs)
+    if kwargs.get("generator") is not None:
+        raise RuntimeError(
+            f"{plan.name}: generator must be None, got {kwargs['generator']}; "
+            "seed the generator of a node with torch.remote.manual_seed"
+        )
     new_args, new_kwargs, inputs, scalars = shape_of_call(plan, RemoteTensor, args, kwargs)
-    if plan.dynamic:
+    if plan.dynamic and (plan.name != "aten::index.Tensor" or any(one.dtype in MASKS for one in inputs[1:])):
         return run_and_ask(client, plan, new_args, new_kwargs, inputs, scalars)
     key = (*_key(new_args, inputs, scalars), *_named_key(new_kwargs, inputs, scalars))
     if not inputs:
@@ -272,6 +321,8 @@ def client_of(
     return client, moved(tuple(args)), {name: moved(value) for name, value in kwargs.items()}
 
 
+MASKS = torch.bool, torch.uint8
+"""Dtypes of index tensors that select as many elements as they have true values."""
 CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
 """Operations whose index tensors may be on the CPU, as for CUDA."""
 
@@ -304,7 +355,8 @@ def run_and_ask(
         plan.name, args, kwargs, len(inputs), len(scalars), (), mutated_inputs(plan, args, kwargs),
         torch.get_default_dtype(),
     )  # fmt: skip
-    answer = client.ask("run", number, pickle.dumps(spec), [one._h.id for one in inputs], list(scalars))
+    ids = [one._h.id for one in inputs]
+    answer = client.ask("run", number, pickle.dumps(spec), ids, list(scalars), operation=(number, plan.name))
     return _restored(client, answer, inputs)
 
 
