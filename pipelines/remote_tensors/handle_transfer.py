@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from flowchan import Channel, ChannelError, _core
+from flowchan.pipelines.children.child_state import released
 from flowchan.pipelines.remote_tensors import device_table, remote_device
 from flowchan.pipelines.remote_tensors.node_client import NodeClient, TensorHandle
 from flowchan.pipelines.remote_tensors.remote_errors import RemoteError
@@ -81,6 +82,11 @@ class Route:
         self.leases.flush()
         return lease
 
+    def close(self) -> None:
+        """Release the channels. Tensors that live longer keep this object, but no descriptors."""
+        self.commands = self.leases = released()
+        self._entrance = None
+
     def __reduce__(self) -> tuple[Any, ...]:
         return client_of, (self.nodes, self.number, self.commands, self.leases)
 
@@ -112,6 +118,7 @@ def reduced(tensor: Any) -> Any:
             f"(grad_fn={type(tensor.grad_fn).__name__}); send tensor.detach()"
         )
     meta, client = tensor._m, tensor._m.client
+    client._check()
     exports = _exports.setdefault(parcel, {})
     if client not in exports:
         exports[client] = Export(client.route.for_this_item(tensor.device))
@@ -147,7 +154,7 @@ def arrive(
 
 @contextlib.contextmanager
 def _node_errors(number: int) -> Any:
-    """Replace errors of the command channel, which the reader of the item would take for its own channel's."""
+    """Replace errors of the command channel, so that a reader does not take them for its own channel's."""
     try:
         yield
     except ChannelError as error:
@@ -171,6 +178,7 @@ def add_client(client: NodeClient, route: Route) -> None:
 def remove_client(route: Route) -> None:
     """Forget a client, because its nodes were closed."""
     _clients.pop((route.nodes, route.number), None)
+    route.close()
 
 
 def client_of(nodes: str, number: int, commands: Channel[Any], leases: Channel[Any]) -> NodeClient:
@@ -180,6 +188,7 @@ def client_of(nodes: str, number: int, commands: Channel[Any], leases: Channel[A
         if known is not None:
             return known
         remote_device.register()
+        torch.autograd.set_multithreading_enabled(False)  # as RemoteNodes does
         _remove_ended()
         index = device_table.free_index(1)
         route = Route(nodes, number, commands, leases)
@@ -199,7 +208,8 @@ def _remove_ended() -> None:
         if client.route.commands.closed:
             client.close()
             device_table.set_client(client.device.index, None)
-            del _clients[key], _leases[key]
+            remove_client(client.route)
+            del _leases[key]
 
 
 def _sent(client: NodeClient) -> None:

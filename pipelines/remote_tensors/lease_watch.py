@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowchan import Channel, ChannelError, Empty
+from flowchan.pipelines.children.child_state import released
 from flowchan.pipelines.remote_tensors.handle_transfer import Route, add_client, remove_client
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
 from flowchan.remote.orphans import OrphanMemory, Orphans
@@ -70,6 +71,7 @@ class LeaseWatch:
         self.leases.close()
         self._thread.join()
         self._held.clear()
+        self.leases = released()
 
 
 class HostsEntrance:
@@ -116,7 +118,8 @@ class HostsEntrance:
             route.commands.close()
         for thread in self._threads:
             thread.join()
-        self._routes.clear()
+        for route in self._routes:
+            route.close()
 
 
 def _forward(front: Channel[Any], commands: Channel[Any]) -> None:
@@ -143,18 +146,23 @@ class HandleRoutes:
         commands: Sequence[Channel[Any]],
         leases: Channel[Any],
     ) -> None:
-        self._watch = LeaseWatch(leases, lambda number, name: commands[number].put((name, "drop")))
-        self._entrance = HostsEntrance(nodes, commands)
-        self.routes = [
+        self._commands = list(commands)
+        self._watch = LeaseWatch(leases, self._drop)
+        self._entrance = HostsEntrance(nodes, self._commands)
+        self._routes = [
             Route(nodes, number, channel, leases, self._entrance.route)
             for number, channel in enumerate(commands)
         ]
-        for client, route in zip(clients, self.routes, strict=True):
+        for client, route in zip(clients, self._routes, strict=True):
             add_client(client, route)
 
+    def _drop(self, number: int, name: str) -> None:
+        self._commands[number].put((name, "drop"))
+
     def close(self) -> None:
-        """End the threads."""
-        for route in self.routes:
-            remove_client(route)
+        """End the threads, and release the channels."""
         self._entrance.close()
         self._watch.close()
+        self._commands.clear()
+        for route in self._routes:
+            remove_client(route)
