@@ -147,6 +147,7 @@ class Node:
         self.number, self.commands, self.device = number, commands, device
         self.inbox, self.senders = Inbox(inbox), Senders()
         self.clients: dict[str, ClientTable] = {}
+        self.numbers = itertools.count()
         self.running: Any = [0, 0] if progress is None else progress.words
 
     def run(self) -> None:
@@ -158,9 +159,14 @@ class Node:
                 except Closed:
                     return
                 if kind == "hello":
-                    self.clients[client] = ClientTable(rest[0], len(self.clients))
+                    self.clients[client] = ClientTable(rest[0], next(self.numbers))
                     continue
-                table = self.clients[client]
+                if kind == "drop":  # a client or an export has ended
+                    self.clients.pop(client, None)
+                    continue
+                table = self.clients.get(client)
+                if table is None:
+                    continue  # sent before the client ended
                 self.running[0] = table.number
                 if kind is None:
                     self.run_batch(client, table, rest[0])
@@ -278,6 +284,21 @@ class Node:
                 value = self.failed(client, table, id, name, error)
         table.tensors[id] = value
 
+    def on_export(self, client: str, table: ClientTable, id: int, name: str, token: int) -> None:
+        """Keep a tensor for the receivers of an item, in a table of its own."""
+        self.clients.setdefault(name, ClientTable(table.replies, table.number)).tensors[token] = (
+            table.tensors[id]
+        )
+
+    def on_import(self, client: str, table: ClientTable, id: int, name: str, token: int) -> None:
+        """Give a client a tensor from an item that it has received."""
+        export = self.clients.get(name)
+        if export is None:
+            error = RuntimeError("the tensor's lease has ended before the tensor was received")
+            table.tensors[id] = self.failed(client, table, id, "receive a tensor", error)
+        else:
+            table.tensors[id] = export.tensors[token]
+
     def on_send(self, client: str, table: ClientTable, number: int, id: int, peer: str, key: str) -> None:
         """Send a tensor or its failure to another node."""
         self.running[1] = number
@@ -386,7 +407,8 @@ class Node:
 
     def answer_stats(self, client: str, table: ClientTable) -> tuple[int, ...]:
         """Return the number of commands and live tensors, and of the bytes received and sent."""
-        return table.commands, len(table.tensors), table.uploaded, table.downloaded
+        tensors = sum(len(one.tensors) for one in self.clients.values())
+        return table.commands, tensors, table.uploaded, table.downloaded
 
     def answer_run(
         self, client: str, table: ClientTable, number: int, spec: bytes, inputs: list[int], scalars: list[Any]
