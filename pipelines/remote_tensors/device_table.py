@@ -23,10 +23,7 @@ _changing = threading.Lock()
 def free_index(count: int) -> int:
     """Return the first of ``count`` consecutive device indices that are free."""
     with _changing:
-        first = len(_clients)
-        for index in range(len(_clients) - count, -1, -1):
-            if not any(_clients[index : index + count]):
-                first = index
+        first = next(index for index in range(len(_clients) + 1) if not any(_clients[index : index + count]))
         if first + count > 127:
             raise ValueError(f"RemoteNodes: torch allows 127 devices, and {first + count} are needed")
         _clients.extend([None] * (first + count - len(_clients)))

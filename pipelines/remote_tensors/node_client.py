@@ -9,16 +9,19 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable
+import weakref
 from typing import Any
 
 import torch
 
-from flowchan import Channel, ChildDied, Closed, Empty
+from flowchan import Broken, Channel, ChildDied, Closed, Empty
+from flowchan.pipelines.children.child_state import released
 from flowchan.pipelines.remote_tensors import flusher
 from flowchan.pipelines.remote_tensors.command_format import NodeReply, TemplateSpec, pack_batch
+from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
 from flowchan.pipelines.remote_tensors.remote_failures import CallSites, RemoteFailure
+from flowchan.pipelines.remote_tensors.sent_commands import SentCommands
 
 MAX_TEMPLATES = 20_000
 """Number of templates of one node at which the client discards all of them."""
@@ -26,6 +29,11 @@ LIMIT = 512
 """Numbers in the command buffer at which the client sends it."""
 POLL_INTERVAL_S = 0.1
 """Seconds between checks whether the node is alive, while the client waits for an answer."""
+NO_OPERATION = 0, ""
+_COPIES = {"upload": "upload", "send": "copy to a node", "receive": "copy from a node"}
+
+_by_id: weakref.WeakValueDictionary[str, NodeClient] = weakref.WeakValueDictionary()
+"""The clients of this process."""
 
 
 class TensorHandle:
@@ -51,6 +59,7 @@ class NodeClient:
     Attributes:
         device: Device of the node in this process.
         number: Number of the node in its ``RemoteNodes``.
+        kernels: Type of the device on which the node runs its kernels.
         buffer: Commands that were not sent, after the position of the first one in the client's stream.
         frees: Ids to free with the next batch.
         numbers: Counter of command numbers and ids.
@@ -59,12 +68,16 @@ class NodeClient:
         metas: Interned metadata of the node's tensors.
         misses: Number of templates that were made.
         waits: Number of questions.
+        progress: Progress of a node on this machine whose program is this process.
+        death: How the node has died; None while it runs.
+        death_raised: True if the program got the node's death as an exception.
     """
 
     def __init__(
         self, device: torch.device, number: int, commands: Channel[Any], replies: Channel[Any]
     ) -> None:
         self.device, self.number = device, number
+        self.kernels = "cpu"
         self.id = uuid.uuid4().hex
         self.pid = os.getpid()
         self.buffer: list[Any] = [0]
@@ -74,15 +87,18 @@ class NodeClient:
         self.idle = True
         self.misses = self.waits = 0
         self.strict = "off"
-        self.death: Callable[[], NodeDied] | None = None
-        self.closed = False
+        self.progress: CommandProgress | None = None
+        self.death: BaseException | None = None
+        self.closed = self.death_raised = False
         self._commands, self._replies = commands, replies
         self.metas: dict[tuple[Any, ...], Any] = {}
         self._templates = itertools.count(1)
         self._remembered: list[tuple[dict[Any, Any], Any]] = []
         self._sending, self._asking = threading.RLock(), threading.RLock()
         self._questions = itertools.count(1)
-        self._raised: set[tuple[str, int]] = set()
+        self._raised: set[int] = set()
+        self._sent = SentCommands()
+        _by_id[self.id] = self
         self._put((self.id, "hello", replies))
 
     # --- commands ---
@@ -94,6 +110,7 @@ class NodeClient:
     def define(self, id: int, spec: TemplateSpec) -> None:
         """Send a template to the node, before the first command that uses it."""
         self.misses += 1
+        self._sent.defined(id, spec)
         self._put((self.id, "template", id, pickle.dumps(spec)))
 
     def remember(self, templates: dict[Any, Any], key: Any) -> None:
@@ -119,22 +136,39 @@ class NodeClient:
         position, *commands = self.buffer
         if not commands and not frees:
             return
-        self._put((self.id, None, pack_batch(position, commands, frees)))
+        batch = pack_batch(position, commands, frees)
+        self._sent.sent(batch)
+        self._put((self.id, None, batch))
         self.buffer[: 1 + len(commands)] = [position + len(commands)]
         del self.frees[: len(frees)]
 
-    def send(self, *message: Any) -> None:
-        """Send the buffered commands, and then a message."""
+    def send(self, *message: Any, operation: tuple[int, str] = NO_OPERATION) -> int:
+        """Send the buffered commands, and then a message.
+
+        Args:
+            *message: Kind of the message, and its content.
+            operation: Number and name of the operation, to name it if the node dies.
+
+        Returns:
+            Number of messages so far.
+        """
+        self._check()
         with self._sending:
             self._flush()
+            if operation is not NO_OPERATION:
+                self._sent.sent(operation)
+            elif message[0] in ("upload", "send", "receive"):
+                self._sent.sent((message[1], _COPIES[message[0]]))
+            count = self._sent.count
             self._put((self.id, *message))
+            return count
 
     def _put(self, message: Any) -> None:
         self._check()
         with self._sending:
             try:
                 self._commands.put(message)
-            except Closed:
+            except (Closed, Broken):
                 self._check()
                 raise
 
@@ -158,7 +192,13 @@ class NodeClient:
             raise RuntimeError(f"{text}, and strict mode is 'error'; fetch the value with .cpu()")
         warnings.warn(text, stacklevel=2)
 
-    def ask(self, what: str, *args: Any, timeout: float | None = None) -> Any:
+    def ask(
+        self,
+        what: str,
+        *args: Any,
+        timeout: float | None = None,
+        operation: tuple[int, str] = NO_OPERATION,
+    ) -> Any:
         """Ask the node a question after all commands, and wait for the answer.
 
         Raises:
@@ -170,11 +210,12 @@ class NodeClient:
         with self._asking:
             self.waits += 1
             question = next(self._questions)
-            self.send("ask", question, what, args)
+            count = self.send("ask", question, what, args, operation=operation)
             while True:
                 reply = self._reply(what, until)
                 if reply.question == question:
                     break  # an earlier number answers a question whose wait was interrupted
+            self._sent.answered(count)
         if reply.failed:
             raise self.error_of(reply.value)
         return reply.value
@@ -186,6 +227,9 @@ class NodeClient:
             )
             try:
                 return NodeReply(*self._replies.get(timeout=left))
+            except (Closed, Broken):
+                self._check()
+                raise
             except Empty:
                 if self._commands.closed:
                     self._check()
@@ -195,15 +239,24 @@ class NodeClient:
 
     def error_of(self, failure: RemoteFailure) -> RemoteError:
         """Return the exception of a failed command, with the line that issued it."""
-        self._raised.add(failure.key)
-        site = self.sites.line_of(failure.number) if failure.client == self.id else "another node or process"
-        return failure.raised(site)
+        client = _by_id.get(failure.client)
+        if failure.died:
+            if client is not None:
+                client.death_raised = True
+            return failure.raised("")
+        if not failure.number:
+            return failure.raised("this line")
+        if client is None:
+            return failure.raised("a line of another process")
+        client._raised.add(failure.number)
+        return failure.raised(client.sites.line_of(failure.number))
 
-    def failures(self, timeout: float | None = None) -> list[RemoteError]:
-        """Wait for all commands, and return the failures that nobody has fetched."""
-        found = self.ask("sync", timeout=timeout)
-        new = [one for one in (RemoteFailure(*row) for row in found) if one.key not in self._raised]
-        return [self.error_of(one) for one in new]
+    def failures(self, timeout: float | None = None) -> list[RemoteFailure]:
+        """Wait for all commands, and return the failures that were not raised."""
+        known = self._raised.copy()
+        found = [RemoteFailure(*row) for row in self.ask("sync", known, timeout=timeout)]
+        self._raised -= known  # the node has forgotten them
+        return [one for one in found if one.number not in self._raised]
 
     # --- ends ---
 
@@ -214,32 +267,42 @@ class NodeClient:
                 f"{self.device}: remote tensors cannot be used in a fork of the process that made them; "
                 "send them through a channel"
             )
-        if self.death is not None:
-            raise self.death()
         if self.closed:
-            raise Closed(f"{self.device}: the nodes were closed")
+            raise Closed(f"{self.device}: the nodes were closed; fetch values before close()")
+        if self.death is not None:
+            self.death_raised = True
+            raise self.death_error()
 
-    def died(self, death: ChildDied) -> None:
-        """Record that the node has died."""
+    def died(self, death: BaseException) -> None:
+        """Record that the node has died, or that it has ended with an exception outside of an operation."""
+        self.death = death
 
-        def error() -> NodeDied:
-            lost = "a command"
-            return NodeDied(
-                f"node {self.number} ({self.device}): {str(death).partition(': ')[2]}; "
-                f"the first lost operation is {lost}",
-                node=self.number,
-                host=death.host,
-                pid=death.pid,
-                signal=death.signal,
-                exitcode=death.exitcode,
-            )
+    def death_error(self) -> NodeDied:
+        """Return the error for a node that has died, with the first operation that it has lost."""
+        progress = self.progress
+        running = None if progress is None else progress.running()
+        number, operation = self._sent.first_lost(self.buffer[1:], running) or NO_OPERATION
+        how = str(self.death).partition(": ")[2].replace(f"child {self.number + 1} ", "", 1)
+        lost = f"; the first lost operation is {operation}, issued at {self.sites.line_of(number)}"
+        text = f"node {self.number} ({self.device}) {how}{lost if operation else ''}"
+        if not isinstance(self.death, ChildDied):
+            error = NodeDied(text, operation=operation, node=self.number)
+            error.__cause__ = self.death
+            return error
+        return NodeDied(
+            text,
+            operation=operation,
+            node=self.number,
+            host=self.death.host,
+            pid=self.death.pid,
+            signal=self.death.signal,
+            exitcode=self.death.exitcode,
+        )
 
-        self.death = error
-
-    def failed(self, error: BaseException) -> None:
-        """Record that the node has ended with an exception outside of an operation."""
-        if not self.closed:
-            self.death = lambda: NodeDied(f"node {self.number} ({self.device}): {error}", node=self.number)
+    def death_failure(self) -> RemoteFailure:
+        """Return the failure of a copy from this node, which has died."""
+        error = self.death_error()
+        return RemoteFailure(self.number, self.id, 0, error.operation, pickle.dumps(error), "", died=True)
 
     def close(self) -> None:
         """Close the command channel, which ends the node after its last command."""
@@ -247,3 +310,16 @@ class NodeClient:
         self.forget()
         self._commands.close()
         self._replies.close()
+        flusher.flusher.remove(self)
+        # Tensors that live longer keep this object, but no descriptors.
+        self._commands = self._replies = released()
+        self.progress = None
+
+
+def _in_fork() -> None:
+    """Replace the locks in a fork, because another thread may have held them."""
+    for client in list(_by_id.values()):
+        client._sending, client._asking = threading.RLock(), threading.RLock()
+
+
+os.register_at_fork(after_in_child=_in_fork)

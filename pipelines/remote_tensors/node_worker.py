@@ -28,7 +28,15 @@ from flowchan.pipelines.remote_tensors.command_format import (
     flat_results,
     unpack_batch,
 )
+from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
 from flowchan.pipelines.remote_tensors.remote_failures import RemoteFailure
+
+MAX_UNFETCHED = 1000
+"""Number of failures that a node keeps for ``sync``."""
+NODE_DIED = ""
+"""Key of an inbox message that has the number and the failure of a node that has died."""
+LSTM_LAYER = "aten::mkldnn_rnn_layer"
+"""Operator whose kernel depends on the grad mode, which the client sends as the last argument."""
 
 
 class Compiled:
@@ -83,15 +91,17 @@ def compiled(spec: TemplateSpec, device: torch.device) -> Callable[[Sequence[Any
         finally:
             torch.set_default_dtype(before)
 
+    if spec.operation == LSTM_LAYER:
+        call = (torch.enable_grad() if spec.args[-1] else torch.no_grad())(call)
     plain: Callable[[Sequence[Any]], Any] = call
     return plain if spec.dtype is torch.get_default_dtype() else with_dtype
 
 
 class ClientTable:
-    """Tensors, templates and failures of one client."""
+    """Tensors, templates and failures of one client, which has a number on this node."""
 
-    def __init__(self, replies: Channel[Any]) -> None:
-        self.replies = replies
+    def __init__(self, replies: Channel[Any], number: int) -> None:
+        self.replies, self.number = replies, number
         self.tensors: dict[int, Any] = {}
         self.templates: dict[int, Compiled] = {}
         self.unfetched: dict[int, RemoteFailure] = {}
@@ -104,12 +114,21 @@ class Inbox:
     def __init__(self, channel: Channel[Any]) -> None:
         self._channel = channel
         self._arrived: dict[str, Any] = {}
+        self._died: dict[int, RemoteFailure] = {}
 
-    def take(self, key: str) -> Any:
-        """Wait for the tensor with this key."""
+    def take(self, key: str, sender: int) -> Any:
+        """Wait for the tensor with this key, or the death of its sender.
+
+        The program reports a death after everything that the dead node has sent.
+        """
         while key not in self._arrived:
+            if sender in self._died:
+                return self._died[sender]
             name, value = self._channel.get()
-            self._arrived[name] = value
+            if name == NODE_DIED:
+                self._died[value[0]] = RemoteFailure(*value[1])
+            else:
+                self._arrived[name] = value
         return self._arrived.pop(key)
 
 
@@ -132,7 +151,7 @@ class Senders:
                 return
             except (Full, TimeoutError):
                 pass
-            except Closed:
+            except (Closed, Broken):
                 return  # the node has ended, and the client knows it
         if node not in self._queues:
             self._queues[node] = queue.SimpleQueue()
@@ -145,7 +164,7 @@ class Senders:
             item = self._queues[node].get()
             try:
                 self._inboxes[node].put(item)
-            except Closed:
+            except (Closed, Broken):
                 pass
             self._waiting[node] -= 1
 
@@ -158,14 +177,21 @@ class Node:
         commands: Channel with the messages of all clients.
         inboxes: Channel of each node for tensors from other nodes.
         device: Device on which this node runs its kernels.
+        progress: Memory for the number of the running command; None on another host.
     """
 
     def __init__(
-        self, number: int, commands: Channel[Any], inboxes: Sequence[Channel[Any]], device: torch.device
+        self,
+        number: int,
+        commands: Channel[Any],
+        inboxes: Sequence[Channel[Any]],
+        device: torch.device,
+        progress: CommandProgress | None = None,
     ) -> None:
         self.number, self.commands, self.device = number, commands, device
         self.inbox, self.senders = Inbox(inboxes[number]), Senders(inboxes)
         self.clients: dict[str, ClientTable] = {}
+        self.running: Any = [0, 0] if progress is None else progress.words
 
     def run(self) -> None:
         """Run messages until the command channel is closed."""
@@ -175,12 +201,15 @@ class Node:
                     client, kind, *rest = self.commands.get()
                 except Closed:
                     return
+                if kind == "hello":
+                    self.clients[client] = ClientTable(rest[0], len(self.clients))
+                    continue
+                table = self.clients[client]
+                self.running[0] = table.number
                 if kind is None:
-                    self.run_batch(client, self.clients[client], rest[0])
-                elif kind == "hello":
-                    self.clients[client] = ClientTable(rest[0])
+                    self.run_batch(client, table, rest[0])
                 else:
-                    getattr(self, f"on_{kind}")(client, self.clients[client], *rest)
+                    getattr(self, f"on_{kind}")(client, table, *rest)
                 rest = []
 
     # --- commands ---
@@ -188,14 +217,17 @@ class Node:
     def run_batch(self, client: str, table: ClientTable, data: bytes) -> None:
         """Run the commands of a batch, and free ids after them."""
         position, commands, frees = unpack_batch(data)
-        tensors, templates = table.tensors, table.templates
+        tensors, templates, running = table.tensors, table.templates, self.running
+        number = abs(running[1])
         place, end = table.position - position, len(commands)  # the front may have come before
         table.position = position + end
         while place < end:
             template = templates[commands[place]]
             following = place + template.size
+            running[1] = number = commands[place + 1]
             self.run_command(client, table, template, commands, place)
             place = following
+        running[1] = -number
         for id in frees:
             tensors.pop(id, None)
 
@@ -214,9 +246,8 @@ class Node:
                 return
         try:
             result = template.function(values)
-        except Exception as error:
-            failure = RemoteFailure.of(self.number, client, commands[place + 1], template.name, error)
-            table.unfetched[failure.number] = failure
+        except BaseException as error:
+            failure = self.failed(client, table, commands[place + 1], template.name, error)
             self.fail(table, template, commands, place, failure)
             return
         if template.kept is None:
@@ -225,6 +256,15 @@ class Node:
             leaves = flat_results(result)
             for id, kept in zip(commands[place + 2 : first], template.kept, strict=True):
                 tensors[id] = leaves[kept]
+
+    def failed(
+        self, client: str, table: ClientTable, number: int, name: str, error: BaseException
+    ) -> RemoteFailure:
+        """Return the failure of an operation, and keep it for ``sync``."""
+        failure = RemoteFailure.of(self.number, client, number, name, error)
+        if len(table.unfetched) < MAX_UNFETCHED:
+            table.unfetched[number] = failure
+        return failure
 
     def fail(
         self, table: ClientTable, template: Compiled, commands: list[Any], place: int, failure: RemoteFailure
@@ -268,20 +308,36 @@ class Node:
 
     def on_upload(self, client: str, table: ClientTable, id: int, tensor: Any) -> None:
         """Store a tensor of the client."""
-        table.tensors[id] = tensor if self.device.type == "cpu" else tensor.to(self.device)
+        self.running[1] = id
+        self._store(client, table, id, "upload", tensor)
+        self.running[1] = -id
+
+    def _store(self, client: str, table: ClientTable, id: int, name: str, value: Any) -> None:
+        """Store a tensor or a failure from another process."""
+        if type(value) is not RemoteFailure and self.device.type != "cpu":
+            try:
+                value = value.to(self.device)
+            except Exception as error:
+                value = self.failed(client, table, id, name, error)
+        table.tensors[id] = value
 
     def on_send(self, client: str, table: ClientTable, number: int, id: int, node: int, key: str) -> None:
         """Send a tensor or its failure to another node."""
+        self.running[1] = number
         value = table.tensors[id]
         if isinstance(value, torch.Tensor):
-            value = value.cpu().resolve_conj().resolve_neg()
+            try:
+                value = value.cpu().resolve_conj().resolve_neg()
+            except Exception as error:
+                value = self.failed(client, table, number, "copy to a node", error)
         self.senders.send(node, key, value)
+        self.running[1] = -number
 
     def on_receive(self, client: str, table: ClientTable, id: int, key: str, sender: int) -> None:
         """Wait for a tensor from another node."""
-        value = self.inbox.take(key)
-        on_cpu = type(value) is RemoteFailure or self.device.type == "cpu"
-        table.tensors[id] = value if on_cpu else value.to(self.device)
+        self.running[1] = id
+        self._store(client, table, id, "copy from a node", self.inbox.take(key, sender))
+        self.running[1] = -id
 
     def on_seed(self, client: str, table: ClientTable, seed: int) -> None:
         """Seed the random generators."""
@@ -299,12 +355,9 @@ class Node:
         try:
             value = getattr(self, f"answer_{what}")(client, table, *args)
         except Exception as error:
-            failure = RemoteFailure.of(self.number, client, 0, what, error)
-        else:
-            failure = value if type(value) is RemoteFailure else None
-        if failure is not None:
-            table.unfetched.pop(failure.number, None)
-            value = failure
+            value = RemoteFailure.of(self.number, client, 0, what, error)
+        if type(value) is RemoteFailure:
+            failure = value
         try:
             table.replies.put((question, value, failure is not None))
         except (Closed, Broken):
@@ -325,11 +378,11 @@ class Node:
     def answer_ping(self, client: str, table: ClientTable) -> None:
         """Return when all earlier commands have run."""
 
-    def answer_sync(self, client: str, table: ClientTable) -> list[tuple[Any, ...]]:
-        """Return the failures that the client has not fetched."""
-        found = [tuple(one) for one in table.unfetched.values()]
-        table.unfetched.clear()
-        return found
+    def answer_sync(self, client: str, table: ClientTable, raised: set[int]) -> list[tuple[Any, ...]]:
+        """Forget the failures that the client has raised, and return the others."""
+        for number in raised:
+            table.unfetched.pop(number, None)
+        return [tuple(one) for one in table.unfetched.values()]
 
     def answer_rng_state(self, client: str, table: ClientTable) -> torch.Tensor:
         """Return the state of the random generator."""
@@ -345,15 +398,18 @@ class Node:
         """Run an operator whose shapes depend on values, and return the metadata of its results."""
         template = pickle.loads(spec)
         values: list[Any] = [table.tensors[id] for id in inputs]
-        for value in values:
-            if type(value) is RemoteFailure:
-                return value
-        try:
-            result = compiled(template, self.device)([*values, *scalars])
-        except Exception as error:
-            failure = RemoteFailure.of(self.number, client, number, template.operation, error)
+        failure = next((value for value in values if type(value) is RemoteFailure), None)
+        self.running[1] = number
+        if failure is None:
+            try:
+                result = compiled(template, self.device)([*values, *scalars])
+            except BaseException as error:
+                failure = RemoteFailure.of(self.number, client, number, template.operation, error)
+        self.running[1] = -number
+        if failure is not None:
             for slot in template.mutated:
-                self.poison(values[slot], failure)
+                if type(values[slot]) is not RemoteFailure:
+                    self.poison(values[slot], failure)
             return failure
         return self._described(table, number, result, values, itertools.count(1))
 
@@ -381,6 +437,7 @@ def node_main(
     inboxes: Sequence[Channel[Any]],
     device: str,
     threads: int,
+    progress: CommandProgress | None = None,
 ) -> None:
     """Run a node. The child calls this function."""
     error: list[BaseException] = []
@@ -389,7 +446,7 @@ def node_main(
         try:
             # A thread of its own: the OpenMP threads of a forked parent cannot be used in the forking thread.
             torch.set_num_threads(threads)
-            Node(number, commands, inboxes, torch.device(device)).run()
+            Node(number, commands, inboxes, torch.device(device), progress).run()
         except BaseException as raised:
             error.append(raised)
 

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flowchan.pipelines.remote_tensors import device_table
+from flowchan.pipelines.remote_tensors.templates import Handler, handlers
+
 aten = torch.ops.aten
 State = tuple[Tensor, ...]
 """The state of one layer and direction: (h,) or, for an LSTM, (h, c)."""
@@ -124,15 +127,19 @@ def _packed(step: Step, sizes: Sequence[int]) -> Run:
     return run
 
 
-def _one_dnn(like: State, layers: int, biases: bool, both: bool, batch_first: bool, train: bool) -> Run:
-    """Return a function that runs one layer of an LSTM by oneDNN."""
+def _one_dnn(like: State, layers: int, biases: bool, both: bool, batch_first: bool) -> Run:
+    """Return a function that runs one layer of an LSTM by oneDNN.
+
+    oneDNN picks its kernel by the grad mode and ignores the last argument, ``train``. A node does not know
+    the grad mode of the program, so this argument carries it.
+    """
     hidden = like[0].size(2)
 
     def run(inputs: Tensor, state: State, weights: Weights, reverse: bool) -> tuple[Tensor, State]:
         zeros = [torch.zeros_like(weight) for weight in weights[:2]] if not biases else []
         output, hy, cy, _ = aten.mkldnn_rnn_layer(
             inputs, *(weights[:2] if zeros else weights[:4]), *zeros, *state, reverse, [],
-            LSTM_MODE, hidden, layers, biases, both, batch_first, train,
+            LSTM_MODE, hidden, layers, biases, both, batch_first, torch.is_grad_enabled(),
         )  # fmt: skip
         return output, (hy, cy)
 
@@ -191,7 +198,7 @@ def lstm(
         and not projections
     )
     if one_dnn:
-        run = _one_dnn(hidden, layers, biases, both, batch_first, train)
+        run = _one_dnn(hidden, layers, biases, both, batch_first)
         inputs, hidden = inputs.contiguous(), (hx[0].contiguous(), hx[1].contiguous())
     else:
         run = _whole(_lstm_step)
@@ -307,3 +314,30 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: attention,
 }
 """Functions by operation."""
+
+_libraries: list[Any] = []
+
+
+def register() -> None:
+    """Register the functions with torch for remote tensors."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for op, function in COMPOSITES.items():
+        chosen = _for_cpu_nodes(op, function)
+        library.impl(op.name().removeprefix("aten::"), chosen, "AutogradPrivateUse1")
+        handlers[op.name()] = _below_autograd(chosen)  # in inference mode
+    _libraries.append(library)  # torch forgets the kernels of a library that is collected
+
+
+def _below_autograd(function: Callable[..., Any]) -> Handler:
+    return lambda plan, args, kwargs: function(*args, **kwargs)
+
+
+def _for_cpu_nodes(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that leaves the operation to torch if the node's device is not a CPU."""
+
+    def run(first: Any, *args: Any, **kwargs: Any) -> Any:
+        if device_table.client_at(first.device).kernels == "cpu":
+            return function(first, *args, **kwargs)
+        return op.decompose(first, *args, **kwargs)
+
+    return run

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from flowchan.pipelines.remote_tensors import special_ops
+from flowchan.pipelines.remote_tensors import backward_thread, local_forms, remote_composites, special_ops
 from flowchan.pipelines.remote_tensors.device_table import client_at, clients, current, device_count
 
 
 class RemoteModule:
     """The module ``torch.remote``."""
+
+    _initialized = True  # torch.utils.checkpoint then keeps the state of the generators
 
     def is_available(self) -> bool:
         """Return whether this process has nodes."""
@@ -36,6 +38,10 @@ class RemoteModule:
     def set_device(self, device: Any) -> None:
         """Set the index that ``device="remote"`` means in this thread."""
         current.index = device if isinstance(device, int) else torch.device(device).index or 0
+
+    def device(self, device: Any) -> CurrentDeviceContext:
+        """Return a context in which ``device="remote"`` means another node."""
+        return CurrentDeviceContext(self, device)
 
     def synchronize(self, device: Any = None) -> None:
         """Wait for all commands of a node, or of the current one."""
@@ -61,8 +67,28 @@ class RemoteModule:
         client_at(_device(device)).send("set_rng_state", state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes of autocast."""
-        return [torch.bfloat16, torch.float16]
+        """Refuse autocast.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "torch.autocast: remote tensors have no autocast; convert the module with .to(dtype)"
+        )
+
+
+class CurrentDeviceContext:
+    """Context that sets the current device and restores it at the end."""
+
+    def __init__(self, module: RemoteModule, device: Any) -> None:
+        self._module, self._device = module, device
+
+    def __enter__(self) -> None:
+        self._before = self._module.current_device()
+        self._module.set_device(self._device)
+
+    def __exit__(self, *exc: object) -> None:
+        self._module.set_device(self._before)
 
 
 def _device(device: Any) -> torch.device:
@@ -96,4 +122,7 @@ def register() -> None:
             )
         setup("remote", torch_module)
         special_ops.register()
+        local_forms.register_loading()
+        remote_composites.register()
+        backward_thread.stay_in_calling_thread()
         _registered = True

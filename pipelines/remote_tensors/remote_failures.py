@@ -24,6 +24,7 @@ class RemoteFailure(NamedTuple):
         operation: Name of the operator.
         error: Pickled exception.
         text: The node's traceback.
+        died: True if the node has died, and the exception is its ``NodeDied``.
     """
 
     node: int
@@ -32,6 +33,7 @@ class RemoteFailure(NamedTuple):
     operation: str
     error: bytes
     text: str
+    died: bool = False
 
     @classmethod
     def of(cls, node: int, client: str, number: int, operation: str, error: BaseException) -> RemoteFailure:
@@ -40,19 +42,17 @@ class RemoteFailure(NamedTuple):
         try:
             data = pickle.dumps(error)
             pickle.loads(data)
-        except Exception:
+        except BaseException:
             data = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
         return cls(node, client, number, operation, data, text)
 
-    @property
-    def key(self) -> tuple[str, int]:
-        """Identity of the failed command."""
-        return self.client, self.number
-
     def raised(self, site: str) -> RemoteError:
         """Return the exception to raise in the program."""
-        cause = pickle.loads(self.error)
-        if isinstance(cause, RemoteError):
+        try:
+            cause = pickle.loads(self.error)
+        except Exception:  # this process cannot import the class
+            cause = RuntimeError(self.text.rstrip().rpartition("\n")[2])
+        if self.died and isinstance(cause, RemoteError):
             return cause
         text = (
             f"{self.operation} on node {self.node}: {type(cause).__name__}: {cause}\n"

@@ -12,19 +12,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flowchan import Channel, ChildDied, Closed, Graph
+from flowchan import Broken, Channel, Closed, Full, Graph
 from flowchan.declare.placements import PlacementOption, placement_argument
 from flowchan.hosts import Pool
 from flowchan.hosts.pool_channels import channel_maker
-from flowchan.items.arguments import whole
+from flowchan.items.arguments import pause, whole
 from flowchan.pipelines import children
 from flowchan.pipelines.remote_tensors import device_table, remote_device
+from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
-from flowchan.pipelines.remote_tensors.node_worker import node_main
+from flowchan.pipelines.remote_tensors.node_worker import NODE_DIED, node_main
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
+from flowchan.transport.interrupts import interrupts_deferred
 
 WAITING = 64
 """Number of messages in a command channel at which the client blocks."""
+GRACE_S = 2.0
+"""Seconds for the last commands if an exception leaves the ``with`` block."""
 
 
 class NodeStats(NamedTuple):
@@ -81,6 +85,8 @@ class RemoteNodes(Sequence[torch.device]):
         if len(devices) != n:
             raise ValueError(f"RemoteNodes: device must be one device or a list of {n}, got {len(devices)}")
         remote_device.register()
+        # torch's device guard for Python backends has one device, so autograd cannot have a thread per device.
+        torch.autograd.set_multithreading_enabled(False)
         placement = placement_argument("RemoteNodes", on)
         make: Any = (
             channel_maker(placement)
@@ -88,8 +94,8 @@ class RemoteNodes(Sequence[torch.device]):
             else functools.partial(Channel, across="processes")
         )
         self._first = device_table.free_index(n)
-        self._n, self._closed = n, False
-        threads = max(1, len(os.sched_getaffinity(0)) // n)
+        self._n, self._closed, self._pid = n, False, os.getpid()
+        threads = max(1, torch.get_num_threads() // n)
         commands = [make(WAITING) for _ in range(n)]
         inboxes = [make(WAITING) for _ in range(n)]
         self._inboxes = inboxes
@@ -98,9 +104,12 @@ class RemoteNodes(Sequence[torch.device]):
         self._watchers: list[threading.Thread] = []
         for number in range(n):
             kid = self._kids[number + 1]
-            kid.run(node_main, number, commands[number], inboxes, str(devices[number]), threads)
+            progress = None if isinstance(placement, Pool) else CommandProgress()
+            kid.run(node_main, number, commands[number], inboxes, str(devices[number]), threads, progress)
             index = torch.device("remote", self._first + number)
             client = NodeClient(index, number, commands[number], make(WAITING))
+            client.kernels = torch.device(devices[number]).type
+            client.progress = progress
             self._clients.append(client)
             device_table.set_client(self._first + number, client)
             watcher = threading.Thread(
@@ -171,12 +180,22 @@ class RemoteNodes(Sequence[torch.device]):
             NodeDied: A node has died.
             TimeoutError: A node did not answer in time.
         """
-        failures: list[RemoteError] = []
+        pause("sync", "timeout", timeout)
+        _raise_first(self._failures(timeout))
+
+    def _failures(self, timeout: float | None = None) -> list[RemoteError]:
+        """Wait for all commands, and return the failures that were not raised, and the deaths."""
+        found: list[Any] = []
         for client in self._clients:
-            client.flush()
+            with contextlib.suppress(NodeDied):  # found again below
+                client.flush()
         for client in self._clients:
-            failures.extend(client.failures(timeout))
-        _raise_first(failures)
+            try:
+                found.extend((client, failure) for failure in client.failures(timeout))
+            except NodeDied as death:
+                found.append((client, death))
+        # Only now, because a timeout must not lose the failures of other nodes.
+        return [one if isinstance(one, NodeDied) else client.error_of(one) for client, one in found]
 
     def close(self) -> None:
         """End the nodes after their last commands. A second call does nothing.
@@ -184,26 +203,28 @@ class RemoteNodes(Sequence[torch.device]):
         Raises:
             RemoteError: An operation has failed, and its failure was not raised yet.
         """
-        if self._closed:
+        self._close()
+
+    def _close(self, timeout: float | None = None) -> None:
+        if self._closed or self._pid != os.getpid():  # a fork of the program ends nothing
             return
         self._closed = True
-        failures: list[RemoteError] = []
+        known = [client.number for client in self._clients if client.death_raised]
         try:
-            for client in self._clients:
-                with contextlib.suppress(NodeDied, Closed):
-                    failures.extend(client.failures())
+            failures = self._failures(timeout)
         finally:
-            self._end()
-        _raise_first(failures)
+            with interrupts_deferred():
+                self._end()
+        _raise_first([one for one in failures if not (isinstance(one, NodeDied) and one.node in known)])
 
     def _end(self) -> None:
         """End the nodes without waiting for their commands."""
-        self._closed = True
         for number, client in enumerate(self._clients):
             client.close()
             device_table.set_client(self._first + number, None)
         for inbox in self._inboxes:
             inbox.close()
+        self._inboxes = []
         self._kids.close()
         for watcher in self._watchers:
             watcher.join()
@@ -216,9 +237,11 @@ class RemoteNodes(Sequence[torch.device]):
             self.close()
             return
         try:
-            self.close()
+            self._close(GRACE_S)
         except RemoteError as failure:
             error.add_note(f"also failed: {failure}")
+        except TimeoutError:
+            pass  # the exception of the block is more important than the commands
 
     def __repr__(self) -> str:
         return f"<RemoteNodes {self[0]} to {self[-1]}>" if self._n > 1 else f"<RemoteNodes {self[0]}>"
@@ -235,12 +258,21 @@ def _raise_first(failures: list[RemoteError]) -> None:
 
 
 def _watch(kid: Any, client: NodeClient, commands: Channel[Any], inboxes: Sequence[Channel[Any]]) -> None:
-    """Wait until a node ends, and close its channels, so that no call waits for it."""
+    """Wait until a node ends, and close its channels, so that no call and no other node waits for it."""
     try:
         kid.wait()
-    except ChildDied as death:
-        client.died(death)
     except Exception as error:
-        client.failed(error)
+        if not client.closed:
+            client.died(error)
     commands.close()
     inboxes[client.number].close()
+    if client.death is None:
+        return
+    message = NODE_DIED, (client.number, tuple(client.death_failure()))
+    waiting = list(inboxes)
+    for timeout in (0, None):  # a node that is busy must not delay the message to others
+        for inbox in list(waiting):
+            with contextlib.suppress(Full):
+                with contextlib.suppress(Closed, Broken):
+                    inbox.put(message, timeout)
+                waiting.remove(inbox)

@@ -14,6 +14,7 @@ import torch
 
 from flowchan.pipelines.remote_tensors.command_format import Payload, Slot, TemplateSpec, flat_results
 from flowchan.pipelines.remote_tensors.device_table import client_at
+from flowchan.pipelines.remote_tensors.local_forms import LocalForms
 from flowchan.pipelines.remote_tensors.node_client import LIMIT, NodeClient, TensorHandle
 from flowchan.pipelines.remote_tensors.remote_failures import SITES, is_library_code, program_codes
 from flowchan.pipelines.remote_tensors.templates import (
@@ -33,7 +34,7 @@ _getframe = sys._getframe
 _MASK = SITES - 1
 
 
-class RemoteTensor(torch.Tensor):
+class RemoteTensor(LocalForms, torch.Tensor):
     """A tensor whose values are on a node. Create it with ``device="remote:1"`` or ``.to("remote:1")``.
 
     Attributes:
@@ -41,7 +42,7 @@ class RemoteTensor(torch.Tensor):
         _h: Handle of the tensor in the node's table.
     """
 
-    __slots__ = ("_h", "_m")
+    # no __slots__: torch swaps a local parameter and its remote copy when a module moves to a node
     _m: TensorMeta
     _h: TensorHandle
 
@@ -78,25 +79,37 @@ class RemoteTensor(torch.Tensor):
                 key.append(name)
                 key += _key_of_list(name in plan.named, (value,), inputs, scalars)
         try:
-            template = plan.templates[tuple(key)]
-        except (KeyError, TypeError):
+            template = plan.templates.get(tuple(key))
+        except TypeError:  # an argument that is not hashable
+            template = None
+        if template is None:
             return ordinary(plan, args, kwargs or {})
         return issue(template, inputs, scalars, _getframe(1).f_back)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        values = self.detach().cpu()
-        text = repr(values)
-        text = text[:-1] + f", device='{self.device}'"
-        if self.grad_fn is not None:
-            return text + f", grad_fn=<{type(self.grad_fn).__name__}>)"
-        return text + (", requires_grad=True)" if self.requires_grad else ")")
+    @property  # type: ignore[override]
+    def data(self) -> Any:
+        """The tensor without its gradient. Assigning another remote tensor replaces values and metadata."""
+        return _data.__get__(self)
 
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+    @data.setter
+    def data(self, new: Any) -> None:
+        if type(new) is not RemoteTensor:
+            raise TypeError(
+                f"data: new values must be on {self.device}, got {new.device}; move them with .to()"
+            )
+        _data.__set__(self, new)
+        self._m, self._h = new._m, new._h
 
-    def tolist(self) -> Any:
-        """Wait for the values, and return them as nested lists."""
-        return self.detach().cpu().tolist()
+    def __tensor_flatten__(self) -> Any:
+        # By this method torch knows that a module keeps its parameter objects when it moves to a node.
+        raise NotImplementedError("torch.compile: remote tensors cannot be traced; run the function eagerly")
+
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> Any:
+        raise NotImplementedError("torch.compile: remote tensors cannot be traced; run the function eagerly")
+
+
+_data: Any = torch.Tensor.data
 
 
 def wrapped(meta: TensorMeta, handle: TensorHandle) -> RemoteTensor:
@@ -208,9 +221,7 @@ def _built(results: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Any:
 
 def change_meta(tensor: Any, meta: TensorMeta) -> None:
     """Give a tensor new metadata, because an in-place operation has changed its shape."""
-    handle = tensor._h
-    tensor.data = wrapped(meta, handle)
-    tensor._m, tensor._h = meta, handle
+    tensor.data = wrapped(meta, tensor._h)
 
 
 def plan_of(op: Any) -> OpPlan:
@@ -230,8 +241,13 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
 def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Handle a call by its template, which is made if the call is new."""
     client, args, kwargs = client_of(plan, args, kwargs)
+    if kwargs.get("generator") is not None:
+        raise RuntimeError(
+            f"{plan.name}: generator must be None, got {kwargs['generator']}; "
+            "seed the generator of a node with torch.remote.manual_seed"
+        )
     new_args, new_kwargs, inputs, scalars = shape_of_call(plan, RemoteTensor, args, kwargs)
-    if plan.dynamic:
+    if plan.dynamic and (plan.name != "aten::index.Tensor" or any(one.dtype in MASKS for one in inputs[1:])):
         return run_and_ask(client, plan, new_args, new_kwargs, inputs, scalars)
     key = (*_key(new_args, inputs, scalars), *_named_key(new_kwargs, inputs, scalars))
     if not inputs:
@@ -314,6 +330,8 @@ def client_of(
     return client, moved(tuple(args)), {name: moved(value) for name, value in kwargs.items()}
 
 
+MASKS = torch.bool, torch.uint8
+"""Dtypes of index tensors that select as many elements as they have true values."""
 CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
 """Operations whose index tensors may be on the CPU, as for CUDA."""
 
@@ -346,7 +364,8 @@ def run_and_ask(
         plan.name, args, kwargs, len(inputs), len(scalars), (), mutated_inputs(plan, args, kwargs),
         torch.get_default_dtype(),
     )  # fmt: skip
-    answer = client.ask("run", number, pickle.dumps(spec), [one._h.id for one in inputs], list(scalars))
+    ids = [one._h.id for one in inputs]
+    answer = client.ask("run", number, pickle.dumps(spec), ids, list(scalars), operation=(number, plan.name))
     return _restored(client, answer, inputs)
 
 

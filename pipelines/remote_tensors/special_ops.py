@@ -12,12 +12,14 @@ from flowchan.pipelines.remote_tensors.node_client import NodeClient, TensorHand
 from flowchan.pipelines.remote_tensors.remote_tensor import (
     RemoteTensor,
     call,
+    client_of,
     note_site,
     ordinary,
+    run_and_ask,
     upload,
     wrapped,
 )
-from flowchan.pipelines.remote_tensors.templates import OpPlan, handlers, interned
+from flowchan.pipelines.remote_tensors.templates import OpPlan, handlers, interned, shape_of_call
 
 aten = torch.ops.aten
 
@@ -33,7 +35,9 @@ def _scalar(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _equal(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Wait for the comparison of two tensors."""
     left, right = args
-    return tuple(left.shape) == tuple(right.shape) and bool(aten.eq.Tensor(left, right).all())
+    if tuple(left.shape) != tuple(right.shape):
+        return False
+    return bool(_scalar(plan, (aten.all.default(aten.eq.Tensor(left, right)),), {}))
 
 
 def download(tensor: Any) -> torch.Tensor:
@@ -114,8 +118,21 @@ def send_to(client: NodeClient, source: Any) -> Any:
     )
 
 
+def _pack_padded_sequence(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compose the operation of others. The lengths and the batch sizes are on the CPU, as for CUDA."""
+    return plan.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def _checked(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Wait for a check of values, which raises here as it does for other devices."""
+    client, args, kwargs = client_of(plan, args, kwargs)
+    return run_and_ask(client, plan, *shape_of_call(plan, RemoteTensor, args, kwargs))
+
+
 handlers.update(
     {
+        "aten::_pack_padded_sequence": _pack_padded_sequence,
+        "aten::_linalg_check_errors": _checked,
         "aten::_local_scalar_dense": _scalar,
         "aten::equal": _equal,
         "aten::_to_copy": _to_copy,

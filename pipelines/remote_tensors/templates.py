@@ -37,6 +37,17 @@ handlers: dict[str, Handler] = {}
 """Functions that replace the ordinary command of an operator, by the operator's name."""
 
 
+BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
+COMPOSED = "CompositeImplicitAutograd"
+"""Dispatch key of the operators that torch composes of others, such as ``to``. In inference mode torch
+dispatches them whole."""
+
+
+def _composed(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Let torch compose an operation of others."""
+    return plan.op.decompose(*args, **kwargs)
+
+
 class TensorMeta:
     """Metadata of remote tensors. Equal metadata of one node is one object, so keys compare identities."""
 
@@ -122,9 +133,11 @@ class OpPlan:
         self.op = op
         self.name: str = op.name()
         self.handler = handlers.get(self.name) or handlers.get(self.name.partition(".")[0])
+        if self.handler is None and torch._C._dispatch_has_kernel_for_dispatch_key(self.name, COMPOSED):
+            self.handler = _composed
         self.templates: dict[tuple[Any, ...], Template] = {}
         by_value = not self.name.startswith(VALUES_IN_KEY)
-        kinds = {one.name: by_value and _is_scalar(one.type) for one in schema.arguments}
+        kinds = {one.name: by_value and _takes_number(one.type) for one in schema.arguments}
         self.scalars = tuple(kinds.values())
         self.named = frozenset(name for name, scalar in kinds.items() if scalar)
         self.positions = tuple(kinds)
@@ -133,8 +146,8 @@ class OpPlan:
         self.dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
 
 
-def _is_scalar(kind: Any) -> bool:
-    """Return whether values of a schema type are scalars: ``Scalar``, ``Scalar?`` or ``Scalar[]``."""
+def _takes_number(kind: Any) -> bool:
+    """Return whether a number is payload for a schema type: ``Scalar``, ``Scalar[]``, ``Tensor``."""
     while kind.kind() in ("OptionalType", "ListType"):
         kind = kind.getElementType()
     # torch reports Scalar as NumberType, and the printed schema distinguishes it from int and float
@@ -247,6 +260,9 @@ def evaluate(
         *(filled(value, metas, scalars, meta) for value in args),
         **{name: filled(value, metas, scalars, meta) for name, value in kwargs.items()},
     )
+    if plan.name in BATCH_NORMS and client.kernels == "cpu" and not args[5]:
+        # the CPU saves no statistics in evaluation, and the meta kernel does not know that
+        result = (result[0], *(torch.empty(0, dtype=one.dtype, device="meta") for one in result[1:]))
     return Evaluated(client, plan, result, metas), metas
 
 

@@ -8,7 +8,6 @@ tests have the names of the tests in C++, but none of their code. A node here is
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +16,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from flowchan import Channel  # noqa: E402
 from flowchan.pipelines import NodeDied, RemoteError, RemoteNodes  # noqa: E402
-
-pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 TYPES = {
     "DoubleTensor": torch.float64,
@@ -33,26 +31,28 @@ TYPES = {
 """Tensor types of the master-worker mode."""
 
 
-@pytest.fixture
-def nodes() -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def nodes(one_compute_thread: None) -> Iterator[RemoteNodes]:
     with RemoteNodes(2) as started:
+        for node in started:  # the first commands and answers start a thread and open descriptors
+            torch.ones(1, device=node).tolist()
         yield started
 
 
-def test_float_tensor_is_created_on_a_node(nodes: Any) -> None:
+def test_float_tensor_is_created_on_a_node(nodes: RemoteNodes) -> None:
     """Sample: ``dist.FloatTensor(20, 10)``."""
     x = torch.empty(20, 10, device=nodes[1]).fill_(4)
     assert (x.dtype, x.shape, x.device) == (torch.float32, (20, 10), nodes[1])
     assert x.cpu().equal(torch.full((20, 10), 4.0))
 
 
-def test_dist_send_copies_a_local_tensor_to_a_node(nodes: Any) -> None:
+def test_dist_send_copies_a_local_tensor_to_a_node(nodes: RemoteNodes) -> None:
     """Sample: ``torch.randn(20, 10).dist_send()``."""
     x = torch.randn(20, 10)
     assert x.to(nodes[0]).cpu().equal(x)
 
 
-def test_node_block_places_tensors_on_its_node(nodes: Any) -> None:
+def test_node_block_places_tensors_on_its_node(nodes: RemoteNodes) -> None:
     """Sample: ``with dist.node(1): x = dist.FloatTensor(3)``."""
     with nodes[1]:
         x = torch.zeros(3)
@@ -63,40 +63,42 @@ def test_node_block_places_tensors_on_its_node(nodes: Any) -> None:
     assert torch.zeros(3).device.type == "cpu"
 
 
-def test_get_node_returns_the_index_of_the_node(nodes: Any) -> None:
+def test_get_node_returns_the_index_of_the_node(nodes: RemoteNodes) -> None:
     """Sample: ``x.get_node()``. A result is on the node of its operands."""
     x = torch.ones(2, device=nodes[1])
     assert (x + x).mul(2).device.index == nodes[1].index
     assert (x + x).device.type == "remote"  # is_distributed
 
 
-def test_get_device_tells_a_remote_tensor_from_a_local_one(nodes: Any) -> None:
+def test_get_device_tells_a_remote_tensor_from_a_local_one(nodes: RemoteNodes) -> None:
     """Sample: ``x.get_device()``, which is -1 for a local tensor on the CPU."""
     assert torch.ones(2).get_device() == -1
     assert torch.ones(2, device=nodes[1]).get_device() == nodes[1].index
 
 
-def test_mixed_operands_need_an_explicit_copy(nodes: Any) -> None:
+def test_mixed_operands_need_an_explicit_copy(nodes: RemoteNodes) -> None:
     """Sample: ``local + remote``. The proposal wanted to copy; here only numbers and 0-dim tensors are."""
     x = torch.ones(3, device=nodes[0])
     assert (x + 1 + torch.tensor(2.0)).tolist() == [4, 4, 4]
     for other in (torch.ones(3), torch.ones(3, device=nodes[1])):
-        with pytest.raises(RuntimeError, match="device"):
+        with pytest.raises(RuntimeError, match="all tensors must be on"):
             x + other
         assert (x + other.to(nodes[0])).tolist() == [2, 2, 2]
 
 
-def test_operations_do_not_wait_until_a_copy(nodes: Any) -> None:
+def test_operations_do_not_wait_until_a_copy(nodes: RemoteNodes) -> None:
     """Sample: operations are asynchronous, and only copies synchronise."""
+    nodes.strict("error")
     x = torch.zeros((), device=nodes[0])
     for _ in range(1000):
         x += 1
-    assert nodes.stats()[0].waits == 0
+    nodes.strict("off")
+    first, _ = nodes.stats()
     assert x.item() == 1000
-    assert nodes.stats()[0].waits == 1
+    assert nodes.stats()[0].waits > first.waits
 
 
-def test_streams_and_events_of_the_proposal_exist(nodes: Any) -> None:
+def test_streams_and_events_of_the_proposal_exist(nodes: RemoteNodes) -> None:
     """Sample: "streams and events later"."""
     stream, event = torch.remote.Stream(nodes[0]), torch.remote.Event()
     x = torch.ones(3, device=nodes[0]) * 2
@@ -108,21 +110,21 @@ def test_streams_and_events_of_the_proposal_exist(nodes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_each_tensor_type_of_the_mode_computes(nodes: Any, name: str) -> None:
+def test_each_tensor_type_of_the_mode_computes(nodes: RemoteNodes, name: str) -> None:
     x = torch.arange(6, dtype=TYPES[name]).view(2, 3)
     far = x.to(nodes[1])
     assert far.dtype == TYPES[name]
     assert (far * 2 + far).cpu().equal(x * 3)
 
 
-def test_local_and_remote_tensors_copy_in_both_directions(nodes: Any) -> None:
+def test_local_and_remote_tensors_copy_in_both_directions(nodes: RemoteNodes) -> None:
     """``local.copy_(remote)`` and ``remote.copy_(local)``."""
     local, remote = torch.arange(3.0), torch.zeros(3, device=nodes[1])
     assert remote.copy_(local).device == nodes[1]
     assert torch.zeros(3).copy_(remote).equal(local)
 
 
-def test_copy_from_worker_to_worker_works(nodes: Any) -> None:
+def test_copy_from_worker_to_worker_works(nodes: RemoteNodes) -> None:
     """THD raised "not implemented"."""
     x = torch.arange(3.0, device=nodes[0])
     y = torch.zeros(3, device=nodes[1])
@@ -131,7 +133,7 @@ def test_copy_from_worker_to_worker_works(nodes: Any) -> None:
     assert y.cpu().equal(torch.arange(3.0))
 
 
-def test_more_tensors_than_thd_had_function_ids_exist_at_once(nodes: Any) -> None:
+def test_more_tensors_than_thd_had_function_ids_exist_at_once(nodes: RemoteNodes) -> None:
     xs = [torch.full((2,), float(number), device=nodes[0]) for number in range(500)]
     assert torch.stack(xs).sum().item() == 2 * sum(range(500))
 
@@ -156,13 +158,13 @@ def test_more_tensors_than_thd_had_function_ids_exist_at_once(nodes: Any) -> Non
         *("expand", "scatter_add", "bit_and"),
     ],
 )
-def test_operation_that_thd_lacked_works(nodes: Any, made: Any) -> None:
+def test_operation_that_thd_lacked_works(nodes: RemoteNodes, made: Any) -> None:
     """THD's workers ended at these operations, or the master refused them."""
     x = torch.arange(6.0).view(2, 3)
     assert made(x.to(nodes[0])).cpu().equal(made(x))
 
 
-def test_error_on_a_worker_reaches_the_program_once(nodes: Any) -> None:
+def test_error_on_a_worker_reaches_the_program_once(nodes: RemoteNodes) -> None:
     """In THD, the worker exited, and every later command raised the error."""
     x = torch.eye(2, device=nodes[1])
     wrong = x.index_select(0, torch.tensor([2], device=nodes[1]))
@@ -175,7 +177,7 @@ def test_error_on_a_worker_reaches_the_program_once(nodes: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4, 12])
-def test_command_channel_smoke(size: int) -> None:
+def test_command_channel_smoke(one_compute_thread: None, size: int) -> None:
     """Each of ``size`` workers gets a command and answers; then all exit."""
     with RemoteNodes(size) as nodes:
         assert len(nodes) == size
@@ -185,22 +187,23 @@ def test_command_channel_smoke(size: int) -> None:
         assert all(node.commands for node in nodes.stats())
 
 
-def test_lost_connection_raises_an_error_with_the_rank(nodes: Any) -> None:
-    x, y = (torch.ones(2, device=node) for node in nodes)
-    nodes.sync()
-    os.kill(nodes._kids[1].pid, signal.SIGKILL)
-    with pytest.raises(NodeDied) as raised:
-        x.tolist()
-    assert (raised.value.node, raised.value.signal) == (0, signal.SIGKILL)
-    assert y.tolist() == [1, 1]
+def test_lost_connection_raises_an_error_with_the_rank(one_compute_thread: None) -> None:
+    with RemoteNodes(2) as nodes:
+        x, y = (torch.ones(2, device=node) for node in nodes)
+        nodes.sync()
+        os.kill(nodes._kids[1].pid, signal.SIGKILL)
+        with pytest.raises(NodeDied) as raised:
+            x.tolist()
+        assert (raised.value.node, raised.value.signal) == (0, signal.SIGKILL)
+        assert y.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
     "value",
-    [0.1, 2**62, -3, True, torch.Size([2, 3]), [1, 2, 3], float("inf"), "sum"],
-    ids=["float", "long", "int", "bool", "size", "vector", "inf", "text"],
+    [0.1, 2**62, -3, True, torch.Size([2, 3]), [1, 2, 3], "sum"],
+    ids=["float", "long", "int", "bool", "size", "vector", "text"],
 )
-def test_rpc_serialization(nodes: Any, value: Any) -> None:
+def test_rpc_serialization(nodes: RemoteNodes, value: Any) -> None:
     """Arguments of each type arrive unchanged."""
     x = torch.arange(6.0, dtype=torch.float64)
     operation = {
@@ -214,12 +217,15 @@ def test_rpc_serialization(nodes: Any, value: Any) -> None:
     assert operation(x.to(nodes[0])).cpu().equal(operation(x))
 
 
-def test_rpc_serialization_of_a_handle_survives_pickle(nodes: Any) -> None:
-    x = torch.arange(3.0, device=nodes[1])
-    assert pickle.loads(pickle.dumps(x)).tolist() == [0, 1, 2]
+def test_rpc_serialization_of_a_handle_in_a_channel(nodes: RemoteNodes) -> None:
+    channel: Any = Channel(across="processes")
+    channel.put(torch.arange(3.0, device=nodes[1]))
+    x = channel.get()
+    assert x.device == nodes[1]
+    assert (x + 1).tolist() == [1, 2, 3]
 
 
-def test_tensor_smoke(nodes: Any) -> None:
+def test_tensor_smoke(nodes: RemoteNodes) -> None:
     """Construct, resize, fill, add and reduce tensors on a worker."""
     x = torch.empty(2, device=nodes[0]).resize_(2, 7).fill_(3)
     y = torch.empty(0, device=nodes[0]).resize_(2, 7).fill_(4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +16,8 @@ torch = optional("torch")
 
 
 @pytest.fixture(scope="module")
-def nodes(one_compute_thread: None) -> Iterator[RemoteNodes]:
-    with RemoteNodes(2) as nodes:
-        yield nodes
+def nodes(two_nodes: RemoteNodes) -> RemoteNodes:
+    return two_nodes
 
 
 def same(function: Callable[[Any, Any], Any], nodes: RemoteNodes) -> bool:

@@ -13,7 +13,7 @@ import failing_operations
 import pytest
 from support.optional_packages import optional
 
-from flowchan import FlowchanError
+from flowchan import Closed, FlowchanError
 from flowchan.pipelines import NodeDied, RemoteError, RemoteNodes
 
 torch = optional("torch")
@@ -113,7 +113,7 @@ def test_root_cause_crosses_nodes_and_both_go_on(nodes: Any) -> None:
         error = error_of(broken)
         assert isinstance(error.__cause__, ValueError)
         assert error.node == 0
-        assert "in test_root_cause_crosses_nodes" in str(error)
+        assert f"issued at {__file__}" in str(error)
     assert ((a.to(nodes[1]) + b).to(nodes[0]) + a).tolist() == [3, 3, 3]
     nodes.sync()
 
@@ -172,9 +172,9 @@ def test_error_prints_its_cause_and_can_be_pickled(nodes: Any) -> None:
 
 def test_shape_error_raises_at_the_call(nodes: Any) -> None:
     x = ones(nodes[0], 2, 3)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(RuntimeError, match="reduction dim"):
         x @ x
-    with pytest.raises(RuntimeError, match="must match the size"):
+    with pytest.raises(RuntimeError, match="(?i)size|broadcast"):
         x + ones(nodes[0], 4, 5)
     nodes.sync()
     assert (x @ x.T).tolist() == [[3, 3], [3, 3]]
@@ -354,7 +354,7 @@ def test_failure_that_leaves_the_block_is_not_noted_again() -> None:
 def test_use_after_close_raises_with_the_remedy() -> None:
     with RemoteNodes(1) as nodes:
         x = ones(nodes[0])
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises((Closed, RuntimeError), match="closed"):
         x + 1
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises((Closed, RuntimeError), match="closed"):
         x.cpu()

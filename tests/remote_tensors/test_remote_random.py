@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +15,8 @@ torch = optional("torch")
 
 
 @pytest.fixture(scope="module")
-def nodes(one_compute_thread: None) -> Iterator[RemoteNodes]:
-    with RemoteNodes(2) as nodes:
-        yield nodes
+def nodes(two_nodes: RemoteNodes) -> RemoteNodes:
+    return two_nodes
 
 
 DRAWS: dict[str, Callable[[Any], Any]] = {
@@ -72,7 +71,7 @@ def test_generator_state_restores_values(nodes: RemoteNodes) -> None:
 
 def test_forked_generators_are_restored(nodes: RemoteNodes) -> None:
     torch.manual_seed(1)
-    with torch.random.fork_rng(range(2), device_type="remote"):
+    with torch.random.fork_rng([one.index for one in nodes], device_type="remote"):
         torch.manual_seed(2)
         torch.rand(9, device=nodes[1])
     found = torch.rand(3, device=nodes[1]).cpu()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,9 +17,8 @@ torch = optional("torch")
 
 
 @pytest.fixture(scope="module")
-def nodes(one_compute_thread: None) -> Iterator[RemoteNodes]:
-    with RemoteNodes(2) as nodes:
-        yield nodes
+def nodes(two_nodes: RemoteNodes) -> RemoteNodes:
+    return two_nodes
 
 
 def saved(value: Any) -> io.BytesIO:
@@ -115,10 +113,13 @@ def test_saved_state_loads_on_a_chosen_device(nodes: RemoteNodes, target: str) -
     assert torch.equal(moment.cpu(), optimizer.state_dict()["state"][0]["exp_avg"].cpu())
 
 
-def test_local_state_loads_onto_a_node(nodes: RemoteNodes) -> None:
+def test_local_state_stays_local_when_loaded_for_a_node(nodes: RemoteNodes) -> None:
     module = made("mlp")[0]
     loaded = torch.load(saved(module.state_dict()), map_location=nodes[1])
-    assert_equal_states(loaded, module.state_dict(), nodes[1])
+    assert_equal_states(loaded, module.state_dict(), "cpu")
+    other = made("mlp", seed=1)[0].to(nodes[1])
+    other.load_state_dict(loaded)
+    assert_equal_states(other.state_dict(), module.state_dict(), nodes[1])
 
 
 def test_saved_tensors_keep_dtype_layout_and_gradient_flag(nodes: RemoteNodes) -> None:

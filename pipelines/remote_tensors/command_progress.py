@@ -1,0 +1,52 @@
+"""The number of the command that a node executes, in memory that outlives the node.
+
+If a command kills its node, the program reads its number here. The memory works only on the program's
+machine. For a node on another host, the program knows only which commands were answered.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+from flowchan.items.program_file import ProgramFile
+
+WORDS = 2
+SIZE = 8 * WORDS
+
+
+class CommandProgress:
+    """Progress of a node, which the program reads after the node's death.
+
+    The node sets word 0 to the number of the client whose commands it executes, and word 1 to the number of a
+    command before it executes the command. After a command, it negates word 1. Both words are written by the
+    node only. Client 0 is the program.
+    """
+
+    def __init__(self) -> None:
+        self._file = ProgramFile("flowchan remote command")
+        os.ftruncate(self._file.fd, SIZE)
+        self._words: Any = None
+
+    def __getstate__(self) -> ProgramFile:
+        return self._file
+
+    def __setstate__(self, file: ProgramFile) -> None:
+        self._file, self._words = file, None
+
+    @property
+    def words(self) -> memoryview:
+        """Return the mapped words, as signed integers."""
+        if self._words is None:
+            self._words = memoryview(mmap.mmap(self._file.fd, SIZE)).cast("q")
+        words: memoryview = self._words
+        return words
+
+    def running(self) -> int | None:
+        """Return the number of the running command, or minus the number of the last finished one.
+
+        Return None if the node executed commands of another client than the program.
+        """
+        client, number = self.words
+        return None if client else number

@@ -1,0 +1,73 @@
+"""The latest messages to a node, to find the first operation that a dead node has lost."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flowchan.pipelines.remote_tensors.command_format import TemplateSpec, unpack_batch
+
+RECENT = 200
+"""Number of messages that are kept. It exceeds the capacity of the command channel."""
+
+Operation = tuple[int, str]
+"""Number and name of an operation."""
+
+
+class SentCommands:
+    """Messages that a node may not have handled yet.
+
+    Attributes:
+        count: Number of messages so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._messages: collections.deque[tuple[int, bytes | Operation]] = collections.deque(maxlen=RECENT)
+        self._templates: dict[int, tuple[str, int]] = {}
+
+    def defined(self, id: int, spec: TemplateSpec) -> None:
+        """Record the operation and the size of a template's commands."""
+        self._templates[id] = spec.operation, 2 + spec.outputs + spec.inputs + spec.scalars
+
+    def sent(self, message: bytes | Operation) -> None:
+        """Record a packed batch or a single operation, before it is sent."""
+        self.count += 1
+        self._messages.append((self.count, message))
+
+    def answered(self, count: int) -> None:
+        """Forget the first ``count`` messages, which the node has handled."""
+        while self._messages and self._messages[0][0] <= count:
+            self._messages.popleft()
+
+    def first_lost(self, unsent: Sequence[Any], running: int | None) -> Operation | None:
+        """Return the first operation that a dead node has lost, or None.
+
+        Args:
+            unsent: Commands that were not sent.
+            running: Number of the operation that the node was running, or minus the number of the last one
+                that it has finished. None if unknown.
+        """
+        operations = [*self._recent(), *self._commands(unsent)]
+        if running:
+            numbers = [number for number, _ in operations]
+            if abs(running) in numbers:
+                operations = operations[numbers.index(abs(running)) + (running < 0) :]
+        return operations[0] if operations else None
+
+    def _recent(self) -> Iterator[Operation]:
+        seen: set[int] = set()  # an interrupted flush sends a batch again
+        for _, message in list(self._messages):
+            found = self._commands(unpack_batch(message)[1]) if isinstance(message, bytes) else [message]
+            for operation in found:
+                if operation[0] not in seen:
+                    seen.add(operation[0])
+                    yield operation
+
+    def _commands(self, commands: Sequence[Any]) -> Iterator[Operation]:
+        place = 0
+        while place < len(commands):
+            name, size = self._templates[commands[place]]
+            yield commands[place + 1], name
+            place += size

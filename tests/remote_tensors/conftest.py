@@ -1,0 +1,33 @@
+"""Give the tests of a file two nodes, and start the threads that stay until the process ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.child_processes import descendants
+from support.optional_packages import optional
+from support.waiting import wait_until
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _lasting_threads() -> None:
+    """Start torch's backward threads and the thread that sends waiting commands."""
+    torch = optional("torch")  # not when the files are collected
+    if torch:
+        from flowchan.pipelines import RemoteNodes
+
+        with RemoteNodes(1) as nodes:
+            torch.ones(1, device=nodes[0], requires_grad=True).sum().backward()
+
+
+@pytest.fixture(scope="module")
+def two_nodes(one_compute_thread: None) -> Iterator[Any]:
+    """Two nodes for a file. They open descriptors late, so leftovers are not checked after each test."""
+    from flowchan.pipelines import RemoteNodes
+
+    before = set(descendants())
+    with RemoteNodes(2) as nodes:
+        yield nodes
+    wait_until(lambda: set(descendants()) <= before)
