@@ -13,12 +13,14 @@ import itertools
 import pickle
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from flowchan import Broken, Channel, Closed
+from flowchan.items import arrays
 from flowchan.pipelines.children.parent_handle import Parent
 from flowchan.pipelines.remote_tensors.command_format import (
     NodeDevice,
@@ -460,6 +462,8 @@ def node_main(
 ) -> None:
     """Run a node. The child calls this function."""
     error: list[BaseException] = []
+    arrays.tensors_in_place = True
+    warnings.filterwarnings("ignore", "The given buffer is not writable")  # but the memory is
 
     def run() -> None:
         try:
