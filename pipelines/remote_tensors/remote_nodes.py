@@ -95,7 +95,7 @@ class RemoteNodes(Sequence[torch.device]):
         if len(devices) != n:
             raise ValueError(f"RemoteNodes: device must be one device or a list of {n}, got {len(devices)}")
         remote_device.register()
-        # torch's device guard for Python backends has one device, so autograd cannot have a thread per device.
+        # The device guard for Python backends has one device, so autograd cannot have a thread per device.
         torch.autograd.set_multithreading_enabled(False)
         placement = placement_argument("RemoteNodes", on)
         make: Any = functools.partial(Channel, across="processes")

@@ -20,7 +20,7 @@ ROW = 1 << 18
 
 
 @pytest.fixture(scope="module")
-def host_nodes(one_compute_thread: None) -> Iterator[Any]:
+def host_nodes(two_nodes: Any) -> Iterator[Any]:
     """Provide a node on each of three hosts."""
     from flowchan.pipelines import RemoteNodes
 
@@ -85,14 +85,11 @@ def received_and_sent() -> int:
     return int(fields["rchar"]) + int(fields["wchar"])
 
 
-def test_copies_between_nodes_on_hosts_and_on_this_machine(host_nodes: Any) -> None:
-    from flowchan.pipelines import RemoteNodes
-
-    with RemoteNodes(2) as here:
-        source = numbers(ROW).to(here[0])
-        there = (source.to(host_nodes[1]) + 1).to(host_nodes[2])
-        back = (there * 2).to(here[1])
-        assert torch.equal(back.cpu(), (numbers(ROW) + 1) * 2)
+def test_copies_between_nodes_on_hosts_and_on_this_machine(host_nodes: Any, two_nodes: Any) -> None:
+    source = numbers(ROW).to(two_nodes[0])
+    there = (source.to(host_nodes[1]) + 1).to(host_nodes[2])
+    back = (there * 2).to(two_nodes[1])
+    assert torch.equal(back.cpu(), (numbers(ROW) + 1) * 2)
 
 
 def test_copies_between_nodes_on_two_pools(host_nodes: Any) -> None:
