@@ -20,6 +20,15 @@ ROW = 1 << 18
 
 
 @pytest.fixture(scope="module")
+def two_nodes(one_compute_thread: None) -> Iterator[Any]:
+    """Provide two nodes on this machine. The agents' fork server lasts longer than they do."""
+    from flowchan.pipelines import RemoteNodes
+
+    with RemoteNodes(2) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
 def host_nodes(two_nodes: Any) -> Iterator[Any]:
     """Provide a node on each of three hosts."""
     from flowchan.pipelines import RemoteNodes
@@ -41,7 +50,8 @@ def test_operations_and_autograd_run_on_hosts(host_nodes: Any) -> None:
         model.to(device).zero_grad()
         loss = (model(x.to(device)) ** 2).mean()
         loss.backward()
-        found.append([loss.detach().cpu(), *[one.grad.cpu() for one in model.parameters()]])
+        gradients = [one.grad.cpu().clone() for one in model.parameters()]
+        found.append([loss.detach().cpu(), *gradients])
     assert all(map(torch.equal, *found))
 
 
