@@ -67,6 +67,9 @@ def _to_copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     (source,) = args
     options = {name: value for name, value in kwargs.items() if value is not None}
     device = options.pop("device", None)
+    if device is not None and device != source.device:  # torch names the dtype and layout in any case
+        same = {"dtype": source.dtype, "layout": torch.strided, "memory_format": torch.preserve_format}
+        options = {name: value for name, value in options.items() if value is not same.get(name)}
     if type(source) is not RemoteTensor:
         client, options = client_at(device), _changes(source, options)
         # copying here as well gives dense strides to a tensor with gaps, and memory to a zero tensor
