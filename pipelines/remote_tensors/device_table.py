@@ -65,7 +65,7 @@ def client_at(device: torch.device) -> NodeClient:
 
 
 def clients() -> list[NodeClient]:
-    """Return the clients of this process. Those of a process that forked it are not among them."""
+    """Return the clients of all devices of this process. A fork has none."""
     return [one for one in _clients if one is not None and one.pid == os.getpid()]
 
 

@@ -16,10 +16,21 @@ from flowchan.pipelines.remote_tensors import (
     special_ops,
 )
 from flowchan.pipelines.remote_tensors.device_table import client_at, clients, device_count
+from flowchan.pipelines.remote_tensors.remote_streams import (
+    DeviceContext,
+    Event,
+    Stream,
+    StreamContext,
+    client_of,
+    current_stream,
+)
 
 
 class RemoteModule:
     """The module ``torch.remote``."""
+
+    Stream, Event, device, stream = Stream, Event, DeviceContext, StreamContext
+    current_stream = default_stream = staticmethod(current_stream)
 
     _initialized = True  # torch.utils.checkpoint then keeps the state of the generators
 
@@ -47,13 +58,9 @@ class RemoteModule:
         index = device if isinstance(device, int) else torch.device(device).index or 0
         device_table.guard.set_device(index)
 
-    def device(self, device: Any) -> CurrentDeviceContext:
-        """Return a context in which ``device="remote"`` means another node."""
-        return CurrentDeviceContext(self, device)
-
     def synchronize(self, device: Any = None) -> None:
         """Wait for all commands of a node, or of the current one."""
-        client_at(_device("remote" if device is None else device)).ask("ping")
+        client_of(device).ask("ping")
 
     def manual_seed(self, seed: int) -> None:
         """Seed the random generator of the current node."""
@@ -74,28 +81,8 @@ class RemoteModule:
         client_at(_device(device)).send("set_rng_state", state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Refuse autocast.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise RuntimeError(
-            "torch.autocast: remote tensors have no autocast; convert the module with .to(dtype)"
-        )
-
-
-class CurrentDeviceContext:
-    """Context that sets the current device and restores it at the end."""
-
-    def __init__(self, module: RemoteModule, device: Any) -> None:
-        self._module, self._device = module, device
-
-    def __enter__(self) -> None:
-        self._before = self._module.current_device()
-        self._module.set_device(self._device)
-
-    def __exit__(self, *exc: object) -> None:
-        self._module.set_device(self._before)
+        """Return the dtypes with which a program may enter autocast. The operations in it refuse autocast."""
+        return [torch.bfloat16, torch.float16]
 
 
 def _device(device: Any) -> torch.device:
