@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,20 @@ def download(tensor: Any) -> torch.Tensor:
     return values
 
 
+def _refuse_dtensor() -> None:
+    """Refuse the copy with which a ``DTensor`` would silently move a remote tensor to this process.
+
+    Raises:
+        TypeError: The functions that make a ``DTensor`` are among the callers.
+    """
+    module = sys.modules.get("torch.distributed.tensor._api")
+    frame = sys._getframe(1) if module is not None else None
+    while frame is not None:
+        if frame.f_code.co_filename == module.__file__:  # type: ignore[union-attr]
+            raise TypeError("DTensor: remote tensors cannot be distributed; copy them with .cpu() first")
+        frame = frame.f_back
+
+
 def _to_copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Copy a tensor to another device, dtype or memory format."""
     (source,) = args
@@ -63,6 +78,7 @@ def _to_copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         options.pop("non_blocking", None)
         moved = send_to(client, source)
         return call(aten._to_copy.default, moved, **options) if options else moved
+    _refuse_dtensor()
     values = download(source)
     options.pop("non_blocking", None)
     return (
