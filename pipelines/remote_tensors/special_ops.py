@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,20 @@ def download(tensor: Any) -> torch.Tensor:
     return values
 
 
+def _refuse_dtensor() -> None:
+    """Refuse the copy with which a ``DTensor`` would silently move a remote tensor to this process.
+
+    Raises:
+        TypeError: The functions that make a ``DTensor`` are among the callers.
+    """
+    module = sys.modules.get("torch.distributed.tensor._api")
+    frame = sys._getframe(1) if module is not None else None
+    while frame is not None:
+        if frame.f_code.co_filename == module.__file__:  # type: ignore[union-attr]
+            raise TypeError("DTensor: remote tensors cannot be distributed; copy them with .cpu() first")
+        frame = frame.f_back
+
+
 def _changes(source: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a copy that change the tensor; ``.to(device)`` passes all of them."""
     same = {
@@ -82,6 +97,7 @@ def _to_copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         client = client_at(device)
         moved = send_to(client, source)
         return call(aten._to_copy.default, moved, **options) if options else moved
+    _refuse_dtensor()
     values = download(source)
     return (
         aten._to_copy.default(values, device=device, **options) if options or device.type != "cpu" else values

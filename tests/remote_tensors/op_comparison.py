@@ -25,7 +25,7 @@ WITHOUT_TENSORS = frozenset({"broadcast_shapes"})
 
 
 class Outcome(NamedTuple):
-    """How an entry ended: equal (each value), close (within the tolerance) or different, with the reason.
+    """Say whether the results of an entry are equal, close (within the tolerance) or different, and why.
 
     ``samples`` counts the samples that ran locally without an exception.
     """
@@ -42,7 +42,7 @@ class Difference(Exception):
 def compare(
     entry: Entry, device: str, most: int | None = None, check: MetadataCheck | None = None
 ) -> Outcome:
-    """Compare an entry on a device with its local run, on at most so many samples.
+    """Compare an entry on a device with its local run, on at most ``most`` samples.
 
     With ``check``, metadata that differs between client and node makes the entry different too.
     """
