@@ -50,10 +50,6 @@ class RemoteModule:
         """Set the index that ``device="remote"`` means in this thread."""
         current.index = device if isinstance(device, int) else torch.device(device).index or 0
 
-    def device(self, device: Any) -> CurrentDeviceContext:
-        """Return a context in which ``device="remote"`` means another node."""
-        return CurrentDeviceContext(self, device)
-
     def synchronize(self, device: Any = None) -> None:
         """Wait for all commands of a node, or of the current one."""
         client_of(device).ask("ping")
@@ -79,20 +75,6 @@ class RemoteModule:
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """Return the dtypes with which a program may enter autocast. The operations in it refuse autocast."""
         return [torch.bfloat16, torch.float16]
-
-
-class CurrentDeviceContext:
-    """Context that sets the current device and restores it at the end."""
-
-    def __init__(self, module: RemoteModule, device: Any) -> None:
-        self._module, self._device = module, device
-
-    def __enter__(self) -> None:
-        self._before = self._module.current_device()
-        self._module.set_device(self._device)
-
-    def __exit__(self, *exc: object) -> None:
-        self._module.set_device(self._before)
 
 
 def _device(device: Any) -> torch.device:
