@@ -15,7 +15,8 @@ import torch
 
 def stay_in_calling_thread() -> None:
     """Replace the function by which ``torch.autograd`` starts the engine, once."""
-    engine = torch.autograd._engine_run_backward
+    autograd: Any = torch.autograd
+    engine = autograd._engine_run_backward
     if getattr(engine, "_remote", False):
         return
 
@@ -24,4 +25,4 @@ def stay_in_calling_thread() -> None:
             return engine(*args, **kwargs)
 
     run._remote = True  # type: ignore[attr-defined]
-    torch.autograd._engine_run_backward = run
+    autograd._engine_run_backward = run

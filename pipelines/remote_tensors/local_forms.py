@@ -12,8 +12,8 @@ import torch
 def register_loading() -> None:
     """Let ``torch.load`` keep local tensors on the CPU if ``map_location`` is a node.
 
-    Tensors that were saved from a node go to ``map_location``. torch would move a local tensor as a storage,
-    and the storage of a remote tensor has no memory in this process.
+    Tensors that were saved from a node go to ``map_location``. torch would move a local tensor by its
+    storage. The storage of a remote tensor has no memory in this process.
     """
 
     def kept(storage: Any, location: str) -> Any:
@@ -29,9 +29,8 @@ class LocalForms:
     __slots__ = ()
 
     def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
-        if isinstance(self, torch.nn.Parameter):
-            return "Parameter containing:\n" + self._text()  # type: ignore[operator]
-        return self._text()  # type: ignore[no-any-return]
+        text: str = LocalForms._text(self)
+        return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     def _text(self: Any) -> str:
         """Wait for the values, and return them as torch prints a tensor of another device."""

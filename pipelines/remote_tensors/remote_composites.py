@@ -1,9 +1,9 @@
 """Compose recurrent layers, dropout and attention for remote tensors as torch does for CPU tensors.
 
-torch composes these operations by device type. For a device other than the CPU it picks fused cells, which
-CPU nodes lack, and other kernels for dropout and attention, which differ in the last bits. The functions
-here issue the operations that the same call issues for CPU tensors, in the same order, so forward and
-backward values are equal bit for bit. A node with another device keeps torch's choice for devices.
+torch composes these operations by device type. For other devices than the CPU it picks fused cells, which
+CPU nodes lack. Its kernels for dropout and attention there differ in the last bits. The functions here issue
+the operations of the same call for CPU tensors, in the same order. Forward and backward values are then
+equal bit for bit. A node with another device keeps torch's choice for devices.
 
 Sources: the cell equations are those of ``torch.nn.LSTM``, ``torch.nn.GRU`` and ``torch.nn.RNN``.
 """
@@ -153,7 +153,13 @@ def _gather(params: Sequence[Tensor], biases: bool, projections: bool) -> list[W
         raise RuntimeError("got an incorrect number of RNN parameters")
     groups = [list(params[at : at + count]) for at in range(0, len(params), count)]
     return [
-        Weights(one[0], one[1], *(one[2:4] if biases else (None, None)), one[-1] if projections else None)
+        Weights(
+            one[0],
+            one[1],
+            one[2] if biases else None,
+            one[3] if biases else None,
+            one[-1] if projections else None,
+        )
         for one in groups
     ]
 
@@ -191,7 +197,7 @@ def lstm(
         inputs = inputs.transpose(0, 1)
     weights = _gather(params, biases, projections)
     one_dnn = (
-        torch.backends.mkldnn.is_available()
+        torch._C._has_mkldnn
         and torch._C._get_mkldnn_enabled()
         and inputs.dtype is torch.float32
         and inputs.numel()
@@ -280,7 +286,7 @@ def attention(
     like = [_cpu_like(one) for one in (query, key, value)]
     mask = None if attn_mask is None else _cpu_like(attn_mask)
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    if torch._fused_sdp_choice(*like, mask, dropout_p, is_causal, **options) != FLASH:
+    if aten._fused_sdp_choice(*like, mask, dropout_p, is_causal, **options) != FLASH:
         return aten.scaled_dot_product_attention.default.decompose(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, **options
         )

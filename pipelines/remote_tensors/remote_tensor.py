@@ -36,7 +36,7 @@ _getframe = sys._getframe
 _MASK = SITES - 1
 
 
-class RemoteTensor(LocalForms, torch.Tensor):
+class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
     """A tensor whose values are on a node. Create it with ``device="remote:1"`` or ``.to("remote:1")``.
 
     Attributes:
@@ -96,7 +96,7 @@ class RemoteTensor(LocalForms, torch.Tensor):
             return ordinary(plan, args, kwargs or {})
         return issue(template, inputs, scalars, _getframe(1).f_back)
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> Any:
         """The tensor without its gradient. Assigning another remote tensor replaces values and metadata."""
         return _data.__get__(self)

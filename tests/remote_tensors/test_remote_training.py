@@ -59,7 +59,7 @@ def test_default_optimizer_equals_local_training(nodes: RemoteNodes, monkeypatch
     assert_same(trained("mlp", "default", nodes[0]), trained("mlp", "default", "cpu"))
 
 
-def test_training_resumes_from_the_state_of_a_node_on_another_node(nodes: RemoteNodes) -> None:
+def test_training_resumes_on_another_node_from_saved_state(nodes: RemoteNodes) -> None:
     expected = trained("mlp", "adam", "cpu")
     model, batches = made("mlp")
     model.to(nodes[0])
