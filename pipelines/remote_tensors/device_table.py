@@ -51,9 +51,8 @@ def client_at(device: torch.device) -> NodeClient:
 
 
 def clients() -> list[NodeClient]:
-    """Return the clients of all devices of this process. A forked child has none of its parent's clients."""
-    pid = os.getpid()
-    return [one for one in _clients if one is not None and one.pid == pid]
+    """Return the clients of all devices of this process. A fork has none."""
+    return [one for one in _clients if one is not None and one.pid == os.getpid()]
 
 
 def device_count() -> int:

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from flowchan import Broken, Channel, ChildDied, Closed, Empty
+from flowchan import Broken, Channel, ChildDied, Closed, Empty, Full
 from flowchan.pipelines.children.child_state import released
 from flowchan.pipelines.remote_tensors import flusher
 from flowchan.pipelines.remote_tensors.command_format import NodeReply, TemplateSpec, pack_batch
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
+from flowchan.pipelines.remote_tensors.node_copies import NodePlace
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
-from flowchan.pipelines.remote_tensors.remote_failures import CallSites, RemoteFailure
+from flowchan.pipelines.remote_tensors.remote_failures import CallSites, RemoteFailure, users_line
 from flowchan.pipelines.remote_tensors.sent_commands import SentCommands
 
 MAX_TEMPLATES = 20_000
@@ -59,6 +60,9 @@ class NodeClient:
     Attributes:
         device: Device of the node in this process.
         number: Number of the node in its ``RemoteNodes``.
+        place: How other nodes reach the node.
+        introduced: Inboxes of the nodes to which the node can send tensors, by the id of their place.
+        relay: Channel through which the node receives tensors of nodes that cannot connect to its inbox.
         kernels: Type of the device on which the node runs its kernels.
         buffer: Commands that were not sent, after the position of the first one in the client's stream.
         frees: Ids to free with the next batch.
@@ -68,15 +72,25 @@ class NodeClient:
         metas: Interned metadata of the node's tensors.
         misses: Number of templates that were made.
         waits: Number of questions.
+        finished: The node has finished all commands up to this number.
+        probe: Number of the latest probe of a stream, and the number of its event.
+        timed: Recorded events whose time is wanted, by number.
         progress: Progress of a node on this machine whose program is this process.
         death: How the node has died; None while it runs.
         death_raised: True if the program got the node's death as an exception.
     """
 
     def __init__(
-        self, device: torch.device, number: int, commands: Channel[Any], replies: Channel[Any]
+        self,
+        device: torch.device,
+        number: int,
+        commands: Channel[Any],
+        replies: Channel[Any],
+        place: NodePlace,
     ) -> None:
-        self.device, self.number = device, number
+        self.device, self.number, self.place = device, number, place
+        self.introduced: dict[str, Channel[Any]] = {}
+        self.relay: Channel[Any] | None = None
         self.kernels = "cpu"
         self.id = uuid.uuid4().hex
         self.pid = os.getpid()
@@ -85,7 +99,9 @@ class NodeClient:
         self.numbers = itertools.count(1)
         self.sites = CallSites()
         self.idle = True
-        self.misses = self.waits = 0
+        self.misses = self.waits = self.finished = 0
+        self.probe = 0, 0
+        self.timed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.strict = "off"
         self.route: Any = None  # how other processes reach the node; set by handle_transfer
         self.progress: CommandProgress | None = None
@@ -101,6 +117,7 @@ class NodeClient:
         self._sent = SentCommands()
         _by_id[self.id] = self
         self._put((self.id, "hello", replies))
+        flusher.flusher.add(self)
 
     # --- commands ---
 
@@ -131,7 +148,17 @@ class NodeClient:
         with self._sending:
             self._flush()
 
-    def _flush(self) -> None:
+    def try_flush(self) -> None:
+        """Send the commands of the buffer if the channel has room; the background thread calls this."""
+        if self._sending.acquire(blocking=False):
+            try:
+                self._flush(0)
+            except Full:
+                pass
+            finally:
+                self._sending.release()
+
+    def _flush(self, timeout: float | None = None) -> None:
         # The frees first: each command that uses one of these ids is already in the buffer or was sent.
         frees = self.frees[:]
         position, *commands = self.buffer
@@ -139,7 +166,7 @@ class NodeClient:
             return
         batch = pack_batch(position, commands, frees)
         self._sent.sent(batch)
-        self._put((self.id, None, batch))
+        self._put((self.id, None, batch), timeout)
         self.buffer[: 1 + len(commands)] = [position + len(commands)]
         del self.frees[: len(frees)]
 
@@ -164,18 +191,24 @@ class NodeClient:
             self._put((self.id, *message))
             return count
 
-    def _put(self, message: Any) -> None:
+    def _put(self, message: Any, timeout: float | None = None) -> None:
         self._check()
         with self._sending:
-            try:
-                self._commands.put(message)
-            except (Closed, Broken):
-                self._check()
-                raise
+            while True:
+                try:
+                    self._commands.put(message, POLL_INTERVAL_S if timeout is None else timeout)
+                    return
+                except Full:
+                    if timeout is not None:
+                        raise
+                    self.note_replies()  # the node may be waiting for room for them
+                except (Closed, Broken):
+                    self._check()
+                    raise
 
     def wake(self) -> None:
         """Let the background thread watch the buffer."""
-        flusher.flusher.watch(self)
+        flusher.flusher.wake()
 
     # --- questions ---
 
@@ -187,11 +220,11 @@ class NodeClient:
         """
         if self.strict == "off":
             return
-        self.flush()
-        text = f"{what}: waits for node {self.number}"
+        text = f"{what} waits for {self.device}"
         if self.strict == "error":
-            raise RuntimeError(f"{text}, and strict mode is 'error'; fetch the value with .cpu()")
-        warnings.warn(text, stacklevel=2)
+            raise RuntimeError(f"{text}, and strict mode is 'error'; fetch the values with .cpu()")
+        code, line = users_line()
+        warnings.warn_explicit(text, RuntimeWarning, code.co_filename, line)
 
     def ask(
         self,
@@ -210,12 +243,14 @@ class NodeClient:
         until = None if timeout is None else time.monotonic() + timeout
         with self._asking:
             self.waits += 1
-            question = next(self._questions)
+            question, number = next(self._questions), next(self.numbers)
             count = self.send("ask", question, what, args, operation=operation)
             while True:
                 reply = self._reply(what, until)
                 if reply.question == question:
                     break  # an earlier number answers a question whose wait was interrupted
+                self._note(reply)
+            self.finished = max(self.finished, number)
             self._sent.answered(count)
         if reply.failed:
             raise self.error_of(reply.value)
@@ -237,6 +272,34 @@ class NodeClient:
                     raise Closed(f"{what}: node {self.number} has ended") from None
                 if until is not None and time.monotonic() >= until:
                     raise TimeoutError(f"{what}: node {self.number} did not answer in time") from None
+
+    def wait_finished(self, number: int) -> None:
+        """Wait until the node has reached the event with this number."""
+        with self._asking:
+            while self.finished < number:
+                self.flush()
+                self._note(self._reply("synchronize", None))
+
+    def note_replies(self) -> None:
+        """Handle the replies that have arrived, unless another thread is waiting for one."""
+        self._check()
+        if self._asking.acquire(blocking=False):
+            try:
+                while True:
+                    self._note(NodeReply(*self._replies.get_nowait()))
+            except (Empty, Closed):
+                pass
+            finally:
+                self._asking.release()
+
+    def _note(self, reply: NodeReply) -> None:
+        """Record that the node has reached an event, whose number is negative in the reply."""
+        if reply.question < 0:
+            number = -reply.question
+            self.finished = max(self.finished, number)
+            event = self.timed.pop(number, None)
+            if event is not None:
+                event.arrived(number, reply.value)
 
     def error_of(self, failure: RemoteFailure) -> RemoteError:
         """Return the exception of a failed command, with the line that issued it."""
@@ -285,7 +348,8 @@ class NodeClient:
         number, operation = self._sent.first_lost(self.buffer[1:], running) or NO_OPERATION
         how = str(self.death).partition(": ")[2].replace(f"child {self.number + 1} ", "", 1)
         lost = f"; the first lost operation is {operation}, issued at {self.sites.line_of(number)}"
-        text = f"node {self.number} ({self.device}) {how}{lost if operation else ''}"
+        where = f"node {self.number} ({self.device}) {how}".replace(") (", ", ", 1)
+        text = where + (lost if operation else "")
         if not isinstance(self.death, ChildDied):
             error = NodeDied(text, operation=operation, node=self.number)
             error.__cause__ = self.death
@@ -305,12 +369,21 @@ class NodeClient:
         error = self.death_error()
         return RemoteFailure(self.number, self.id, 0, error.operation, pickle.dumps(error), "", died=True)
 
+    def close_inbox(self) -> None:
+        """Close the channels of this process through which the node receives tensors."""
+        for channel in (self.place.inbox, self.relay):
+            if channel is not None:
+                channel.close()
+
     def close(self) -> None:
         """Close the command channel, which ends the node after its last command."""
         self.closed = True
         self.forget()
         self._commands.close()
         self._replies.close()
+        self.close_inbox()
+        self.introduced = {}
+        self.relay, self.place = None, self.place._replace(inbox=None)
         flusher.flusher.remove(self)
         # Tensors that live longer keep this object, but no descriptors.
         self._commands = self._replies = released()

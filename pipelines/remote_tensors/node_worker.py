@@ -7,18 +7,18 @@ and their aliases behave as they do locally.
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import importlib
 import itertools
 import pickle
-import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from flowchan import Broken, Channel, Closed, Full
+from flowchan import Broken, Channel, Closed
 from flowchan.pipelines.children.parent_handle import Parent
 from flowchan.pipelines.remote_tensors.command_format import (
     NodeDevice,
@@ -29,12 +29,12 @@ from flowchan.pipelines.remote_tensors.command_format import (
     unpack_batch,
 )
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
+from flowchan.pipelines.remote_tensors.node_copies import Inbox, Reach, Senders
 from flowchan.pipelines.remote_tensors.remote_failures import RemoteFailure
+from flowchan.pipelines.remote_tensors.templates import only_strided
 
 MAX_UNFETCHED = 1000
 """Number of failures that a node keeps for ``sync``."""
-NODE_DIED = ""
-"""Key of an inbox message that has the number and the failure of a node that has died."""
 LSTM_LAYER = "aten::mkldnn_rnn_layer"
 """Operator whose kernel depends on the grad mode, which the client sends as the last argument."""
 
@@ -51,8 +51,25 @@ class Compiled:
         self.function = compiled(spec, device)
 
 
+def _zeros(size: Sequence[int], **options: Any) -> torch.Tensor:
+    return torch.zeros(size, **options)
+
+
+def _view_as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj())
+
+
+NODE_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "aten::_efficientzerotensor": _zeros,  # such a tensor has no storage and cannot be sent
+    "aten::view_as_real": _view_as_real,  # only the node knows that a tensor is a conjugate view
+}
+"""Functions that nodes run in place of operators."""
+
+
 def operator(name: str, module: str = "") -> Any:
     """Return the operator with a name such as ``aten::add.Tensor``."""
+    if name in NODE_FUNCTIONS:
+        return NODE_FUNCTIONS[name]
     if module:
         importlib.import_module(module)
     space, _, rest = name.partition("::")
@@ -105,68 +122,7 @@ class ClientTable:
         self.tensors: dict[int, Any] = {}
         self.templates: dict[int, Compiled] = {}
         self.unfetched: dict[int, RemoteFailure] = {}
-        self.commands = self.position = 0
-
-
-class Inbox:
-    """Tensors that other nodes have sent to this node."""
-
-    def __init__(self, channel: Channel[Any]) -> None:
-        self._channel = channel
-        self._arrived: dict[str, Any] = {}
-        self._died: dict[int, RemoteFailure] = {}
-
-    def take(self, key: str, sender: int) -> Any:
-        """Wait for the tensor with this key, or the death of its sender.
-
-        The program reports a death after everything that the dead node has sent.
-        """
-        while key not in self._arrived:
-            if sender in self._died:
-                return self._died[sender]
-            name, value = self._channel.get()
-            if name == NODE_DIED:
-                self._died[value[0]] = RemoteFailure(*value[1])
-            else:
-                self._arrived[name] = value
-        return self._arrived.pop(key)
-
-
-class Senders:
-    """Send tensors to other nodes without blocking the commands of this node.
-
-    A tensor that does not fit into the inbox at once is cloned, and a thread per node sends it.
-    """
-
-    def __init__(self, inboxes: Sequence[Channel[Any]]) -> None:
-        self._inboxes = inboxes
-        self._queues: dict[int, queue.SimpleQueue[Any]] = {}
-        self._waiting: collections.Counter[int] = collections.Counter()
-
-    def send(self, node: int, key: str, value: Any) -> None:
-        """Send a tensor to a node."""
-        if not self._waiting[node]:
-            try:
-                self._inboxes[node].put((key, value), timeout=0)
-                return
-            except (Full, TimeoutError):
-                pass
-            except (Closed, Broken):
-                return  # the node has ended, and the client knows it
-        if node not in self._queues:
-            self._queues[node] = queue.SimpleQueue()
-            threading.Thread(target=self._run, args=(node,), daemon=True).start()
-        self._waiting[node] += 1
-        self._queues[node].put((key, value.clone() if isinstance(value, torch.Tensor) else value))
-
-    def _run(self, node: int) -> None:
-        while True:
-            item = self._queues[node].get()
-            try:
-                self._inboxes[node].put(item)
-            except (Closed, Broken):
-                pass
-            self._waiting[node] -= 1
+        self.commands = self.position = self.uploaded = self.downloaded = 0
 
 
 class Node:
@@ -175,7 +131,7 @@ class Node:
     Args:
         number: Number of the node in its ``RemoteNodes``.
         commands: Channel with the messages of all clients.
-        inboxes: Channel of each node for tensors from other nodes.
+        inbox: Inbox in shared memory; None on a host.
         device: Device on which this node runs its kernels.
         progress: Memory for the number of the running command; None on another host.
     """
@@ -184,12 +140,12 @@ class Node:
         self,
         number: int,
         commands: Channel[Any],
-        inboxes: Sequence[Channel[Any]],
+        inbox: Channel[Any] | None,
         device: torch.device,
         progress: CommandProgress | None = None,
     ) -> None:
         self.number, self.commands, self.device = number, commands, device
-        self.inbox, self.senders = Inbox(inboxes[number]), Senders(inboxes)
+        self.inbox, self.senders = Inbox(inbox), Senders()
         self.clients: dict[str, ClientTable] = {}
         self.numbers = itertools.count()
         self.running: Any = [0, 0] if progress is None else progress.words
@@ -315,6 +271,7 @@ class Node:
     def on_upload(self, client: str, table: ClientTable, id: int, tensor: Any) -> None:
         """Store a tensor of the client."""
         self.running[1] = id
+        table.uploaded += tensor.nbytes
         self._store(client, table, id, "upload", tensor)
         self.running[1] = -id
 
@@ -342,7 +299,7 @@ class Node:
         else:
             table.tensors[id] = export.tensors[token]
 
-    def on_send(self, client: str, table: ClientTable, number: int, id: int, node: int, key: str) -> None:
+    def on_send(self, client: str, table: ClientTable, number: int, id: int, peer: str, key: str) -> None:
         """Send a tensor or its failure to another node."""
         self.running[1] = number
         value = table.tensors[id]
@@ -351,14 +308,27 @@ class Node:
                 value = value.cpu().resolve_conj().resolve_neg()
             except Exception as error:
                 value = self.failed(client, table, number, "copy to a node", error)
-        self.senders.send(node, key, value)
+        self.senders.send(peer, key, value)
         self.running[1] = -number
 
-    def on_receive(self, client: str, table: ClientTable, id: int, key: str, sender: int) -> None:
+    def on_receive(self, client: str, table: ClientTable, id: int, key: str, sender: str) -> None:
         """Wait for a tensor from another node."""
         self.running[1] = id
         self._store(client, table, id, "copy from a node", self.inbox.take(key, sender))
         self.running[1] = -id
+
+    def on_peer(self, client: str, table: ClientTable, peer: str, channel: Channel[Any]) -> None:
+        """Remember the inbox of another node."""
+        self.senders.add(peer, channel)
+
+    def on_relay(self, client: str, table: ClientTable, channel: Channel[Any]) -> None:
+        """Also receive tensors through a channel of the program."""
+        self.inbox.add(channel)
+
+    def on_event(self, client: str, table: ClientTable, number: int) -> None:
+        """Report that the commands before an event have run, and when."""
+        with contextlib.suppress(Closed, Broken):
+            table.replies.put((-number, time.perf_counter(), False))
 
     def on_seed(self, client: str, table: ClientTable, seed: int) -> None:
         """Seed the random generators."""
@@ -380,7 +350,10 @@ class Node:
         if type(value) is RemoteFailure:
             failure = value
         try:
-            table.replies.put((question, value, failure is not None))
+            try:
+                table.replies.put((question, value, failure is not None))
+            except TypeError as error:  # the answer cannot be sent
+                table.replies.put((question, RemoteFailure.of(self.number, client, 0, what, error), True))
         except (Closed, Broken):
             self.clients.pop(client, None)  # the client has ended
 
@@ -394,7 +367,30 @@ class Node:
     def answer_fetch(self, client: str, table: ClientTable, id: int) -> Any:
         """Return a tensor."""
         tensor = table.tensors[id]
-        return tensor if type(tensor) is RemoteFailure else tensor.cpu().resolve_conj().resolve_neg()
+        if type(tensor) is RemoteFailure:
+            return tensor
+        table.downloaded += tensor.nbytes
+        return tensor.cpu().resolve_conj().resolve_neg()
+
+    def answer_inbox(self, client: str, table: ClientTable, reach: Reach) -> tuple[str, bytes, bool]:
+        """Return the address of an inbox that this node owns."""
+        return self.inbox.address(reach)
+
+    def answer_peer(
+        self, client: str, table: ClientTable, peer: str, address: str, secret: bytes, tls: bool
+    ) -> None:
+        """Connect to the inbox of another node, which owns it."""
+        self.senders.connect(peer, address, secret, tls)
+
+    def answer_metadata(self, client: str, table: ClientTable, ids: list[int]) -> list[Any]:
+        """Return the metadata of tensors, which tests compare with that of the client; None for failures."""
+        found = [table.tensors[id] for id in ids]
+        return [
+            (tuple(one.shape), one.stride(), one.storage_offset(), one.dtype)
+            if isinstance(one, torch.Tensor)
+            else None
+            for one in found
+        ]
 
     def answer_ping(self, client: str, table: ClientTable) -> None:
         """Return when all earlier commands have run."""
@@ -409,9 +405,10 @@ class Node:
         """Return the state of the random generator."""
         return torch.get_rng_state()
 
-    def answer_stats(self, client: str, table: ClientTable) -> tuple[int, int]:
-        """Return the number of commands and of live tensors."""
-        return table.commands, sum(len(one.tensors) for one in self.clients.values())
+    def answer_stats(self, client: str, table: ClientTable) -> tuple[int, ...]:
+        """Return the number of commands and of tensors of all clients, and of the bytes received and sent."""
+        tensors = sum(len(one.tensors) for one in self.clients.values())
+        return table.commands, tensors, table.uploaded, table.downloaded
 
     def answer_run(
         self, client: str, table: ClientTable, number: int, spec: bytes, inputs: list[int], scalars: list[Any]
@@ -436,6 +433,7 @@ class Node:
 
     def _described(self, table: ClientTable, number: int, result: Any, inputs: list[Any], more: Any) -> Any:
         if isinstance(result, torch.Tensor):
+            only_strided("a result", result)
             meta = tuple(result.shape), result.stride(), result.storage_offset(), result.dtype
             for place, one in enumerate(inputs):
                 if one is result:
@@ -455,7 +453,7 @@ def node_main(
     parent: Parent,
     number: int,
     commands: Channel[Any],
-    inboxes: Sequence[Channel[Any]],
+    inbox: Channel[Any] | None,
     device: str,
     threads: int,
     progress: CommandProgress | None = None,
@@ -467,7 +465,7 @@ def node_main(
         try:
             # A thread of its own: the OpenMP threads of a forked parent cannot be used in the forking thread.
             torch.set_num_threads(threads)
-            Node(number, commands, inboxes, torch.device(device), progress).run()
+            Node(number, commands, inbox, torch.device(device), progress).run()
         except BaseException as raised:
             error.append(raised)
 

@@ -9,10 +9,21 @@ import torch
 
 from flowchan.pipelines.remote_tensors import backward_thread, local_forms, remote_composites, special_ops
 from flowchan.pipelines.remote_tensors.device_table import client_at, clients, current, device_count
+from flowchan.pipelines.remote_tensors.remote_streams import (
+    DeviceContext,
+    Event,
+    Stream,
+    StreamContext,
+    client_of,
+    current_stream,
+)
 
 
 class RemoteModule:
     """The module ``torch.remote``."""
+
+    Stream, Event, device, stream = Stream, Event, DeviceContext, StreamContext
+    current_stream = default_stream = staticmethod(current_stream)
 
     _initialized = True  # torch.utils.checkpoint then keeps the state of the generators
 
@@ -45,8 +56,7 @@ class RemoteModule:
 
     def synchronize(self, device: Any = None) -> None:
         """Wait for all commands of a node, or of the current one."""
-        index = self.current_device() if device is None else torch.device(device).index
-        client_at(torch.device("remote", index)).ask("ping")
+        client_of(device).ask("ping")
 
     def manual_seed(self, seed: int) -> None:
         """Seed the random generator of the current node."""
@@ -73,7 +83,7 @@ class RemoteModule:
             RuntimeError: Always.
         """
         raise RuntimeError(
-            "torch.autocast: remote tensors have no autocast; convert the module with .to(dtype)"
+            "torch.autocast: remote tensors have no autocast; convert the model with .to(dtype)"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 import traceback
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from flowchan.pipelines.remote_tensors.remote_errors import RemoteError
@@ -99,6 +99,18 @@ def is_library_code(code: CodeType) -> bool:
     library = code.co_filename.startswith(_LIBRARIES)
     (_library_codes if library else program_codes)[id(code)] = code
     return library
+
+
+def users_line() -> tuple[CodeType, int]:
+    """Return the code and the line of this thread that belong neither to torch nor to this package."""
+    frame: FrameType | None = sys._getframe(1)
+    last = sys._getframe(1)
+    while frame is not None:
+        last = frame
+        if not is_library_code(frame.f_code):
+            break
+        frame = frame.f_back
+    return last.f_code, last.f_lineno
 
 
 def _folders() -> tuple[str, ...]:

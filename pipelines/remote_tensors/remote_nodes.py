@@ -23,7 +23,8 @@ from flowchan.pipelines.remote_tensors import device_table, remote_device
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
 from flowchan.pipelines.remote_tensors.lease_watch import HandleRoutes
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
-from flowchan.pipelines.remote_tensors.node_worker import NODE_DIED, node_main
+from flowchan.pipelines.remote_tensors.node_copies import NODE_DIED, NodePlace, Reach
+from flowchan.pipelines.remote_tensors.node_worker import node_main
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
 from flowchan.transport.interrupts import interrupts_deferred
 
@@ -42,6 +43,18 @@ class NodeStats(NamedTuple):
         misses: Number of operations with new metadata.
         waits: Number of answers that this process waited for.
         tensors: Number of tensors that the node keeps, for all processes and for items in channels.
+        uploaded: Number of bytes of tensors that this process has sent to the node.
+        downloaded: Number of bytes of tensors that this process has fetched from the node.
+        host: Name of the node's host; empty on the program's machine.
+        pid: Process id of the node on its host.
+
+    Example:
+        >>> import torch
+        >>> from flowchan.pipelines import RemoteNodes
+        >>> with RemoteNodes(1) as nodes:
+        ...     x = torch.zeros(3, device=nodes[0])
+        ...     nodes.stats()[0].commands > 0
+        True
     """
 
     node: int
@@ -49,6 +62,10 @@ class NodeStats(NamedTuple):
     misses: int
     waits: int
     tensors: int
+    uploaded: int
+    downloaded: int
+    host: str
+    pid: int
 
 
 class RemoteNodes(Sequence[torch.device]):
@@ -70,12 +87,28 @@ class RemoteNodes(Sequence[torch.device]):
 
     Example:
         >>> import torch
-        >>> from flowchan.pipelines import RemoteNodes
+        >>> from flowchan.pipelines import RemoteError, RemoteNodes
         >>> with RemoteNodes(2) as nodes:
         ...     a = torch.ones(2, 2, device=nodes[0])
         ...     b = (a + 1).to(nodes[1])
         ...     (b @ b).sum().item()
         32.0
+
+        ``sync()`` waits, and raises the failures that the program has not seen:
+
+        >>> with RemoteNodes(2) as nodes:
+        ...     nodes.manual_seed(7)
+        ...     nodes.strict("warn")  # name the lines that wait
+        ...     table, places = torch.ones(4, device=nodes[0]), torch.tensor([7], device=nodes[0])
+        ...     rows = table[places]
+        ...     try:
+        ...         nodes.sync(timeout=60)
+        ...     except RemoteError as error:
+        ...         print(error.operation, error.node)
+        ...     "children" in nodes.report(), nodes.stats()[1].commands
+        ...     nodes.close()
+        aten::index.Tensor 0
+        (True, 0)
     """
 
     def __init__(
@@ -87,36 +120,33 @@ class RemoteNodes(Sequence[torch.device]):
         if len(devices) != n:
             raise ValueError(f"RemoteNodes: device must be one device or a list of {n}, got {len(devices)}")
         remote_device.register()
-        # torch's device guard for Python backends has one device, so autograd cannot have a thread per device.
-        torch.autograd.set_multithreading_enabled(False)
         placement = placement_argument("RemoteNodes", on)
-        make: Any = (
-            channel_maker(placement)
-            if isinstance(placement, Pool)
-            else functools.partial(Channel, across="processes")
-        )
+        make: Any = functools.partial(Channel, across="processes")
+        reach = None
+        if isinstance(placement, Pool):
+            make = channel_maker(placement)
+            reach = Reach(placement.provider.listen_at(), placement.tls, placement.peer_timeout)
         self._first = device_table.free_index(n)
         self._n, self._closed, self._pid = n, False, os.getpid()
         threads = max(1, torch.get_num_threads() // n)
         commands = [make(WAITING) for _ in range(n)]
-        inboxes = [make(WAITING) for _ in range(n)]
-        self._inboxes = inboxes
         self._kids = children.start(n, on=on)
         self._clients: list[NodeClient] = []
         self._watchers: list[threading.Thread] = []
         for number in range(n):
             kid = self._kids[number + 1]
-            progress = None if isinstance(placement, Pool) else CommandProgress()
-            kid.run(node_main, number, commands[number], inboxes, str(devices[number]), threads, progress)
+            progress = None if reach else CommandProgress()
+            place = NodePlace(uuid.uuid4().hex, None if reach else make(WAITING), reach)
+            kid.run(node_main, number, commands[number], place.inbox, str(devices[number]), threads, progress)
             index = torch.device("remote", self._first + number)
-            client = NodeClient(index, number, commands[number], make(WAITING))
-            client.kernels = torch.device(devices[number]).type
+            client = NodeClient(index, number, commands[number], make(WAITING), place)
+            client.kernels = torch.device(str(devices[number])).type
             client.progress = progress
             self._clients.append(client)
             device_table.set_client(self._first + number, client)
             watcher = threading.Thread(
                 target=_watch,
-                args=(kid, client, commands[number], inboxes),
+                args=(kid, client, commands[number]),
                 daemon=True,
                 name="flowchan node watch",
             )
@@ -149,11 +179,17 @@ class RemoteNodes(Sequence[torch.device]):
         return self._kids.report()
 
     def stats(self) -> list[NodeStats]:
-        """Wait for all commands, and return the counters of each node."""
+        """Wait for all commands, and return the counters of each node.
+
+        Returns:
+            One :class:`NodeStats` for each node, in the order of the nodes.
+        """
         found = []
         for client in self._clients:
-            commands, tensors = client.ask("stats")
-            found.append(NodeStats(client.number, commands, client.misses, client.waits, tensors))
+            kid = self._kids[client.number + 1]
+            commands, tensors, uploaded, downloaded = client.ask("stats")
+            counters = commands, client.misses, client.waits, tensors, uploaded, downloaded
+            found.append(NodeStats(client.number, *counters, kid.host, kid.pid))
         return found
 
     def strict(self, mode: str) -> None:
@@ -161,6 +197,9 @@ class RemoteNodes(Sequence[torch.device]):
 
         Args:
             mode: ``"off"`` (the wait is silent), ``"warn"`` or ``"error"``.
+
+        Raises:
+            ValueError: The mode is none of these.
         """
         if mode not in ("off", "warn", "error"):
             raise ValueError(f"strict: mode must be 'off', 'warn' or 'error', got {mode!r}")
@@ -168,7 +207,11 @@ class RemoteNodes(Sequence[torch.device]):
             client.strict = mode
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the random generator of every node with the same seed, as ``torch.manual_seed`` does."""
+        """Seed the random generator of every node with the same seed, as ``torch.manual_seed`` does.
+
+        Args:
+            seed: The seed.
+        """
         for client in self._clients:
             client.send("seed", seed)
 
@@ -226,9 +269,6 @@ class RemoteNodes(Sequence[torch.device]):
         for number, client in enumerate(self._clients):
             client.close()
             device_table.set_client(self._first + number, None)
-        for inbox in self._inboxes:
-            inbox.close()
-        self._inboxes = []
         self._kids.close()
         for watcher in self._watchers:
             watcher.join()
@@ -261,19 +301,19 @@ def _raise_first(failures: list[RemoteError]) -> None:
     raise first
 
 
-def _watch(kid: Any, client: NodeClient, commands: Channel[Any], inboxes: Sequence[Channel[Any]]) -> None:
+def _watch(kid: Any, client: NodeClient, commands: Channel[Any]) -> None:
     """Wait until a node ends, and close its channels, so that no call and no other node waits for it."""
     try:
         kid.wait()
     except Exception as error:
         if not client.closed:
-            client.died(error)
+            client.died(error.with_traceback(None))  # its frames would keep the channels
     commands.close()
-    inboxes[client.number].close()
+    client.close_inbox()
     if client.death is None:
         return
-    message = NODE_DIED, (client.number, tuple(client.death_failure()))
-    waiting = list(inboxes)
+    message = NODE_DIED, (client.place.id, tuple(client.death_failure()))
+    waiting = list(client.introduced.values())
     for timeout in (0, None):  # a node that is busy must not delay the message to others
         for inbox in list(waiting):
             with contextlib.suppress(Full):

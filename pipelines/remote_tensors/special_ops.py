@@ -9,6 +9,7 @@ import torch
 
 from flowchan.pipelines.remote_tensors.device_table import client_at
 from flowchan.pipelines.remote_tensors.node_client import NodeClient, TensorHandle
+from flowchan.pipelines.remote_tensors.node_copies import can_copy, introduce
 from flowchan.pipelines.remote_tensors.remote_tensor import (
     RemoteTensor,
     call,
@@ -105,7 +106,7 @@ def _replaced(client: NodeClient, target: Any, source: torch.Tensor) -> bool:
 def send_to(client: NodeClient, source: Any) -> Any:
     """Copy a tensor from its node to another node, without a copy in this process."""
     sender = source._m.client
-    if sender.route.nodes != client.route.nodes:  # nodes have channels only to nodes started with them
+    if not (can_copy(sender.place) and can_copy(client.place)):
         return upload(client, download(source))
     out, number = next(sender.numbers), next(client.numbers)
     note_site(sender, out)
@@ -113,8 +114,9 @@ def send_to(client: NodeClient, source: Any) -> Any:
     key = f"{client.id}:{number}"
     # The node copies the values in the layout that a clone has.
     meta = source._m.empty().clone()
-    sender.send("send", out, source._h.id, client.number, key)
-    client.send("receive", number, key, sender.number)
+    introduce(sender, client)
+    sender.send("send", out, source._h.id, client.place.id, key)
+    client.send("receive", number, key, sender.place.id)
     return wrapped(
         interned(client, tuple(meta.shape), meta.stride(), 0, meta.dtype), TensorHandle(number, client.frees)
     )
@@ -130,6 +132,26 @@ def _checked(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     client, args, kwargs = client_of(plan, args, kwargs)
     return run_and_ask(client, plan, *shape_of_call(plan, RemoteTensor, args, kwargs))
 
+
+def _refused(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Refuse an operator that makes tensors without strides."""
+    raise RuntimeError(f"{plan.name}: remote tensors must be strided; call .cpu() before this operation")
+
+
+REFUSED = (
+    "to_sparse",
+    "_to_sparse",
+    "_to_sparse_csr",
+    "_to_sparse_csc",
+    "_to_sparse_bsr",
+    "_to_sparse_bsc",
+    "to_mkldnn",
+    "quantize_per_tensor",
+    "quantize_per_channel",
+    "quantize_per_tensor_dynamic",
+)
+"""Operators whose results are sparse, quantized or in a layout of MKL-DNN."""
+handlers.update({f"aten::{name}": _refused for name in REFUSED})
 
 handlers.update(
     {

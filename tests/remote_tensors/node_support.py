@@ -28,7 +28,7 @@ def stopped(nodes: Any, place: int) -> Iterator[None]:
 
 
 class SeenTensor:
-    """A tensor of one number on a node, whose memory is a file that the test reads without asking the node."""
+    """A tensor of one number on a node, in a file that the test reads without asking the node."""
 
     def __init__(self, file: Path, device: Any) -> None:
         file.write_bytes(bytes(8))

@@ -112,7 +112,7 @@ def test_device_option_places_the_kernels_of_each_node() -> None:
 
     with RemoteNodes(2, device=["cpu", "cpu"]) as nodes:
         assert torch.ones(2, device=nodes[1]).to(nodes[0]).tolist() == [1.0, 1.0]
-    with pytest.raises(ValueError, match="RemoteNodes: device must be .*got"):
+    with pytest.raises(ValueError, match=r"RemoteNodes: device must be .*got"):
         RemoteNodes(2, device=["cpu"])
     with pytest.raises((ValueError, RuntimeError), match="device"):
         RemoteNodes(1, device="nonsense")

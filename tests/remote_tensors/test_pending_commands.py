@@ -107,14 +107,14 @@ def test_memory_of_program_and_node_stays_bounded(busy_nodes: Any, long_walk: bo
 def test_node_frees_temporaries(busy_nodes: Any) -> None:
     x = torch.ones(2, device=busy_nodes[0])
     busy_nodes.sync(WAIT_S)
-    before = busy_nodes.stats()[0].live_tensors
+    before = busy_nodes.stats()[0].tensors
     for _ in range(5000):
         (x + 1).mul_(2)
-    assert busy_nodes.stats()[0].live_tensors == before
+    assert busy_nodes.stats()[0].tensors == before
     kept = [x + 1 for _ in range(10)]
-    assert busy_nodes.stats()[0].live_tensors == before + 10
+    assert busy_nodes.stats()[0].tensors == before + 10
     del kept
-    assert busy_nodes.stats()[0].live_tensors == before
+    assert busy_nodes.stats()[0].tensors == before
 
 
 def test_freed_tensors_leave_the_node_although_the_program_does_nothing_more(busy_nodes: Any) -> None:

@@ -109,6 +109,10 @@ def test_remote_tensors_in_local_places_are_refused(nodes: RemoteNodes) -> None:
         y.add_(x)
     with pytest.raises(RuntimeError, match="remote:0"):
         torch.add(x, x, out=y)
+    single = torch.tensor(1.0)
+    with pytest.raises(RuntimeError, match="remote:0"):
+        single.add_(x[0, 0])
+    assert single.item() == 1
     with pytest.raises((RuntimeError, IndexError), match=r"remote:0|same device"):
         y[x.long()]
     assert y.tolist() == [[1, 1], [1, 1]]

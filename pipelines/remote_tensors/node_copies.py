@@ -1,0 +1,209 @@
+"""Copies from node to node.
+
+Each node reads one inbox, and other nodes put pairs of a key and a tensor into it. A put without waiting
+stores the values at that moment, so later changes of the source do not show. If the inbox is full, the
+sender clones the tensor, and a thread puts the clone. A node therefore never waits for another node to take
+a tensor. It only waits for tensors that were sent by commands issued earlier, so nodes cannot wait in a
+circle.
+
+Nodes on the program's machine have an inbox in shared memory. A node on a host owns its inbox, so tensors go
+straight from host to host. If the sender cannot connect to it, the inbox is a channel of the program.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flowchan import Broken, Channel, ChannelError, Closed, Full, select
+from flowchan.hosts import open_channel
+from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
+from flowchan.pipelines.remote_tensors.remote_failures import RemoteFailure
+from flowchan.remote.channel_server import ChannelServer
+from flowchan.transport.tcp import joined, route_to
+
+if TYPE_CHECKING:
+    from flowchan.pipelines.remote_tensors.node_client import NodeClient
+
+WAITING = 64
+"""Number of tensors in an inbox at which a sender's thread waits."""
+NODE_DIED = ""
+"""Key of an inbox message that has the place and the failure of a node that has died."""
+log = logging.getLogger("flowchan.remote_tensors")
+
+
+class Reach(NamedTuple):
+    """How hosts reach the program, as their pool says.
+
+    Attributes:
+        at: Address of the program.
+        tls: True if connections are encrypted.
+        peer_timeout: Seconds without a sign of life after which a peer is lost.
+    """
+
+    at: str
+    tls: bool
+    peer_timeout: float
+
+    def channel(self) -> Channel[Any]:
+        """Make a channel of this process that the hosts reach.
+
+        It listens at this process's address on the route to the program.
+        """
+        address = joined((route_to(self.at), 0))
+        return ChannelServer(address, tls=self.tls, peer_timeout=self.peer_timeout).make(WAITING)
+
+
+class NodePlace(NamedTuple):
+    """How other nodes reach a node.
+
+    Attributes:
+        id: Identity of the node.
+        inbox: Inbox of a node on the program's machine; None for a node on a host.
+        reach: None for a node on the program's machine.
+    """
+
+    id: str
+    inbox: Channel[Any] | None
+    reach: Reach | None
+
+
+# --- in the client ---
+
+
+def can_copy(place: NodePlace) -> bool:
+    """Return whether this process can introduce a node to others.
+
+    A process on another host cannot introduce nodes on the program's machine. It copies the tensors itself.
+    """
+    return place.inbox is not None or place.reach is not None
+
+
+def introduce(sender: NodeClient, receiver: NodeClient) -> None:
+    """Give a node the inbox of another node, once. The program keeps it, to report the sender's death.
+
+    If one of them is on a host, this waits until the sender has connected to the inbox.
+    """
+    if receiver.place.id in sender.introduced:
+        return
+    reach = receiver.place.reach or sender.place.reach
+    if reach is None:
+        assert receiver.place.inbox is not None
+        sender.introduced[receiver.place.id] = receiver.place.inbox
+        sender.send("peer", receiver.place.id, receiver.place.inbox)
+    else:
+        try:
+            at = receiver.ask("inbox", reach)
+            inbox = open_channel(at[0], at[1], tls=at[2])
+            sender.ask("peer", receiver.place.id, *at)
+            sender.introduced[receiver.place.id] = inbox
+        except NodeDied:
+            raise
+        except (RemoteError, ChannelError) as error:
+            log.warning(
+                "flowchan: copies from %s to %s go through this program: %s",
+                sender.device,
+                receiver.device,
+                error.__cause__ or error,
+            )
+            if receiver.relay is None:
+                receiver.relay = reach.channel()
+                receiver.send("relay", receiver.relay)
+            sender.introduced[receiver.place.id] = receiver.relay
+            sender.send("peer", receiver.place.id, receiver.relay)
+
+
+# --- in the nodes ---
+
+
+class Inbox:
+    """Tensors that other nodes have sent to this node.
+
+    Args:
+        channel: Inbox in shared memory; None on a host.
+    """
+
+    def __init__(self, channel: Channel[Any] | None) -> None:
+        self._channels = [] if channel is None else [channel]
+        self._own: Channel[Any] | None = None
+        self._arrived: dict[str, Any] = {}
+        self._died: dict[str, RemoteFailure] = {}
+
+    def address(self, reach: Reach) -> tuple[str, bytes, bool]:
+        """Return the address, secret and TLS flag of the inbox that this node owns."""
+        if self._own is None:
+            self._own = reach.channel()
+            self._channels.append(self._own)
+        return self._own.address, self._own.secret, reach.tls
+
+    def add(self, channel: Channel[Any]) -> None:
+        """Also read a channel of the program."""
+        self._channels.append(channel)
+
+    def take(self, key: str, sender: str) -> Any:
+        """Wait for the tensor with this key, or the death of its sender.
+
+        The program reports a death after everything that the dead node has sent.
+        """
+        while key not in self._arrived:
+            if sender in self._died:
+                return self._died[sender]
+            name, value = select(self._channels).item
+            if name == NODE_DIED:
+                self._died[value[0]] = RemoteFailure(*value[1])
+            else:
+                self._arrived[name] = value
+        return self._arrived.pop(key)
+
+
+class Senders:
+    """The inboxes of other nodes, and a thread for each one that was full."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, Channel[Any]] = {}
+        self._backlogs: dict[str, queue.Queue[Any]] = {}
+
+    def add(self, peer: str, channel: Channel[Any]) -> None:
+        """Set the inbox of a node."""
+        self._peers[peer] = channel
+
+    def connect(self, peer: str, address: str, secret: bytes, tls: bool) -> None:
+        """Connect to the inbox of a node that owns it.
+
+        Raises:
+            ChannelError: This node cannot connect to it.
+        """
+        self._peers[peer] = open_channel(address, secret, tls=tls)
+
+    def send(self, peer: str, key: str, value: Any) -> None:
+        """Send a tensor or a failure to a node."""
+        backlog = self._backlogs.get(peer)
+        if backlog is None or not backlog.unfinished_tasks:
+            try:
+                self._peers[peer].put_nowait((key, value))
+                return
+            except Full:
+                pass
+            except (Closed, Broken):  # the client learns of the node's end by itself
+                return
+        if backlog is None:
+            backlog = self._backlogs[peer] = queue.Queue()
+            threading.Thread(
+                target=_put_all, args=(backlog, self._peers[peer]), name="flowchan copies", daemon=True
+            ).start()
+        backlog.put((key, value.clone() if isinstance(value, torch.Tensor) else value))
+
+
+def _put_all(backlog: queue.Queue[Any], inbox: Channel[Any]) -> None:
+    """Put all tensors of a backlog into an inbox."""
+    while True:
+        item = backlog.get()
+        try:
+            inbox.put(item)
+        except (Closed, Broken):
+            pass
+        backlog.task_done()

@@ -1,0 +1,214 @@
+"""Streams and events of nodes, as ``torch.cuda`` has them.
+
+A node runs all its commands in order, so it has one stream, and an event marks a place in it. The node
+reports an event when it reaches its place. All commands with smaller numbers have then finished.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flowchan.pipelines.remote_tensors.device_table import client_at, current
+from flowchan.pipelines.remote_tensors.node_client import NodeClient
+from flowchan.pipelines.remote_tensors.special_ops import send_to
+
+
+class Stream:
+    """The queue of a node. A node has one stream, and all objects for it are equal.
+
+    Args:
+        device: Device of the node (default: the current one).
+
+    Attributes:
+        device: Device of the node.
+
+    Example:
+        >>> import torch
+        >>> from flowchan.pipelines import RemoteNodes
+        >>> with RemoteNodes(2) as nodes:
+        ...     first, second = map(torch.remote.Stream, nodes)
+        ...     second.wait_stream(first)  # later operations on node 1 start after those issued to node 0
+        ...     second.synchronize()
+        ...     second.query()
+        True
+    """
+
+    def __init__(self, device: Any = None) -> None:
+        self._client = client_of(device)
+        self.device = self._client.device
+
+    def query(self) -> bool:
+        """Return whether the node has run all commands, without waiting."""
+        client = self._client
+        number, (probe, event) = next(client.numbers), client.probe
+        if number == client.finished + 1:  # nothing was issued since the node was found to be idle
+            client.finished = number
+            return True
+        if number != probe + 1:  # commands were issued since the latest probe
+            event = number
+            client.send("event", number)
+        client.probe = number, event
+        client.note_replies()
+        if client.finished < event:
+            return False
+        client.finished = number
+        return True
+
+    def synchronize(self) -> None:
+        """Wait until the node has run all commands."""
+        self._client.ask("ping")
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record an event, or a new one, and return it."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        """Let later commands of this node start after the commands that were issued before the event.
+
+        The program does not wait. If the event is on another node, this node waits for all commands that the
+        other node has been given so far.
+        """
+        event.wait(self)
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Let later commands of this node start after the commands issued to another node so far."""
+        self.wait_event(stream.record_event())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other._client is self._client
+
+    def __hash__(self) -> int:
+        return hash(self.device)
+
+    def __repr__(self) -> str:
+        return f"<Stream of {self.device}>"
+
+
+class Event:
+    """A place in the queue of a node.
+
+    Args:
+        enable_timing: True to let :meth:`elapsed_time` use the event (default: False).
+
+    Example:
+        >>> import torch
+        >>> from flowchan.pipelines import RemoteNodes
+        >>> with RemoteNodes(1) as nodes:
+        ...     event = torch.remote.current_stream().record_event()
+        ...     event.synchronize()
+        ...     event.query()
+        True
+    """
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._timed = enable_timing
+        self._client: NodeClient | None = None
+        self._number = 0
+        self._time = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Mark the place after the latest command of a stream (default: the current one).
+
+        A second call moves the event to the new place.
+        """
+        self._client = client = (stream or current_stream())._client
+        self._number = number = next(client.numbers)
+        if self._timed:
+            client.timed[number] = self
+        client.send("event", number)
+
+    def query(self) -> bool:
+        """Return whether the node has reached the event, without waiting; True before the first record."""
+        if self._client is None:
+            return True
+        if self._client.finished < self._number:
+            self._client.note_replies()
+        return self._client.finished >= self._number
+
+    def synchronize(self) -> None:
+        """Wait until the node has reached the event."""
+        if self._client is not None:
+            self._client.wait_finished(self._number)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let a stream (default: the current one) wait for the event; see :meth:`Stream.wait_event`."""
+        target = (stream or current_stream())._client
+        if self._client is not None and self._client is not target and not self.query():
+            # the receiver of a copy waits for its sender
+            send_to(target, torch.empty(0, device=self._client.device))
+
+    def elapsed_time(self, end: Event) -> float:
+        """Wait for both events, and return the milliseconds from this event to ``end`` on their node.
+
+        Raises:
+            ValueError: An event has no time or was not recorded, or the events are on different nodes.
+        """
+        for event in (self, end):
+            if not event._timed:
+                raise ValueError("elapsed_time: both events must have a time; use Event(enable_timing=True)")
+            if event._client is None:
+                raise ValueError("elapsed_time: both events must be recorded; call record() first")
+        if self._client is not end._client:
+            assert self._client is not None
+            assert end._client is not None
+            raise ValueError(
+                f"elapsed_time: both events must be on one node, got {self._client.device} and "
+                f"{end._client.device}; their clocks may differ"
+            )
+        self.synchronize()
+        end.synchronize()
+        return 1000 * (end._time - self._time)
+
+    def arrived(self, number: int, time: float) -> None:
+        """Record the time at which the node has reached the event, unless it was recorded again."""
+        if number == self._number:
+            self._time = time
+
+    def __repr__(self) -> str:
+        return "<Event>" if self._client is None else f"<Event of {self._client.device}>"
+
+
+def client_of(device: Any) -> NodeClient:
+    """Return the client of a device, an index, or the current device."""
+    if device is None:
+        device = current.index
+    return client_at(torch.device("remote", device) if isinstance(device, int) else torch.device(device))
+
+
+def current_stream(device: Any = None) -> Stream:
+    """Return the stream of a node (default: of the current one)."""
+    return Stream(device)
+
+
+class DeviceContext:
+    """Context manager in which ``device="remote"`` means one node; ``torch.remote.device``.
+
+    Args:
+        device: Device of the node; None changes nothing.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._index = None if device is None else client_of(device).device.index
+
+    def __enter__(self) -> None:
+        self._before = current.index
+        if self._index is not None:
+            current.index = self._index
+
+    def __exit__(self, *_: object) -> None:
+        current.index = self._before
+
+
+class StreamContext(DeviceContext):
+    """Context manager in which a stream is the current one; ``torch.remote.stream``.
+
+    Args:
+        stream: Stream of a node; None changes nothing.
+    """
+
+    def __init__(self, stream: Stream | None) -> None:
+        super().__init__(None if stream is None else stream.device)
