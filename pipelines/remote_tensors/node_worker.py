@@ -13,12 +13,14 @@ import itertools
 import pickle
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from flowchan import Broken, Channel, Closed
+from flowchan.items import arrays
 from flowchan.pipelines.children.parent_handle import Parent
 from flowchan.pipelines.remote_tensors.command_format import (
     NodeDevice,
@@ -406,7 +408,7 @@ class Node:
         return torch.get_rng_state()
 
     def answer_stats(self, client: str, table: ClientTable) -> tuple[int, ...]:
-        """Return the number of commands and of tensors of all clients, and of the bytes received and sent."""
+        """Return the number of commands and live tensors, and of the bytes received and sent."""
         tensors = sum(len(one.tensors) for one in self.clients.values())
         return table.commands, tensors, table.uploaded, table.downloaded
 
@@ -460,6 +462,8 @@ def node_main(
 ) -> None:
     """Run a node. The child calls this function."""
     error: list[BaseException] = []
+    arrays.tensors_in_place = True
+    warnings.filterwarnings("ignore", "The given buffer is not writable")  # but the memory is
 
     def run() -> None:
         try:

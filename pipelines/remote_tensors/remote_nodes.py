@@ -179,7 +179,7 @@ class RemoteNodes(Sequence[torch.device]):
         return self._kids.report()
 
     def stats(self) -> list[NodeStats]:
-        """Wait for all commands, and return the counters of each node.
+        """Wait for all commands, and return the counters of each node for this process.
 
         Returns:
             One :class:`NodeStats` for each node, in the order of the nodes.

@@ -160,9 +160,15 @@ def test_reversed_mix_with_numpy_numbers(nodes: RemoteNodes) -> None:
     assert (x + np.int64(1)).tolist() == [2, 2]
 
 
-def test_autocast_is_refused_in_one_line() -> None:
-    with pytest.raises(RuntimeError, match=r"^torch\.autocast: .* with \.to\(dtype\)$"):
-        torch.autocast("remote", torch.bfloat16)
+def test_autocast_is_refused_in_one_line(nodes: RemoteNodes) -> None:
+    x = torch.ones(2, 2, device=nodes[0])
+    with (
+        torch.autocast("remote", torch.bfloat16),
+        pytest.raises(RuntimeError, match=r"^torch\.autocast: .* with \.to\(dtype\)$"),
+    ):
+        x @ x
+    with torch.autocast("remote", enabled=False):
+        assert (x @ x).tolist() == [[2, 2], [2, 2]]
 
 
 def test_strict_mode_raises_at_each_hidden_wait(nodes: RemoteNodes) -> None:
