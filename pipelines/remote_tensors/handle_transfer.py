@@ -31,6 +31,7 @@ from flowchan import Channel, ChannelError, _core
 from flowchan.pipelines.children.child_state import released
 from flowchan.pipelines.remote_tensors import device_table, remote_device
 from flowchan.pipelines.remote_tensors.node_client import NodeClient, TensorHandle
+from flowchan.pipelines.remote_tensors.node_copies import NodePlace
 from flowchan.pipelines.remote_tensors.remote_errors import RemoteError
 from flowchan.pipelines.remote_tensors.remote_tensor import RemoteTensor, wrapped
 from flowchan.pipelines.remote_tensors.templates import interned
@@ -49,14 +50,21 @@ class Route:
         number: Number of the node.
         commands: Command channel of the node.
         leases: Channel to the program that watches leases.
+        place: How other nodes reach the node.
         entrance: Route for other hosts, or None if this process cannot provide one.
     """
 
     def __init__(
-        self, nodes: str, number: int, commands: Channel[Any], leases: Channel[Any], entrance: Any = None
+        self,
+        nodes: str,
+        number: int,
+        commands: Channel[Any],
+        leases: Channel[Any],
+        place: NodePlace,
+        entrance: Any = None,
     ) -> None:
         self.nodes, self.number = nodes, number
-        self.commands, self.leases = commands, leases
+        self.commands, self.leases, self.place = commands, leases, place
         self._entrance = entrance
 
     def for_this_item(self, device: torch.device) -> Route:
@@ -85,10 +93,10 @@ class Route:
     def close(self) -> None:
         """Release the channels. Tensors that live longer keep this object, but no descriptors."""
         self.commands = self.leases = released()
-        self._entrance = None
+        self._entrance, self.place = None, self.place._replace(inbox=None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return client_of, (self.nodes, self.number, self.commands, self.leases)
+        return client_of, (self.nodes, self.number, self.commands, self.leases, self.place)
 
 
 class Export:
@@ -181,19 +189,22 @@ def remove_client(route: Route) -> None:
     route.close()
 
 
-def client_of(nodes: str, number: int, commands: Channel[Any], leases: Channel[Any]) -> NodeClient:
+def client_of(
+    nodes: str, number: int, commands: Channel[Any], leases: Channel[Any], place: NodePlace
+) -> NodeClient:
     """Return this process's client of a node, which becomes a new device if it is unknown."""
     with _changing:
         known = _clients.get((nodes, number))
         if known is not None:
             return known
         remote_device.register()
-        torch.autograd.set_multithreading_enabled(False)  # as RemoteNodes does
         _remove_ended()
         index = device_table.free_index(1)
-        route = Route(nodes, number, commands, leases)
+        route = Route(nodes, number, commands, leases, place)
         with _node_errors(number):
-            client = NodeClient(torch.device("remote", index), number, commands, commands._another(REPLIES))
+            client = NodeClient(
+                torch.device("remote", index), number, commands, commands._another(REPLIES), place
+            )
             _leases[nodes, number] = route.lease(client.id)
         device_table.set_client(index, client)
         add_client(client, route)

@@ -17,6 +17,7 @@ from flowchan import Channel, ChannelError, Empty
 from flowchan.pipelines.children.child_state import released
 from flowchan.pipelines.remote_tensors.handle_transfer import Route, add_client, remove_client
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
+from flowchan.pipelines.remote_tensors.node_copies import NodePlace
 from flowchan.remote.orphans import OrphanMemory, Orphans
 
 CHECK_INTERVAL_S = 0.05
@@ -98,7 +99,9 @@ class HostsEntrance:
                 self._watch = LeaseWatch(Channel(WAITING, across="hosts"), self._drop)
                 for one, target in enumerate(self._commands):
                     front: Channel[Any] = Channel(WAITING, across="hosts")
-                    self._routes.append(Route(self._nodes, one, front, self._watch.leases))
+                    self._routes.append(
+                        Route(self._nodes, one, front, self._watch.leases, NodePlace("", None, None))
+                    )
                     thread = threading.Thread(
                         target=_forward, args=(front, target), name="flowchan remote entrance", daemon=True
                     )
@@ -150,8 +153,8 @@ class HandleRoutes:
         self._watch = LeaseWatch(leases, self._drop)
         self._entrance = HostsEntrance(nodes, self._commands)
         self._routes = [
-            Route(nodes, number, channel, leases, self._entrance.route)
-            for number, channel in enumerate(commands)
+            Route(nodes, number, channel, leases, client.place, self._entrance.route)
+            for number, (client, channel) in enumerate(zip(clients, commands, strict=True))
         ]
         for client, route in zip(clients, self._routes, strict=True):
             add_client(client, route)

@@ -75,6 +75,14 @@ class NodePlace(NamedTuple):
 # --- in the client ---
 
 
+def can_copy(place: NodePlace) -> bool:
+    """Return whether this process can introduce a node to others.
+
+    A process on another host cannot introduce nodes on the program's machine. It copies the tensors itself.
+    """
+    return place.inbox is not None or place.reach is not None
+
+
 def introduce(sender: NodeClient, receiver: NodeClient) -> None:
     """Give a node the inbox of another node, once. The program keeps it, to report the sender's death.
 

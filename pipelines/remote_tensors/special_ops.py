@@ -10,7 +10,7 @@ import torch
 
 from flowchan.pipelines.remote_tensors.device_table import client_at
 from flowchan.pipelines.remote_tensors.node_client import NodeClient, TensorHandle
-from flowchan.pipelines.remote_tensors.node_copies import introduce
+from flowchan.pipelines.remote_tensors.node_copies import can_copy, introduce
 from flowchan.pipelines.remote_tensors.remote_tensor import (
     RemoteTensor,
     call,
@@ -140,7 +140,7 @@ def _replaced(client: NodeClient, target: Any, source: torch.Tensor) -> bool:
 def send_to(client: NodeClient, source: Any) -> Any:
     """Copy a tensor from its node to another node, without a copy in this process."""
     sender = source._m.client
-    if sender.route.nodes != client.route.nodes:  # nodes have channels only to nodes started with them
+    if not (can_copy(sender.place) and can_copy(client.place)):
         return upload(client, download(source))
     out, number = next(sender.numbers), next(client.numbers)
     note_site(sender, out)
