@@ -130,9 +130,9 @@ def register() -> None:
                 f"RemoteNodes: torch must have backends in Python, got torch {torch.__version__}; "
                 "install a newer torch"
             )
+        backward_thread.stay_in_calling_thread()
         setup("remote", torch_module)
         special_ops.register()
         local_forms.register_loading()
         remote_composites.register()
-        backward_thread.stay_in_calling_thread()
         _registered = True
