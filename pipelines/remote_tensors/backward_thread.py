@@ -1,10 +1,9 @@
-"""Run backward passes in the thread that calls them.
+"""Run backward passes in the calling thread if there is no C++ device guard.
 
 torch runs the backward operations of a device in a thread of that device. It starts the threads at the first
-backward pass, one for each device of that time, so it aborts for nodes that start later. A device type in
-Python has one device for torch's engine, so it also aborts for ``remote:1``. No kernel runs in this process,
-so device threads would give no speed. Forked children could not run backward passes if the engine had such
-threads, so the engine starts before the device type is registered.
+backward pass, one for each device of that time, so it aborts for nodes that start later. torch's guard for
+devices in Python has one device, so the engine also aborts for ``remote:1``. The C++ guard keeps passes in
+the calling thread. This module does so without a compiler.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ import torch
 
 
 def stay_in_calling_thread() -> None:
-    """Start the engine, and replace the function by which ``torch.autograd`` calls it, once."""
+    """Replace the function by which ``torch.autograd`` starts the engine, once."""
     engine = torch.autograd._engine_run_backward
     if getattr(engine, "_remote", False):
         return
+    # Before the device type is registered: with device threads, forked children could not run backward passes.
     with torch.inference_mode(False), torch.enable_grad():
         torch.ones(1, device="cpu", requires_grad=True).sum().backward()
 

@@ -119,8 +119,6 @@ class RemoteNodes(Sequence[torch.device]):
         if len(devices) != n:
             raise ValueError(f"RemoteNodes: device must be one device or a list of {n}, got {len(devices)}")
         remote_device.register()
-        # torch's device guard for Python backends has one device, so autograd cannot have a thread per device.
-        torch.autograd.set_multithreading_enabled(False)
         placement = placement_argument("RemoteNodes", on)
         make: Any = functools.partial(Channel, across="processes")
         reach = None
@@ -141,7 +139,7 @@ class RemoteNodes(Sequence[torch.device]):
             kid.run(node_main, number, commands[number], place.inbox, str(devices[number]), threads, progress)
             index = torch.device("remote", self._first + number)
             client = NodeClient(index, number, commands[number], make(WAITING), place)
-            client.kernels = torch.device(devices[number]).type
+            client.kernels = torch.device(str(devices[number])).type
             client.progress = progress
             self._clients.append(client)
             device_table.set_client(self._first + number, client)
@@ -306,7 +304,7 @@ def _watch(kid: Any, client: NodeClient, commands: Channel[Any]) -> None:
         kid.wait()
     except Exception as error:
         if not client.closed:
-            client.died(error)
+            client.died(error.with_traceback(None))  # its frames would keep the channels
     commands.close()
     client.close_inbox()
     if client.death is None:
