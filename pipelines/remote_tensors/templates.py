@@ -11,6 +11,7 @@ key, because the learning rate of an optimizer may change with every step. They 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -194,21 +195,24 @@ def shape_of_call(
     inputs: list[Any] = []
     scalars: list[Any] = []
 
-    def replaced(value: Any, scalar: bool) -> Any:
-        if type(value) is tensor_type:
-            inputs.append(value)
-            return Slot(len(inputs) - 1)
-        if isinstance(value, (list, tuple)):
-            return tuple(replaced(one, scalar) for one in value)
-        if scalar and type(value) in NUMBERS:
-            scalars.append(value)
-            return Payload(len(scalars) - 1)
-        return value
-
     flags = plan.scalars
+    replaced = functools.partial(_placeholder, tensor_type, inputs, scalars)
     new_args = tuple(replaced(value, place < len(flags) and flags[place]) for place, value in enumerate(args))
     new_kwargs = {name: replaced(value, name in plan.named) for name, value in kwargs.items()}
     return new_args, new_kwargs, inputs, scalars
+
+
+def _placeholder(tensor_type: type, inputs: list[Any], scalars: list[Any], value: Any, scalar: bool) -> Any:
+    """Return the placeholder of a tensor or scalar. A closure would form a cycle with them."""
+    if type(value) is tensor_type:
+        inputs.append(value)
+        return Slot(len(inputs) - 1)
+    if isinstance(value, (list, tuple)):
+        return tuple(_placeholder(tensor_type, inputs, scalars, one, scalar) for one in value)
+    if scalar and type(value) in NUMBERS:
+        scalars.append(value)
+        return Payload(len(scalars) - 1)
+    return value
 
 
 def filled(value: Any, tensors: Sequence[Any], scalars: Sequence[Any], device: Any) -> Any:

@@ -16,20 +16,11 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 WAIT_S = 60
 
 
-@pytest.fixture(scope="module")
-def shared_nodes(one_compute_thread: None) -> Iterator[Any]:
-    """Provide two nodes on this machine."""
-    from flowchan.pipelines import RemoteNodes
-
-    with RemoteNodes(2) as nodes:
-        yield nodes
-
-
 @pytest.fixture
-def strict_nodes(shared_nodes: Any) -> Iterator[Any]:
+def strict_nodes(two_nodes: Any) -> Iterator[Any]:
     """Provide nodes whose strict mode is off again after the test."""
-    yield shared_nodes
-    shared_nodes.strict("off")
+    yield two_nodes
+    two_nodes.strict("off")
 
 
 HIDDEN: dict[str, Callable[[Any], Any]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,6 @@ torch = optional("torch")
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 WAIT_S = 60
-
-
-@pytest.fixture(scope="module")
-def two_nodes(one_compute_thread: None) -> Iterator[Any]:
-    """Provide two nodes on this machine."""
-    from flowchan.pipelines import RemoteNodes
-
-    with RemoteNodes(2) as nodes:
-        yield nodes
 
 
 def test_event_is_done_after_the_commands_before_it(two_nodes: Any) -> None:

@@ -20,7 +20,16 @@ ROW = 1 << 18
 
 
 @pytest.fixture(scope="module")
-def host_nodes(one_compute_thread: None) -> Iterator[Any]:
+def two_nodes(one_compute_thread: None) -> Iterator[Any]:
+    """Provide two nodes on this machine. The agents' fork server lasts longer than they do."""
+    from flowchan.pipelines import RemoteNodes
+
+    with RemoteNodes(2) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def host_nodes(two_nodes: Any) -> Iterator[Any]:
     """Provide a node on each of three hosts."""
     from flowchan.pipelines import RemoteNodes
 
@@ -41,7 +50,8 @@ def test_operations_and_autograd_run_on_hosts(host_nodes: Any) -> None:
         model.to(device).zero_grad()
         loss = (model(x.to(device)) ** 2).mean()
         loss.backward()
-        found.append([loss.detach().cpu(), *[one.grad.cpu() for one in model.parameters()]])
+        gradients = [one.grad.cpu().clone() for one in model.parameters()]
+        found.append([loss.detach().cpu(), *gradients])
     assert all(map(torch.equal, *found))
 
 
@@ -85,14 +95,11 @@ def received_and_sent() -> int:
     return int(fields["rchar"]) + int(fields["wchar"])
 
 
-def test_copies_between_nodes_on_hosts_and_on_this_machine(host_nodes: Any) -> None:
-    from flowchan.pipelines import RemoteNodes
-
-    with RemoteNodes(2) as here:
-        source = numbers(ROW).to(here[0])
-        there = (source.to(host_nodes[1]) + 1).to(host_nodes[2])
-        back = (there * 2).to(here[1])
-        assert torch.equal(back.cpu(), (numbers(ROW) + 1) * 2)
+def test_copies_between_nodes_on_hosts_and_on_this_machine(host_nodes: Any, two_nodes: Any) -> None:
+    source = numbers(ROW).to(two_nodes[0])
+    there = (source.to(host_nodes[1]) + 1).to(host_nodes[2])
+    back = (there * 2).to(two_nodes[1])
+    assert torch.equal(back.cpu(), (numbers(ROW) + 1) * 2)
 
 
 def test_copies_between_nodes_on_two_pools(host_nodes: Any) -> None:
