@@ -48,8 +48,8 @@ class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
         >>> from flowchan.pipelines import RemoteNodes
         >>> with RemoteNodes(1) as nodes:
         ...     x = torch.ones(2, 2).to(nodes[0]) * 3
-        ...     x.device, x.shape, x.sum(0).tolist(), x.numpy(force=True).max()
-        (device(type='remote', index=0), torch.Size([2, 2]), [6.0, 6.0], 3.0)
+        ...     x.device, x.shape, x.sum(0).tolist(), x.numpy(force=True).tolist()
+        (device(type='remote', index=0), torch.Size([2, 2]), [6.0, 6.0], [[3.0, 3.0], [3.0, 3.0]])
     """
 
     # no __slots__: torch swaps a local parameter and its remote copy when a module moves to a node

@@ -15,13 +15,16 @@ def test_each_layer_runs_on_its_node_and_training_equals_local(torch_programs: T
     done = torch_programs.run(EXAMPLE, "--epochs", EPOCHS)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    losses, rest = lines[:EPOCHS], lines[EPOCHS:-EPOCHS]
-    *layers, first, second, right, _last_of_nodes = [*rest, ""]
+    losses, layers, nodes = lines[:EPOCHS], lines[EPOCHS : EPOCHS + 7], lines[EPOCHS + 7 : EPOCHS + 9]
+    right, *local, last = lines[EPOCHS + 9 :]
     assert [line.split(":")[0] for line in losses] == [f"epoch {number + 1}" for number in range(EPOCHS)]
+    assert local == losses
     placed = [re.fullmatch(r"(first|second)\.\d \w+\(.*\) ran on remote:(\d)", line) for line in layers]
-    assert [(match[1], match[2]) for match in placed if match] == [("first", "0")] * 4 + [("second", "1")] * 3
-    for number, line in enumerate((first, second)):
+    assert [match and match.groups() for match in placed] == [("first", "0")] * 4 + [("second", "1")] * 3
+    for number, line in enumerate(nodes):
         counts = re.fullmatch(rf"node {number}: (\d+) commands, (\d+) waits", line)
         assert counts
         assert int(counts[1]) > 200
+        assert int(counts[2]) < 2 * EPOCHS
     assert float(right.partition("%")[0]) > 60
+    assert last == "the parameters are equal to those of local training"
