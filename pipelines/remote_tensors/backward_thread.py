@@ -1,9 +1,9 @@
-"""Run backward passes in the thread that calls them.
+"""Run backward passes in the calling thread if there is no C++ device guard.
 
 torch runs the backward operations of a device in a thread of that device. It starts the threads at the first
-backward pass, one for each device of that time, so it aborts for nodes that start later. A device type in
-Python has one device for torch's engine, so it also aborts for ``remote:1``. No kernel runs in this process,
-so device threads would give no speed.
+backward pass, one for each device of that time, so it aborts for nodes that start later. torch's guard for
+devices in Python has one device, so the engine also aborts for ``remote:1``. The C++ guard keeps passes in
+the calling thread. This module does so without a compiler.
 """
 
 from __future__ import annotations

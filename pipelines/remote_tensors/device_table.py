@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 import torch
 
@@ -11,12 +12,24 @@ from flowchan.pipelines.remote_tensors.node_client import NodeClient
 
 
 class CurrentDevice(threading.local):
-    """The index that ``device="remote"`` means in a thread."""
+    """The index that ``device="remote"`` means in a thread, without the C++ part."""
 
     index = 0
 
+    def current_device(self) -> int:
+        """Return the index."""
+        return self.index
 
-current = CurrentDevice()
+    def set_device(self, index: int) -> None:
+        """Set the index."""
+        self.index = index
+
+    def set_device_count(self, count: int) -> None:
+        """Do nothing: torch's guard for devices in Python has one device."""
+
+
+guard: Any = CurrentDevice()
+"""What knows the current device: the C++ part if there is one, so that torch's own device guards set it."""
 _clients: list[NodeClient | None] = []
 _changing = threading.Lock()
 
@@ -28,6 +41,7 @@ def free_index(count: int) -> int:
         if first + count > 127:
             raise ValueError(f"RemoteNodes: torch allows 127 devices, and {first + count} are needed")
         _clients.extend([None] * (first + count - len(_clients)))
+        guard.set_device_count(len(_clients))
         return first
 
 
@@ -42,7 +56,7 @@ def client_at(device: torch.device) -> NodeClient:
     Raises:
         RuntimeError: No node has this device.
     """
-    index = current.index if device.index is None else device.index
+    index = guard.current_device() if device.index is None else device.index
     client = _clients[index] if index < len(_clients) else None
     if client is None:
         known = ", ".join(str(one.device) for one in _clients if one) or "none"

@@ -45,12 +45,19 @@ class LocalForms:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def tolist(self: Any) -> Any:
-        """Wait for the values, and return them as nested lists."""
+        """Wait for the values.
+
+        Returns:
+            The values as nested lists of Python numbers.
+        """
         self._m.client.before_wait("tolist()")
         return self.detach().cpu().tolist()
 
     def numpy(self: Any, *, force: bool = False) -> Any:
         """Return an array with the values if ``force`` is true.
+
+        Args:
+            force: True to wait for the values (default: False).
 
         Raises:
             TypeError: ``force`` is false. torch does the same for CUDA tensors.

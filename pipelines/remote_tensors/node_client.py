@@ -347,7 +347,8 @@ class NodeClient:
         number, operation = self._sent.first_lost(self.buffer[1:], running) or NO_OPERATION
         how = str(self.death).partition(": ")[2].replace(f"child {self.number + 1} ", "", 1)
         lost = f"; the first lost operation is {operation}, issued at {self.sites.line_of(number)}"
-        text = f"node {self.number} ({self.device}) {how}{lost if operation else ''}"
+        where = f"node {self.number} ({self.device}) {how}".replace(") (", ", ", 1)
+        text = where + (lost if operation else "")
         if not isinstance(self.death, ChildDied):
             error = NodeDied(text, operation=operation, node=self.number)
             error.__cause__ = self.death

@@ -31,6 +31,7 @@ from flowchan.pipelines.remote_tensors.command_format import (
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
 from flowchan.pipelines.remote_tensors.node_copies import Inbox, Reach, Senders
 from flowchan.pipelines.remote_tensors.remote_failures import RemoteFailure
+from flowchan.pipelines.remote_tensors.templates import only_strided
 
 MAX_UNFETCHED = 1000
 """Number of failures that a node keeps for ``sync``."""
@@ -50,8 +51,25 @@ class Compiled:
         self.function = compiled(spec, device)
 
 
+def _zeros(size: Sequence[int], **options: Any) -> torch.Tensor:
+    return torch.zeros(size, **options)
+
+
+def _view_as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj())
+
+
+NODE_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "aten::_efficientzerotensor": _zeros,  # such a tensor has no storage and cannot be sent
+    "aten::view_as_real": _view_as_real,  # only the node knows that a tensor is a conjugate view
+}
+"""Functions that nodes run in place of operators."""
+
+
 def operator(name: str, module: str = "") -> Any:
     """Return the operator with a name such as ``aten::add.Tensor``."""
+    if name in NODE_FUNCTIONS:
+        return NODE_FUNCTIONS[name]
     if module:
         importlib.import_module(module)
     space, _, rest = name.partition("::")
@@ -311,7 +329,10 @@ class Node:
         if type(value) is RemoteFailure:
             failure = value
         try:
-            table.replies.put((question, value, failure is not None))
+            try:
+                table.replies.put((question, value, failure is not None))
+            except TypeError as error:  # the answer cannot be sent
+                table.replies.put((question, RemoteFailure.of(self.number, client, 0, what, error), True))
         except (Closed, Broken):
             self.clients.pop(client, None)  # the client has ended
 
@@ -339,6 +360,16 @@ class Node:
     ) -> None:
         """Connect to the inbox of another node, which owns it."""
         self.senders.connect(peer, address, secret, tls)
+
+    def answer_metadata(self, client: str, table: ClientTable, ids: list[int]) -> list[Any]:
+        """Return the metadata of tensors, which tests compare with that of the client; None for failures."""
+        found = [table.tensors[id] for id in ids]
+        return [
+            (tuple(one.shape), one.stride(), one.storage_offset(), one.dtype)
+            if isinstance(one, torch.Tensor)
+            else None
+            for one in found
+        ]
 
     def answer_ping(self, client: str, table: ClientTable) -> None:
         """Return when all earlier commands have run."""
@@ -380,6 +411,7 @@ class Node:
 
     def _described(self, table: ClientTable, number: int, result: Any, inputs: list[Any], more: Any) -> Any:
         if isinstance(result, torch.Tensor):
+            only_strided("a result", result)
             meta = tuple(result.shape), result.stride(), result.storage_offset(), result.dtype
             for place, one in enumerate(inputs):
                 if one is result:

@@ -325,7 +325,17 @@ def register() -> None:
         chosen = _for_cpu_nodes(op, function)
         library.impl(op.name().removeprefix("aten::"), chosen, "AutogradPrivateUse1")
         handlers[op.name()] = _below_autograd(chosen)  # in inference mode
+    for name in CAST:
+        library.impl(name, _refuse_autocast, "AutocastPrivateUse1")
     _libraries.append(library)  # torch forgets the kernels of a library that is collected
+
+
+CAST = ("linear", "matmul", "mm", "addmm", "bmm", "conv1d", "conv2d", "conv3d")
+"""Operations that refuse autocast in one line. For all others torch itself reports a missing backend."""
+
+
+def _refuse_autocast(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("torch.autocast: remote tensors have no autocast; convert the module with .to(dtype)")
 
 
 def _below_autograd(function: Callable[..., Any]) -> Handler:

@@ -7,8 +7,15 @@ from typing import Any
 
 import torch
 
-from flowchan.pipelines.remote_tensors import backward_thread, local_forms, remote_composites, special_ops
-from flowchan.pipelines.remote_tensors.device_table import client_at, clients, current, device_count
+import flowchan_torch.native
+from flowchan.pipelines.remote_tensors import (
+    backward_thread,
+    device_table,
+    local_forms,
+    remote_composites,
+    special_ops,
+)
+from flowchan.pipelines.remote_tensors.device_table import client_at, clients, device_count
 from flowchan.pipelines.remote_tensors.remote_streams import (
     DeviceContext,
     Event,
@@ -44,15 +51,12 @@ class RemoteModule:
 
     def current_device(self) -> int:
         """Return the index that ``device="remote"`` means in this thread."""
-        return current.index
+        return int(device_table.guard.current_device())
 
     def set_device(self, device: Any) -> None:
         """Set the index that ``device="remote"`` means in this thread."""
-        current.index = device if isinstance(device, int) else torch.device(device).index or 0
-
-    def device(self, device: Any) -> CurrentDeviceContext:
-        """Return a context in which ``device="remote"`` means another node."""
-        return CurrentDeviceContext(self, device)
+        index = device if isinstance(device, int) else torch.device(device).index or 0
+        device_table.guard.set_device(index)
 
     def synchronize(self, device: Any = None) -> None:
         """Wait for all commands of a node, or of the current one."""
@@ -77,28 +81,8 @@ class RemoteModule:
         client_at(_device(device)).send("set_rng_state", state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Refuse autocast.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise RuntimeError(
-            "torch.autocast: remote tensors have no autocast; convert the module with .to(dtype)"
-        )
-
-
-class CurrentDeviceContext:
-    """Context that sets the current device and restores it at the end."""
-
-    def __init__(self, module: RemoteModule, device: Any) -> None:
-        self._module, self._device = module, device
-
-    def __enter__(self) -> None:
-        self._before = self._module.current_device()
-        self._module.set_device(self._device)
-
-    def __exit__(self, *exc: object) -> None:
-        self._module.set_device(self._before)
+        """Return the dtypes with which a program may enter autocast. The operations in it refuse autocast."""
+        return [torch.bfloat16, torch.float16]
 
 
 def _device(device: Any) -> torch.device:
@@ -127,12 +111,16 @@ def register() -> None:
         setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
         if setup is None:
             raise RuntimeError(
-                f"RemoteNodes: torch must have backends in Python, got torch {torch.__version__}; "
-                "install a newer torch"
+                f"RemoteNodes: torch must be 2.10 or newer, got {torch.__version__}; install a newer torch"
             )
+        guard = flowchan_torch.native.load()
+        if guard is None:
+            backward_thread.stay_in_calling_thread()
+        else:
+            guard.start(torch_module.synchronize)  # torch then leaves out the guard that it has for Python
+            device_table.guard = guard
         setup("remote", torch_module)
         special_ops.register()
         local_forms.register_loading()
         remote_composites.register()
-        backward_thread.stay_in_calling_thread()
         _registered = True

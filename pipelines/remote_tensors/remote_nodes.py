@@ -46,6 +46,14 @@ class NodeStats(NamedTuple):
         downloaded: Number of bytes of tensors that this process has fetched from the node.
         host: Name of the node's host; empty on the program's machine.
         pid: Process id of the node on its host.
+
+    Example:
+        >>> import torch
+        >>> from flowchan.pipelines import RemoteNodes
+        >>> with RemoteNodes(1) as nodes:
+        ...     x = torch.zeros(3, device=nodes[0])
+        ...     nodes.stats()[0].commands > 0
+        True
     """
 
     node: int
@@ -78,12 +86,28 @@ class RemoteNodes(Sequence[torch.device]):
 
     Example:
         >>> import torch
-        >>> from flowchan.pipelines import RemoteNodes
+        >>> from flowchan.pipelines import RemoteError, RemoteNodes
         >>> with RemoteNodes(2) as nodes:
         ...     a = torch.ones(2, 2, device=nodes[0])
         ...     b = (a + 1).to(nodes[1])
         ...     (b @ b).sum().item()
         32.0
+
+        ``sync()`` waits, and raises the failures that the program has not seen:
+
+        >>> with RemoteNodes(2) as nodes:
+        ...     nodes.manual_seed(7)
+        ...     nodes.strict("warn")  # name the lines that wait
+        ...     table, places = torch.ones(4, device=nodes[0]), torch.tensor([7], device=nodes[0])
+        ...     rows = table[places]
+        ...     try:
+        ...         nodes.sync(timeout=60)
+        ...     except RemoteError as error:
+        ...         print(error.operation, error.node)
+        ...     "children" in nodes.report(), nodes.stats()[1].commands
+        ...     nodes.close()
+        aten::index.Tensor 0
+        (True, 0)
     """
 
     def __init__(
@@ -94,9 +118,8 @@ class RemoteNodes(Sequence[torch.device]):
         devices = [device] * n if single else list(device)  # type: ignore[arg-type]
         if len(devices) != n:
             raise ValueError(f"RemoteNodes: device must be one device or a list of {n}, got {len(devices)}")
+        devices = [torch.device(one) for one in devices]  # raises before any node starts
         remote_device.register()
-        # The device guard for Python backends has one device, so autograd cannot have a thread per device.
-        torch.autograd.set_multithreading_enabled(False)
         placement = placement_argument("RemoteNodes", on)
         make: Any = functools.partial(Channel, across="processes")
         reach = None
@@ -117,7 +140,7 @@ class RemoteNodes(Sequence[torch.device]):
             kid.run(node_main, number, commands[number], place.inbox, str(devices[number]), threads, progress)
             index = torch.device("remote", self._first + number)
             client = NodeClient(index, number, commands[number], make(WAITING), place)
-            client.kernels = torch.device(devices[number]).type
+            client.kernels = torch.device(str(devices[number])).type
             client.progress = progress
             self._clients.append(client)
             device_table.set_client(self._first + number, client)
@@ -155,7 +178,11 @@ class RemoteNodes(Sequence[torch.device]):
         return self._kids.report()
 
     def stats(self) -> list[NodeStats]:
-        """Wait for all commands, and return the counters of each node for this process."""
+        """Wait for all commands, and return the counters of each node for this process.
+
+        Returns:
+            One :class:`NodeStats` for each node, in the order of the nodes.
+        """
         found = []
         for client in self._clients:
             kid = self._kids[client.number + 1]
@@ -169,6 +196,9 @@ class RemoteNodes(Sequence[torch.device]):
 
         Args:
             mode: ``"off"`` (the wait is silent), ``"warn"`` or ``"error"``.
+
+        Raises:
+            ValueError: The mode is none of these.
         """
         if mode not in ("off", "warn", "error"):
             raise ValueError(f"strict: mode must be 'off', 'warn' or 'error', got {mode!r}")
@@ -176,7 +206,11 @@ class RemoteNodes(Sequence[torch.device]):
             client.strict = mode
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the random generator of every node with the same seed, as ``torch.manual_seed`` does."""
+        """Seed the random generator of every node with the same seed, as ``torch.manual_seed`` does.
+
+        Args:
+            seed: The seed.
+        """
         for client in self._clients:
             client.send("seed", seed)
 
@@ -271,7 +305,7 @@ def _watch(kid: Any, client: NodeClient, commands: Channel[Any]) -> None:
         kid.wait()
     except Exception as error:
         if not client.closed:
-            client.died(error)
+            client.died(error.with_traceback(None))  # its frames would keep the channels
     commands.close()
     client.close_inbox()
     if client.death is None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from flowchan.pipelines.remote_tensors.device_table import client_at, current
+from flowchan.pipelines.remote_tensors import device_table
+from flowchan.pipelines.remote_tensors.device_table import client_at
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
 from flowchan.pipelines.remote_tensors.special_ops import send_to
 
@@ -175,7 +176,7 @@ class Event:
 def client_of(device: Any) -> NodeClient:
     """Return the client of a device, an index, or the current device."""
     if device is None:
-        device = current.index
+        device = device_table.guard.current_device()
     return client_at(torch.device("remote", device) if isinstance(device, int) else torch.device(device))
 
 
@@ -195,12 +196,12 @@ class DeviceContext:
         self._index = None if device is None else client_of(device).device.index
 
     def __enter__(self) -> None:
-        self._before = current.index
+        self._before = device_table.guard.current_device()
         if self._index is not None:
-            current.index = self._index
+            device_table.guard.set_device(self._index)
 
     def __exit__(self, *_: object) -> None:
-        current.index = self._before
+        device_table.guard.set_device(self._before)
 
 
 class StreamContext(DeviceContext):

@@ -24,9 +24,11 @@ from flowchan.pipelines.remote_tensors.templates import (
     TensorMeta,
     interned,
     meta_of,
+    module_of,
     mutated_inputs,
     new_template,
     on_device,
+    only_strided,
     shape_of_call,
 )
 
@@ -40,6 +42,14 @@ class RemoteTensor(LocalForms, torch.Tensor):
     Attributes:
         _m: Metadata, with the node.
         _h: Handle of the tensor in the node's table.
+
+    Example:
+        >>> import torch
+        >>> from flowchan.pipelines import RemoteNodes
+        >>> with RemoteNodes(1) as nodes:
+        ...     x = torch.ones(2, 2).to(nodes[0]) * 3
+        ...     x.device, x.shape, x.sum(0).tolist(), x.numpy(force=True).max()
+        (device(type='remote', index=0), torch.Size([2, 2]), [6.0, 6.0], 3.0)
     """
 
     # no __slots__: torch swaps a local parameter and its remote copy when a module moves to a node
@@ -306,29 +316,44 @@ def client_of(
     if len(remote) == len(tensors):
         return client, args, kwargs
 
-    def moved(value: Any) -> Any:
+    written = {id(one) for one in flat_results(written_values(plan, args, kwargs))}
+
+    def moved(value: Any, index: bool = False) -> Any:
         if isinstance(value, (list, tuple)):
-            return type(value)([moved(one) for one in value])
+            return type(value)([moved(one, index) for one in value])
         if not isinstance(value, torch.Tensor) or type(value) is RemoteTensor:
             return value
-        if value.dim() == 0 or plan.name.startswith(CPU_INDICES):
+        if (value.dim() == 0 or index) and id(value) not in written:
             return upload(client, value)
+        only_strided(plan.name, value)
         raise RuntimeError(
             f"{plan.name}: all tensors must be on {client.device}, got one on {value.device}; "
             "move it with .to()"
         )
 
-    return client, moved(tuple(args)), {name: moved(value) for name, value in kwargs.items()}
+    indexing = plan.name.startswith(CPU_INDICES)
+    moved_args = tuple(moved(value, indexing and place == 1) for place, value in enumerate(args))
+    return client, moved_args, {name: moved(value) for name, value in kwargs.items()}
+
+
+def written_values(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that the operator changes, by its schema."""
+    return [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(plan.op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 MASKS = torch.bool, torch.uint8
 """Dtypes of index tensors that select as many elements as they have true values."""
 CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
-"""Operations whose index tensors may be on the CPU, as for CUDA."""
+"""Operations whose index tensors, the second argument, may be on the CPU, as for CUDA."""
 
 
 def upload(client: NodeClient, value: torch.Tensor) -> RemoteTensor:
     """Copy a tensor of this process to a node."""
+    only_strided("Tensor.to", value)
     value = value.detach().resolve_conj().resolve_neg()
     number = next(client.numbers)
     client.send("upload", number, value)
@@ -353,7 +378,7 @@ def run_and_ask(
     note_site(client, number)
     spec = TemplateSpec(
         plan.name, args, kwargs, len(inputs), len(scalars), (), mutated_inputs(plan, args, kwargs),
-        torch.get_default_dtype(),
+        torch.get_default_dtype(), module_of(plan.name),
     )  # fmt: skip
     ids = [one._h.id for one in inputs]
     answer = client.ask("run", number, pickle.dumps(spec), ids, list(scalars), operation=(number, plan.name))

@@ -134,6 +134,26 @@ def _checked(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return run_and_ask(client, plan, *shape_of_call(plan, RemoteTensor, args, kwargs))
 
 
+def _refused(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Refuse an operator that makes tensors without strides."""
+    raise RuntimeError(f"{plan.name}: remote tensors must be strided; call .cpu() before this operation")
+
+
+REFUSED = (
+    "to_sparse",
+    "_to_sparse",
+    "_to_sparse_csr",
+    "_to_sparse_csc",
+    "_to_sparse_bsr",
+    "_to_sparse_bsc",
+    "to_mkldnn",
+    "quantize_per_tensor",
+    "quantize_per_channel",
+    "quantize_per_tensor_dynamic",
+)
+"""Operators whose results are sparse, quantized or in a layout of MKL-DNN."""
+handlers.update({f"aten::{name}": _refused for name in REFUSED})
+
 handlers.update(
     {
         "aten::_pack_padded_sequence": _pack_padded_sequence,

@@ -26,6 +26,16 @@ from flowchan.pipelines.remote_tensors.command_format import (
 )
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
 
+RUN_FOR_METADATA = (
+    "aten::_fft_",
+    "aten::native_batch_norm",
+    "aten::_native_batch_norm_legit",
+    "aten::linalg_eig",
+    "aten::_embedding_bag",
+    "aten::_linalg_svd",
+)
+"""Operators whose meta kernels differ from their CPU kernels in shapes or strides: they run here on zeros."""
+
 NUMBERS = frozenset((int, float, bool, complex))
 """Types of the scalars that travel in the command."""
 VALUES_IN_KEY = ("aten::arange", "aten::range")
@@ -66,20 +76,33 @@ class TensorMeta:
         self.make: Callable[[], Any] | None = None
         self.shape, self.stride, self.offset, self.dtype = shape, stride, offset, dtype
 
-    def empty(self) -> torch.Tensor:
-        """Return a meta tensor with this metadata."""
+    def empty(self, device: str = "meta") -> torch.Tensor:
+        """Return a meta tensor with this metadata, or a tensor of zeros on the CPU."""
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         if 0 in self.shape:
             last = -1
-        base = torch.empty(self.offset + last + 1, dtype=self.dtype, device="meta")
+        base = torch.zeros(self.offset + last + 1, dtype=self.dtype, device=device)
         return base.as_strided(self.shape, self.stride, self.offset)
 
     def __repr__(self) -> str:
         return f"{self.dtype}{list(self.shape)} on {self.device}"
 
 
+def only_strided(what: str, tensor: torch.Tensor) -> None:
+    """Refuse sparse, quantized and nested tensors.
+
+    Raises:
+        RuntimeError: The tensor is not an ordinary strided tensor.
+    """
+    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
+        return
+    kind = "a quantized" if tensor.is_quantized else "a nested" if tensor.is_nested else f"a {tensor.layout}"
+    raise RuntimeError(f"{what}: remote tensors must be strided, got {kind} tensor; call .to_dense() on it")
+
+
 def meta_of(client: NodeClient, tensor: torch.Tensor) -> TensorMeta:
     """Return the interned metadata of a tensor with the same shape on the node."""
+    only_strided("remote tensors", tensor)
     return interned(client, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
@@ -145,6 +168,15 @@ class OpPlan:
         self.factory = "device" in kinds
         tags = op.tags
         self.dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+
+
+def module_of(name: str) -> str:
+    """Return the module that defines a custom operator in Python, which a node may have to import."""
+    from torch._library.custom_ops import OPDEFS
+
+    found = OPDEFS.get(name.partition(".")[0])
+    module: str = found._init_fn.__module__ if found is not None else ""
+    return "" if module == "__main__" else module
 
 
 def _takes_number(kind: Any) -> bool:
@@ -215,6 +247,7 @@ class Evaluated:
         leaves = flat_results(result)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
+                only_strided(plan.name, leaf)
                 self.kept.append(place)
                 self.outputs.append(meta_of(client, leaf))
             elif leaf is not None and not isinstance(leaf, torch.Tensor):
@@ -258,8 +291,8 @@ def evaluate(
 ) -> tuple[Evaluated, list[torch.Tensor]]:
     """Run the operator on meta tensors."""
     by_tensor: dict[int, torch.Tensor] = {}
-    metas = [by_tensor.setdefault(id(one), one._m.empty()) for one in inputs]
-    meta = torch.device("meta")
+    meta = torch.device("cpu" if plan.name.startswith(RUN_FOR_METADATA) else "meta")
+    metas = [by_tensor.setdefault(id(one), one._m.empty(meta.type)) for one in inputs]
     result = plan.op(
         *(filled(value, metas, scalars, meta) for value in args),
         **{name: filled(value, metas, scalars, meta) for name, value in kwargs.items()},
@@ -297,6 +330,7 @@ def new_template(
         None if found.single else tuple(found.kept),
         mutated,
         torch.get_default_dtype(),
+        module_of(plan.name),
     )
     client.define(template.id, spec)
     return template

@@ -42,9 +42,8 @@ def end(how: str) -> None:
         raise KeyboardInterrupt
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "abort":
-        signal.signal(signal.SIGABRT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGABRT)
+    if how == "limit":
+        signal.pthread_kill(threading.get_ident(), signal.SIGXCPU)
     if how == "_exit":
         os._exit(3)
 
@@ -81,6 +80,8 @@ def process(x: Any) -> Any:
 def wait(x: Any, path: str) -> Any:
     """Write the node's process id into the file ``path``, wait until the file is deleted, and copy ``x``."""
     latch = Path(path)
+    if latch.with_suffix(".released").exists():
+        return x.clone()
     latch.with_suffix(".new").write_text(str(os.getpid()))
     latch.with_suffix(".new").rename(latch)
     tick, waited = threading.Event(), 0.0
@@ -149,6 +150,7 @@ class Latch:
 
     def release(self) -> None:
         """Let the node continue."""
+        self.path.with_suffix(".released").touch()
         self.path.unlink(missing_ok=True)
 
 

@@ -6,7 +6,8 @@ import traceback
 import warnings
 from typing import Any, NamedTuple
 
-from op_samples import MOST_SAMPLES, Entry, moved, samples, tensors
+from metadata_check import MetadataCheck
+from op_samples import CPU_ARGUMENTS, MOST_SAMPLES, Entry, moved, samples, tensors
 from support.optional_packages import optional
 
 torch = optional("torch")
@@ -19,9 +20,12 @@ UNINITIALISED = frozenset(
 )
 """Operators that return uninitialised memory: only metadata is compared."""
 
+WITHOUT_TENSORS = frozenset({"broadcast_shapes"})
+"""Functions that neither take nor return tensors."""
+
 
 class Outcome(NamedTuple):
-    """How an entry ended: equal (bit for bit), close (within the tolerance) or different, with the reason.
+    """How an entry ended: equal (each value), close (within the tolerance) or different, with the reason.
 
     ``samples`` counts the samples that ran locally without an exception.
     """
@@ -35,8 +39,13 @@ class Difference(Exception):
     """The device gave something else than the local run."""
 
 
-def compare(entry: Entry, device: str, most: int | None = None) -> Outcome:
-    """Compare an entry on a device with its local run, on at most so many samples."""
+def compare(
+    entry: Entry, device: str, most: int | None = None, check: MetadataCheck | None = None
+) -> Outcome:
+    """Compare an entry on a device with its local run, on at most so many samples.
+
+    With ``check``, metadata that differs between client and node makes the entry different too.
+    """
     verdict, counted = EQUAL, 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -44,8 +53,12 @@ def compare(entry: Entry, device: str, most: int | None = None) -> Outcome:
             try:
                 found = compare_sample(entry, sample, device)
             except Difference as error:
+                if check:
+                    check.take()
                 return Outcome(DIFFERENT, f"sample {place}: {error}", counted)
             counted += found is not None
+            if check and (differences := check.take()):
+                return Outcome(DIFFERENT, f"sample {place}: metadata: {differences[0]}", counted)
             verdict = CLOSE if found == CLOSE else verdict
     return Outcome(verdict, "", counted)
 
@@ -81,24 +94,27 @@ def short(error: BaseException) -> str:
 
 def run(entry: Entry, sample: Any, device: str) -> Any:
     """Run one sample on a device, and return all results."""
-    input, args, kwargs = (moved(part, device) for part in (sample.input, sample.args, sample.kwargs))
-    if device != "cpu" and not list(tensors((input, args, kwargs))) and "device" not in kwargs:
+    first = moved(sample.input, device)
+    args, kwargs = moved((sample.args, sample.kwargs), "cpu" if entry.op.name in CPU_ARGUMENTS else device)
+    if entry.op.name in WITHOUT_TENSORS:
+        return entry.op.op(first, *args, **kwargs)
+    if device != "cpu" and not list(tensors((first, args, kwargs))) and "device" not in kwargs:
         kwargs["device"] = torch.device(device)  # a factory; without the device it would prove nothing
     torch.manual_seed(2)
     if entry.kind == "backward":
-        return run_backward(entry, sample, (input, args, kwargs))
+        return run_backward(entry, sample, (first, args, kwargs))
     with torch.no_grad():
         if entry.kind == "inplace":
-            result = entry.op.get_inplace()(input, *args, **kwargs)
-            return result, input
-        return entry.op.op(input, *args, **kwargs)
+            result = entry.op.get_inplace()(first, *args, **kwargs)
+            return result, first
+        return entry.op.op(first, *args, **kwargs)
 
 
 def run_backward(entry: Entry, sample: Any, arguments: Any) -> Any:
     """Return the gradients of all inputs for fixed gradients of the results."""
-    input, args, kwargs = arguments
+    first, args, kwargs = arguments
     leaves = [one for one in tensors(arguments) if one.requires_grad]
-    result = sample.output_process_fn_grad(entry.op.op(input, *args, **kwargs))
+    result = sample.output_process_fn_grad(entry.op.op(first, *args, **kwargs))
     outputs = [one for one in tensors(result) if one.requires_grad]
     if not outputs or not leaves:
         raise ValueError("no gradient")
@@ -169,11 +185,11 @@ def plain_values(tensor: Any) -> Any:
 
 
 def same_bits(expected: Any, found: Any) -> bool:
-    """Return whether two tensors have the same bits; all NaNs are the same."""
+    """Return whether two tensors have the same values; all NaNs are the same, and so are both zeros."""
     if not expected.dtype.is_floating_point:
         return bool(torch.equal(expected, found))
     missing = expected.isnan()
     if not torch.equal(missing, found.isnan()):
         return False
     expected, found = expected.masked_fill(missing, 0), found.masked_fill(missing, 0)
-    return bool(torch.equal(expected, found) and torch.equal(expected.signbit(), found.signbit()))
+    return bool(torch.equal(expected, found))

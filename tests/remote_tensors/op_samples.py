@@ -27,6 +27,8 @@ KINDS = (
 )
 MOST_SAMPLES = {"float32": 4, "int64": 3, "bool": 3}
 SEED = 1
+CPU_ARGUMENTS = frozenset({"tensor_split"})
+"""Operators whose tensor arguments except the input must be on the CPU, for every device."""
 
 
 class Entry(NamedTuple):

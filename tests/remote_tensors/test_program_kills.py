@@ -177,9 +177,3 @@ def test_program_that_ends_without_close_ends_its_nodes(torch_programs: Template
     program = PROGRAM.partition("while True")[0] + "print((x + 1).tolist())"
     found = torch_programs.run("-c", program, "idle", tmp_path, "process", start_new_session=True)
     assert (found.stdout.splitlines()[-1], found.stderr, found.returncode) == ("[2.0, 2.0, 2.0]", "", 0)
-
-
-def test_unfetched_failure_is_reported_at_exit(torch_programs: Template, tmp_path: Path) -> None:
-    program = PROGRAM.partition("while True")[0] + "torch.ops.failing.fail(x, 'value')"
-    found = torch_programs.run("-c", program, "idle", tmp_path, "process", start_new_session=True)
-    assert "a bad value" in found.stderr

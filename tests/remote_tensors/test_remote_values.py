@@ -109,6 +109,10 @@ def test_remote_tensors_in_local_places_are_refused(nodes: RemoteNodes) -> None:
         y.add_(x)
     with pytest.raises(RuntimeError, match="remote:0"):
         torch.add(x, x, out=y)
+    single = torch.tensor(1.0)
+    with pytest.raises(RuntimeError, match="remote:0"):
+        single.add_(x[0, 0])
+    assert single.item() == 1
     with pytest.raises((RuntimeError, IndexError), match=r"remote:0|same device"):
         y[x.long()]
     assert y.tolist() == [[1, 1], [1, 1]]
@@ -156,9 +160,15 @@ def test_reversed_mix_with_numpy_numbers(nodes: RemoteNodes) -> None:
     assert (x + np.int64(1)).tolist() == [2, 2]
 
 
-def test_autocast_is_refused_in_one_line() -> None:
-    with pytest.raises(RuntimeError, match=r"^torch\.autocast: .* with \.to\(dtype\)$"):
-        torch.autocast("remote", torch.bfloat16)
+def test_autocast_is_refused_in_one_line(nodes: RemoteNodes) -> None:
+    x = torch.ones(2, 2, device=nodes[0])
+    with (
+        torch.autocast("remote", torch.bfloat16),
+        pytest.raises(RuntimeError, match=r"^torch\.autocast: .* with \.to\(dtype\)$"),
+    ):
+        x @ x
+    with torch.autocast("remote", enabled=False):
+        assert (x @ x).tolist() == [[2, 2], [2, 2]]
 
 
 def test_strict_mode_raises_at_each_hidden_wait(nodes: RemoteNodes) -> None:

@@ -1,0 +1,153 @@
+"""Test backward passes under the C++ device guard: failures in the middle, threads, forks, and sanitizers."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support import scripts
+from support.optional_packages import optional
+
+torch = optional("torch")
+
+PROGRAM = Path(__file__).with_name("backward_passes.py")
+COMPILER = os.environ.get("CXX", "g++")
+
+pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="needs a C++ compiler")
+
+
+def outcomes(count: int) -> str:
+    return f"{{'equal': {count - count // 10}, 'refused': {count // 10}}} fork 0\n"
+
+
+def test_failing_passes_leave_all_others_exact(long_walk: bool) -> None:
+    count = 10_000 if long_walk else 300
+    assert in_any_order(scripts.run_python(PROGRAM, str(count))) == outcomes(count)
+
+
+def in_any_order(text: str) -> str:
+    """Return the program's line with its counts sorted; threads end in any order."""
+    counts = dict(re.findall(r"'(\w+)': (\d+)", text))
+    return f"{{{', '.join(f'{name!r}: {counts[name]}' for name in sorted(counts))}}}{text.partition('}')[2]}"
+
+
+CLOSED = """
+import torch
+from flowchan import Closed
+from flowchan.pipelines import RemoteNodes
+
+with RemoteNodes(2) as nodes:
+    x = torch.rand(3, device=nodes[0], requires_grad=True)
+    loss = (x.to(nodes[1]) * 2).sum()
+try:
+    loss.backward()
+except Closed as error:
+    print(error)
+"""
+
+
+def test_pass_over_closed_nodes_raises() -> None:
+    assert "the nodes were closed" in scripts.run_python("-c", CLOSED)
+
+
+THREADS = """
+import threading
+import torch
+from flowchan.pipelines import RemoteNodes
+
+def first_pass(loss):
+    loss.backward()
+
+with RemoteNodes(3) as nodes:
+    for loss_device in ("cpu", nodes[2]):
+        x = torch.ones(2, device=nodes[2], requires_grad=True)
+        thread = threading.Thread(target=first_pass, args=((x * 3).sum().to(loss_device),))
+        thread.start()
+        thread.join()
+        print(x.grad.tolist(), torch.accelerator.device_count())
+    with RemoteNodes(1) as later:
+        y = torch.ones(2, device=later[0], requires_grad=True)
+        (y * 2).sum().backward()
+        print(y.grad.tolist(), later[0], torch.accelerator.device_count())
+"""
+
+
+def test_thread_runs_passes_of_nodes_that_started_later() -> None:
+    assert scripts.run_python("-c", THREADS) == ("[3.0, 3.0] 3\n[3.0, 3.0] 3\n[2.0, 2.0] remote:3 4\n")
+
+
+WITHOUT_COMPILER = """
+import torch
+from flowchan.pipelines import RemoteNodes
+
+with RemoteNodes(2) as nodes:
+    x = torch.ones(2, device=nodes[1], requires_grad=True)
+    (x * 3).sum().backward()
+    print(x.grad.tolist())
+"""
+
+
+def test_nodes_work_without_a_compiler(tmp_path: Path) -> None:
+    env = {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    with scripts.start("-c", WITHOUT_COMPILER, env=env) as process:
+        out, err = process.communicate()
+    assert (process.returncode, out) == (0, "[3.0, 3.0]\n")
+    assert err.count("remote tensors use no C++ part") == 1
+    assert "'no-such-compiler'" in err
+
+
+ASSERTIONS = ("-O1", "-g1", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS")
+SANITIZED = (*ASSERTIONS, "-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all")
+
+
+def run_sanitized(compiled: Path, count: int) -> subprocess.CompletedProcess[str]:
+    """Run the program with the address sanitizer, which then also checks torch's use of the heap."""
+    libraries = [
+        subprocess.check_output([COMPILER, f"-print-file-name={name}"], text=True).strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
+    ]
+    env = {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
+    with scripts.start(PROGRAM, str(count), compiled, env=env) as process:
+        out, err = process.communicate()
+    return subprocess.CompletedProcess([], process.returncode, out, err)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_sanitizers_report_no_error_in_backward_passes(tmp_path: Path) -> None:
+    from flowchan_torch import native
+
+    native.compile_to(tmp_path / "device_guard.so", SANITIZED)
+    ended = run_sanitized(tmp_path / "device_guard.so", 2000)
+    assert (ended.returncode, in_any_order(ended.stdout)) == (0, outcomes(2000)), ended.stderr
+    assert "ERROR" not in ended.stderr
+
+
+PLANTS = {
+    "address": (
+        "device_count = static_cast<DeviceIndex>(value);",
+        "char* freed = new char[8]; delete[] freed; device_count = freed[0];",
+        "heap-use-after-free",
+    ),
+    "bounds": ("char places[128];", "char places[1];", "index 1 out of bounds"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plant", PLANTS)
+def test_sanitizers_find_a_fault_planted_in_the_guard(plant: str, tmp_path: Path) -> None:
+    from flowchan_torch import native
+
+    before, after, report = PLANTS[plant]
+    text = native.SOURCE.read_text()
+    assert before in text
+    planted = tmp_path / native.SOURCE.name
+    planted.write_text(text.replace(before, after))
+    native.compile_to(tmp_path / "device_guard.so", SANITIZED, planted)
+    ended = run_sanitized(tmp_path / "device_guard.so", 20)
+    assert ended.returncode != 0
+    assert report in ended.stderr
