@@ -167,6 +167,18 @@ def _is_dense(tensor: Any) -> bool:
     return True
 
 
+tensors_in_place = False
+"""Whether received tensors are in the memory of their channel itself, and not in private pages.
+
+A process may set this if no fork of it uses these tensors, because a fork would share them. The nodes of
+remote tensors do so: mapping private pages and reading them costs as much as copying the tensor.
+"""
+
+
+def _writable(view: View) -> View:
+    return view if tensors_in_place else view.private()
+
+
 def _rebuild_tensor(buffer: Any, dtype: Any, shape: Any, stride: Any, requires_grad: bool) -> Any:
     import torch
 
@@ -174,7 +186,7 @@ def _rebuild_tensor(buffer: Any, dtype: Any, shape: Any, stride: Any, requires_g
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     else:
         # torch has no read-only tensors, so the tensor must be in memory that this process may write
-        own = buffer.private() if isinstance(buffer, View) else bytearray(memory)
+        own = _writable(buffer) if isinstance(buffer, View) else bytearray(memory)
         tensor = torch.frombuffer(own, dtype=torch.uint8).view(dtype).as_strided(shape, stride)
     return tensor.requires_grad_(requires_grad)
 

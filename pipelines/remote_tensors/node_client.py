@@ -103,6 +103,7 @@ class NodeClient:
         self.probe = 0, 0
         self.timed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.strict = "off"
+        self.route: Any = None  # how other processes reach the node; set by handle_transfer
         self.progress: CommandProgress | None = None
         self.death: BaseException | None = None
         self.closed = self.death_raised = False

@@ -13,12 +13,14 @@ import itertools
 import pickle
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from flowchan import Broken, Channel, Closed
+from flowchan.items import arrays
 from flowchan.pipelines.children.parent_handle import Parent
 from flowchan.pipelines.remote_tensors.command_format import (
     NodeDevice,
@@ -147,6 +149,7 @@ class Node:
         self.number, self.commands, self.device = number, commands, device
         self.inbox, self.senders = Inbox(inbox), Senders()
         self.clients: dict[str, ClientTable] = {}
+        self.numbers = itertools.count()
         self.running: Any = [0, 0] if progress is None else progress.words
 
     def run(self) -> None:
@@ -158,9 +161,14 @@ class Node:
                 except Closed:
                     return
                 if kind == "hello":
-                    self.clients[client] = ClientTable(rest[0], len(self.clients))
+                    self.clients[client] = ClientTable(rest[0], next(self.numbers))
                     continue
-                table = self.clients[client]
+                if kind == "drop":  # a client or an export has ended
+                    self.clients.pop(client, None)
+                    continue
+                table = self.clients.get(client)
+                if table is None:
+                    continue  # sent before the client ended
                 self.running[0] = table.number
                 if kind is None:
                     self.run_batch(client, table, rest[0])
@@ -278,6 +286,21 @@ class Node:
                 value = self.failed(client, table, id, name, error)
         table.tensors[id] = value
 
+    def on_export(self, client: str, table: ClientTable, id: int, name: str, token: int) -> None:
+        """Keep a tensor for the receivers of an item, in a table of its own."""
+        self.clients.setdefault(name, ClientTable(table.replies, table.number)).tensors[token] = (
+            table.tensors[id]
+        )
+
+    def on_import(self, client: str, table: ClientTable, id: int, name: str, token: int) -> None:
+        """Give a client a tensor from an item that it has received."""
+        export = self.clients.get(name)
+        if export is None:
+            error = RuntimeError("the tensor's lease has ended before the tensor was received")
+            table.tensors[id] = self.failed(client, table, id, "receive a tensor", error)
+        else:
+            table.tensors[id] = export.tensors[token]
+
     def on_send(self, client: str, table: ClientTable, number: int, id: int, peer: str, key: str) -> None:
         """Send a tensor or its failure to another node."""
         self.running[1] = number
@@ -386,7 +409,8 @@ class Node:
 
     def answer_stats(self, client: str, table: ClientTable) -> tuple[int, ...]:
         """Return the number of commands and live tensors, and of the bytes received and sent."""
-        return table.commands, len(table.tensors), table.uploaded, table.downloaded
+        tensors = sum(len(one.tensors) for one in self.clients.values())
+        return table.commands, tensors, table.uploaded, table.downloaded
 
     def answer_run(
         self, client: str, table: ClientTable, number: int, spec: bytes, inputs: list[int], scalars: list[Any]
@@ -438,6 +462,8 @@ def node_main(
 ) -> None:
     """Run a node. The child calls this function."""
     error: list[BaseException] = []
+    arrays.tensors_in_place = True
+    warnings.filterwarnings("ignore", "The given buffer is not writable")  # but the memory is
 
     def run() -> None:
         try:

@@ -21,6 +21,7 @@ from flowchan.items.arguments import pause, whole
 from flowchan.pipelines import children
 from flowchan.pipelines.remote_tensors import device_table, remote_device
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
+from flowchan.pipelines.remote_tensors.lease_watch import HandleRoutes
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
 from flowchan.pipelines.remote_tensors.node_copies import NODE_DIED, NodePlace, Reach
 from flowchan.pipelines.remote_tensors.node_worker import node_main
@@ -41,7 +42,7 @@ class NodeStats(NamedTuple):
         commands: Number of commands that the node has run for this process.
         misses: Number of operations with new metadata.
         waits: Number of answers that this process waited for.
-        tensors: Number of tensors that the node keeps for this process.
+        tensors: Number of tensors that the node keeps, for all processes and for items in channels.
         uploaded: Number of bytes of tensors that this process has sent to the node.
         downloaded: Number of bytes of tensors that this process has fetched from the node.
         host: Name of the node's host; empty on the program's machine.
@@ -152,6 +153,7 @@ class RemoteNodes(Sequence[torch.device]):
             )
             watcher.start()
             self._watchers.append(watcher)
+        self._routes = HandleRoutes(uuid.uuid4().hex, self._clients, commands, make(WAITING))
 
     def __getitem__(self, number: Any) -> Any:
         """Return the device of a node."""
@@ -264,6 +266,7 @@ class RemoteNodes(Sequence[torch.device]):
 
     def _end(self) -> None:
         """End the nodes without waiting for their commands."""
+        self._routes.close()
         for number, client in enumerate(self._clients):
             client.close()
             device_table.set_client(self._first + number, None)

@@ -126,10 +126,19 @@ def wrapped(meta: TensorMeta, handle: TensorHandle) -> RemoteTensor:
     """Return a tensor for a handle."""
     make = meta.make
     if make is None:
+        # torch parses no strides faster than those of a contiguous tensor
+        plain = not meta.offset and meta.stride == torch.empty(meta.shape, device="meta").stride()
         make = meta.make = functools.partial(
             torch.Tensor._make_wrapper_subclass,
-            RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, torch.strided, meta.device,
-        )  # fmt: skip
+            RemoteTensor,
+            meta.shape,
+            None if plain else meta.stride,
+            None if plain else meta.offset,
+            None,
+            meta.dtype,
+            torch.strided,
+            meta.device,
+        )
     tensor: RemoteTensor = make()
     tensor._m, tensor._h = meta, handle
     return tensor

@@ -47,6 +47,21 @@ def download(tensor: Any) -> torch.Tensor:
     return values
 
 
+def _changes(source: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a copy that change the tensor; ``.to(device)`` passes all of them."""
+    same = {
+        "dtype": source.dtype,
+        "layout": torch.strided,
+        "pin_memory": False,
+        "memory_format": torch.preserve_format,
+    }
+    return {
+        name: value
+        for name, value in options.items()
+        if name != "non_blocking" and (name not in same or value != same[name])
+    }
+
+
 def _to_copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Copy a tensor to another device, dtype or memory format."""
     (source,) = args
@@ -56,18 +71,18 @@ def _to_copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         same = {"dtype": source.dtype, "layout": torch.strided, "memory_format": torch.preserve_format}
         options = {name: value for name, value in options.items() if value is not same.get(name)}
     if type(source) is not RemoteTensor:
-        client = client_at(device)
-        options.pop("non_blocking", None)
-        return upload(client, aten._to_copy.default(source, **options) if options else source)
+        client, options = client_at(device), _changes(source, options)
+        # copying here as well gives dense strides to a tensor with gaps, and memory to a zero tensor
+        plain = not options and source.is_contiguous() and not source._is_zerotensor()
+        return upload(client, source if plain else aten._to_copy.default(source, **options))
     if device is None or device == source.device or (device.type == "remote" and device.index is None):
         return ordinary(plan, args, options)
+    options = _changes(source, options)
     if device.type == "remote":
         client = client_at(device)
-        options.pop("non_blocking", None)
         moved = send_to(client, source)
         return call(aten._to_copy.default, moved, **options) if options else moved
     values = download(source)
-    options.pop("non_blocking", None)
     return (
         aten._to_copy.default(values, device=device, **options) if options or device.type != "cpu" else values
     )
@@ -92,23 +107,25 @@ def _copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _replaced(client: NodeClient, target: Any, source: torch.Tensor) -> bool:
     """Upload into the place of an empty tensor if no other command has used it."""
-    number = next(client.numbers)
-    meta = target._m
+    id, meta = target._h.id, target._m
     if (
-        number != target._h.id + 1
+        # The last command has no input, so its output has no alias: an input would have a smaller id.
+        client.buffer[-2:] != [id, id]
         or meta.dtype != source.dtype
         or meta.shape != tuple(source.shape)
         or meta.stride != source.stride()
         or meta.offset != 0
     ):
         return False
-    client.send("upload", target._h.id, source.detach().resolve_conj().resolve_neg())
+    client.send("upload", id, source.detach().resolve_conj().resolve_neg())
     return True
 
 
 def send_to(client: NodeClient, source: Any) -> Any:
     """Copy a tensor from its node to another node, without a copy in this process."""
     sender = source._m.client
+    if sender.route.nodes != client.route.nodes:  # nodes have channels only to nodes started with them
+        return upload(client, download(source))
     out, number = next(sender.numbers), next(client.numbers)
     note_site(sender, out)
     note_site(client, number)

@@ -1,0 +1,237 @@
+"""Remote tensors in the items of channels: another process gets a handle, not the values.
+
+Algorithm. The sender tells the node to keep the tensor under a name, the *export*. The item contains the
+metadata, the command channel of the node, and a *lease*: a channel that nobody writes to. The receiver tells
+the node to copy the entry from the export into its own table. Its operations then go straight to the node.
+The program that started the nodes watches the lease (``lease_watch.py``). When no process and no item has the
+lease any more, the program tells the node to drop the export. An item can therefore be unpickled any number
+of times, for example after the death of a worker, and an item that is never read does not leak.
+
+Invariants. The sender registers the lease before it exports, and exports before the item can arrive. The
+receiver imports before it releases the lease. All of these messages go through one command channel, so they
+arrive in this order. A receiving process also has a lease. If the process ends, the node drops its table.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copyreg
+import functools
+import itertools
+import os
+import threading
+import uuid
+import weakref
+from typing import Any
+
+import torch
+
+from flowchan import Channel, ChannelError, _core
+from flowchan.pipelines.children.child_state import released
+from flowchan.pipelines.remote_tensors import device_table, remote_device
+from flowchan.pipelines.remote_tensors.node_client import NodeClient, TensorHandle
+from flowchan.pipelines.remote_tensors.remote_errors import RemoteError
+from flowchan.pipelines.remote_tensors.remote_tensor import RemoteTensor, wrapped
+from flowchan.pipelines.remote_tensors.templates import interned
+from flowchan.run.crew.at_exit import before_exit
+from flowchan.transport import descriptors
+
+REPLIES = 64
+"""Capacity of the channel with a node's answers to one client."""
+
+
+class Route:
+    """How processes reach one node.
+
+    Args:
+        nodes: Identity of the ``RemoteNodes``.
+        number: Number of the node.
+        commands: Command channel of the node.
+        leases: Channel to the program that watches leases.
+        entrance: Route for other hosts, or None if this process cannot provide one.
+    """
+
+    def __init__(
+        self, nodes: str, number: int, commands: Channel[Any], leases: Channel[Any], entrance: Any = None
+    ) -> None:
+        self.nodes, self.number = nodes, number
+        self.commands, self.leases = commands, leases
+        self._entrance = entrance
+
+    def for_this_item(self, device: torch.device) -> Route:
+        """Return the route for the item that this thread is pickling.
+
+        Raises:
+            TypeError: The item goes to another host, which cannot reach the node.
+        """
+        if not descriptors.is_for_another_host() or self.commands.transport.reached_by:
+            return self
+        if self._entrance is None:
+            raise TypeError(
+                f"a tensor on {device} cannot be sent to another host by this process; send it from the "
+                "program that started the nodes, or start them with RemoteNodes(on=pool)"
+            )
+        found: Route = self._entrance(self.number)
+        return found
+
+    def lease(self, name: str) -> Channel[Any]:
+        """Return a new lease, whose end makes the node drop the table with this name."""
+        lease = self.commands._another(1)
+        self.leases.put((self.number, name, lease))
+        self.leases.flush()
+        return lease
+
+    def close(self) -> None:
+        """Release the channels. Tensors that live longer keep this object, but no descriptors."""
+        self.commands = self.leases = released()
+        self._entrance = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return client_of, (self.nodes, self.number, self.commands, self.leases)
+
+
+class Export:
+    """Tensors of one node in one item."""
+
+    def __init__(self, route: Route) -> None:
+        self.route, self.name = route, uuid.uuid4().hex
+        self.lease = route.lease(self.name)
+        self.tokens = itertools.count()
+
+
+_exports: weakref.WeakKeyDictionary[descriptors.Parcel, dict[NodeClient, Export]]
+_exports = weakref.WeakKeyDictionary()
+
+
+def reduced(tensor: Any) -> Any:
+    """Return what pickle stores for a remote tensor.
+
+    An item of a channel contains a handle. Other pickles contain the values.
+    """
+    parcel = descriptors.now.packing
+    if parcel is None:
+        return tensor.__reduce_ex__(5)
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise TypeError(
+            f"a tensor of shape {tuple(tensor.shape)} is part of an autograd graph "
+            f"(grad_fn={type(tensor.grad_fn).__name__}); send tensor.detach()"
+        )
+    meta, client = tensor._m, tensor._m.client
+    client._check()
+    exports = _exports.setdefault(parcel, {})
+    if client not in exports:
+        exports[client] = Export(client.route.for_this_item(tensor.device))
+    export = exports[client]
+    token = next(export.tokens)
+    client.send("export", tensor._h.id, export.name, token)
+    client.route.commands.flush()
+    form = meta.shape, meta.stride, meta.offset, meta.dtype
+    is_parameter = getattr(tensor, "_is_param", False)
+    marks = tensor.requires_grad, is_parameter
+    return arrive, (export.route, export.lease, export.name, token, form, marks)
+
+
+def arrive(
+    client: NodeClient, lease: Channel[Any], name: str, token: int, form: Any, marks: tuple[bool, bool]
+) -> Any:
+    """Return the remote tensor of a received handle.
+
+    The caller keeps the lease until this function returns.
+    """
+    id = next(client.numbers)
+    with _node_errors(client.number):
+        client.send("import", id, name, token)
+        client.route.commands.flush()
+    # so that a worker that ends after the item does not lose operations on the tensor
+    _core._when_finished(functools.partial(_sent, client))
+    tensor: Any = wrapped(interned(client, *form), TensorHandle(id, client.frees))
+    requires_grad, is_parameter = marks
+    if is_parameter:
+        tensor._is_param = True
+    return tensor.requires_grad_(requires_grad)
+
+
+@contextlib.contextmanager
+def _node_errors(number: int) -> Any:
+    """Replace errors of the command channel, so that a reader does not take them for its own channel's."""
+    try:
+        yield
+    except ChannelError as error:
+        raise RemoteError(
+            f"a tensor of node {number} can't be received: the node has ended", node=number
+        ) from error
+
+
+_clients: dict[tuple[str, int], NodeClient] = {}
+_leases: dict[tuple[str, int], Channel[Any]] = {}
+"""Leases of the clients that were made for received handles. They end with this process."""
+_changing = threading.Lock()
+
+
+def add_client(client: NodeClient, route: Route) -> None:
+    """Record the client that this process uses for a node."""
+    client.route = route
+    _clients[route.nodes, route.number] = client
+
+
+def remove_client(route: Route) -> None:
+    """Forget a client, because its nodes were closed."""
+    _clients.pop((route.nodes, route.number), None)
+    route.close()
+
+
+def client_of(nodes: str, number: int, commands: Channel[Any], leases: Channel[Any]) -> NodeClient:
+    """Return this process's client of a node, which becomes a new device if it is unknown."""
+    with _changing:
+        known = _clients.get((nodes, number))
+        if known is not None:
+            return known
+        remote_device.register()
+        torch.autograd.set_multithreading_enabled(False)  # as RemoteNodes does
+        _remove_ended()
+        index = device_table.free_index(1)
+        route = Route(nodes, number, commands, leases)
+        with _node_errors(number):
+            client = NodeClient(torch.device("remote", index), number, commands, commands._another(REPLIES))
+            _leases[nodes, number] = route.lease(client.id)
+        device_table.set_client(index, client)
+        add_client(client, route)
+        before_exit(flush_all, 0)
+        return client
+
+
+def _remove_ended() -> None:
+    """Free the device indices of received nodes that have ended."""
+    for key in list(_leases):
+        client = _clients[key]
+        if client.route.commands.closed:
+            client.close()
+            device_table.set_client(client.device.index, None)
+            remove_client(client.route)
+            del _leases[key]
+
+
+def _sent(client: NodeClient) -> None:
+    with contextlib.suppress(Exception):  # the next operation raises the error
+        client.flush()
+        client.route.commands.flush()
+
+
+def flush_all() -> None:
+    """Send the commands of all received nodes."""
+    for key in list(_leases):
+        _sent(_clients[key])
+
+
+def _after_fork() -> None:
+    """Let a forked child make its own clients. Leases must not outlive the process that has them."""
+    global _changing
+    _changing = threading.Lock()
+    _clients.clear()
+    _leases.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(flush_all)
+copyreg.pickle(RemoteTensor, reduced)
