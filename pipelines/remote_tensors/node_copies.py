@@ -108,7 +108,7 @@ def introduce(sender: NodeClient, receiver: NodeClient) -> None:
                 "flowchan: copies from %s to %s go through this program: %s",
                 sender.device,
                 receiver.device,
-                error.__cause__ or error,
+                str(error.__cause__ or error),
             )
             if receiver.relay is None:
                 receiver.relay = reach.channel()

@@ -116,9 +116,10 @@ class RemoteNodes(Sequence[torch.device]):
     ) -> None:
         whole("RemoteNodes", "n", n, 1)
         single = isinstance(device, (str, torch.device))
-        devices = [device] * n if single else list(device)  # type: ignore[arg-type]
+        devices: list[Any] = [device] * n if single else list(device)  # type: ignore[arg-type]
         if len(devices) != n:
             raise ValueError(f"RemoteNodes: device must be one device or a list of {n}, got {len(devices)}")
+        devices = [torch.device(one) for one in devices]  # raises before any node starts
         remote_device.register()
         placement = placement_argument("RemoteNodes", on)
         make: Any = functools.partial(Channel, across="processes")
@@ -140,7 +141,7 @@ class RemoteNodes(Sequence[torch.device]):
             kid.run(node_main, number, commands[number], place.inbox, str(devices[number]), threads, progress)
             index = torch.device("remote", self._first + number)
             client = NodeClient(index, number, commands[number], make(WAITING), place)
-            client.kernels = torch.device(str(devices[number])).type
+            client.kernels = devices[number].type
             client.progress = progress
             self._clients.append(client)
             device_table.set_client(self._first + number, client)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.optional_packages import optional
+from support.preloaded_programs import ONE_THREAD
 
 from flowchan.hosts import local
 
@@ -17,6 +19,18 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 WAIT_S = 60
 ROW = 1 << 18
 """Number of float32 elements of 1 MB."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _agents_share_one_import_of_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Import torch once, in the agents' fork server."""
+    folder = tmp_path_factory.mktemp("preload")
+    (folder / "sitecustomize.py").write_text("import torch\n")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ONE_THREAD.items():  # a process can be forked only while it has a single thread
+            patch.setenv(name, value)
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +122,39 @@ def test_copies_between_nodes_on_two_pools(host_nodes: Any) -> None:
     with RemoteNodes(1, on=local(1)) as others:
         there = (numbers(ROW).to(host_nodes[0]) + 1).to(others[0])
         assert torch.equal((there * 2).to(host_nodes[1]).cpu(), (numbers(ROW) + 1) * 2)
+
+
+class UnreachableNode:
+    """Client of a node whose inbox no other node can connect to."""
+
+    def __init__(self, id: str, reach: Any) -> None:
+        from flowchan.pipelines.remote_tensors.node_copies import NodePlace
+
+        self.place, self.device = NodePlace(id, None, reach), id
+        self.introduced: dict[str, Any] = {}
+        self.relay: Any = None
+        self.sent: list[Any] = []
+
+    def ask(self, *question: Any) -> None:
+        from flowchan.pipelines import RemoteError
+
+        raise RemoteError("no route to the inbox")
+
+    def send(self, *message: Any) -> None:
+        self.sent.append(message)
+
+
+def test_unreachable_inbox_is_replaced_by_a_channel_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    from flowchan.pipelines.remote_tensors.node_copies import Reach, introduce
+
+    reach = Reach("127.0.0.1", False, 10.0)
+    sender, receiver = UnreachableNode("a", reach), UnreachableNode("b", reach)
+    for _ in range(2):
+        introduce(sender, receiver)  # type: ignore[arg-type]
+    assert receiver.sent == [("relay", receiver.relay)]
+    assert sender.sent == [("peer", "b", receiver.relay)]
+    assert "copies from a to b go through this program: no route to the inbox" in caplog.text
+    receiver.relay.close()
 
 
 def test_nodes_are_dealt_out_to_all_hosts(host_nodes: Any) -> None:
