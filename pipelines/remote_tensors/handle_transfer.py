@@ -1,11 +1,11 @@
 """Remote tensors in the items of channels: another process gets a handle, not the values.
 
 Algorithm. The sender tells the node to keep the tensor under a name, the *export*. The item contains the
-metadata, the command channel of the node, and a *lease*: a channel that nobody writes to. The receiver tells
+metadata, the command channel of the node, and a *lease*: a channel that stays empty. The receiver tells
 the node to copy the entry from the export into its own table. Its operations then go straight to the node.
 The program that started the nodes watches the lease (``lease_watch.py``). When no process and no item has the
 lease any more, the program tells the node to drop the export. An item can therefore be unpickled any number
-of times, for example after the death of a worker, and an item that is never read does not leak.
+of times, for example after the death of a worker. An item that is never read does not leak.
 
 Invariants. The sender registers the lease before it exports, and exports before the item can arrive. The
 receiver imports before it releases the lease. All of these messages go through one command channel, so they
@@ -43,7 +43,7 @@ REPLIES = 64
 
 
 class Route:
-    """How processes reach one node.
+    """Addresses by which processes reach one node.
 
     Args:
         nodes: Identity of the ``RemoteNodes``.
@@ -77,8 +77,8 @@ class Route:
             return self
         if self._entrance is None:
             raise TypeError(
-                f"a tensor on {device} cannot be sent to another host by this process; send it from the "
-                "program that started the nodes, or start them with RemoteNodes(on=pool)"
+                f"a tensor on {device} cannot be sent to another host from this process; send it from "
+                "the program of the nodes, or use RemoteNodes(on=pool)"
             )
         found: Route = self._entrance(self.number)
         return found
