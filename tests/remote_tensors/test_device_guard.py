@@ -127,22 +127,17 @@ def test_sanitizers_report_no_error_in_backward_passes(tmp_path: Path) -> None:
     assert "ERROR" not in ended.stderr
 
 
-PLANTS = {
-    "address": (
-        "device_count = static_cast<DeviceIndex>(value);",
-        "char* freed = new char[8]; delete[] freed; device_count = freed[0];",
-        "heap-use-after-free",
-    ),
-    "bounds": ("char places[128];", "char places[1];", "index 1 out of bounds"),
-}
+PLANT = (
+    "device_count = static_cast<DeviceIndex>(value);",
+    "char* freed = new char[8]; delete[] freed; device_count = freed[0];",
+)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plant", PLANTS)
-def test_sanitizers_find_a_fault_planted_in_the_guard(plant: str, tmp_path: Path) -> None:
+def test_sanitizers_find_a_fault_planted_in_the_guard(tmp_path: Path) -> None:
     from flowchan_torch import native
 
-    before, after, report = PLANTS[plant]
+    before, after = PLANT
     text = native.SOURCE.read_text()
     assert before in text
     planted = tmp_path / native.SOURCE.name
@@ -150,4 +145,4 @@ def test_sanitizers_find_a_fault_planted_in_the_guard(plant: str, tmp_path: Path
     native.compile_to(tmp_path / "device_guard.so", SANITIZED, planted)
     ended = run_sanitized(tmp_path / "device_guard.so", 20)
     assert ended.returncode != 0
-    assert report in ended.stderr
+    assert "heap-use-after-free" in ended.stderr
