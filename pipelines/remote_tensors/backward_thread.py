@@ -19,7 +19,7 @@ def stay_in_calling_thread() -> None:
     engine = autograd._engine_run_backward
     if getattr(engine, "_remote", False):
         return
-    # Before the device type is registered: with device threads, forked children could not run backward passes.
+    # Before the device type exists: with device threads, forked children could not run backward passes.
     with torch.inference_mode(False), torch.enable_grad():
         torch.ones(1, device="cpu", requires_grad=True).sum().backward()
 
