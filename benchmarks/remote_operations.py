@@ -1,4 +1,4 @@
-"""Programs of the benchmark ``remote_tensors``: each measures one system in a process of its own.
+"""Programs of the benchmark ``remote_tensors``: each measures one system in a new process.
 
 ``python -m benchmarks.remote_operations SYSTEM COUNT`` prints the figures as JSON: the name of each
 measurement, and seconds. Only the programs of flowchan import flowchan, because Monarch may have its own

@@ -123,4 +123,5 @@ def _start_engine() -> None:
 
     # A child of a process whose engine has threads cannot run backward passes at all.
     with contextlib.suppress(RuntimeError):
-        torch.ones(1, device="cpu", requires_grad=True).sum().backward()
+        loss: Any = torch.ones(1, device="cpu", requires_grad=True).sum()
+        loss.backward()

@@ -2,12 +2,12 @@
 // stream of each. Python reads and sets them through the module at the end of the file.
 //
 // Why torch's guard for devices in Python is not enough. Autograd puts each node of a backward pass under a stream
-// guard, whose destructor calls exchangeStream(). torch's Python guard is noexcept there and calls the Python method
+// guard. Its destructor calls exchangeStream(). torch's Python guard is noexcept there and calls the Python method
 // type_(). If an operation of the node has raised, that Python exception is still pending, and no Python code may run.
 // Either the call fails, and the process aborts with "terminate called without an active exception". Or the call
 // clears the exception, and the user gets "SystemError: run_backward returned NULL without setting an exception".
-// No function of this guard that the engine calls runs Python code. torch's guard also has one device only, so that
-// the engine asserts at remote:1.
+// The engine calls no function of this guard that runs Python code. The engine also asserts at remote:1 with
+// torch's guard, which has one device.
 //
 // Invariant: backward passes run in the thread that calls backward(). The engine makes one thread for each device that
 // it finds at the process's first pass. It asserts at a later device, and a fork of a process with such threads cannot

@@ -1,9 +1,9 @@
-"""Run backward passes in the calling thread if there is no C++ device guard.
+"""Run backward passes in the calling thread if the C++ device guard is missing.
 
-torch runs the backward operations of a device in a thread of that device. It starts the threads at the first
-backward pass, one for each device of that time, so it aborts for nodes that start later. torch's guard for
-devices in Python has one device, so the engine also aborts for ``remote:1``. The C++ guard keeps passes in
-the calling thread. This module does so without a compiler.
+torch runs the backward operations of a device in a thread of that device. The engine starts one thread for
+each device at its first backward pass, and therefore aborts for nodes that start later. It also aborts for
+``remote:1``, because torch's guard for devices in Python has one device. The C++ guard keeps passes in the
+calling thread. This module does so without a compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def stay_in_calling_thread() -> None:
         return
     # Before the device type exists: with device threads, forked children could not run backward passes.
     with torch.inference_mode(False), torch.enable_grad():
-        torch.ones(1, device="cpu", requires_grad=True).sum().backward()
+        loss: Any = torch.ones(1, device="cpu", requires_grad=True).sum()
+        loss.backward()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.set_multithreading_enabled(False):

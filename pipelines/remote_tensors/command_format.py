@@ -44,7 +44,7 @@ class Payload(NamedTuple):
 
 
 class TemplateSpec(NamedTuple):
-    """What a node needs to run the commands of one template.
+    """Describe the commands of one template to a node.
 
     Attributes:
         operation: Name of the operator with its overload, such as ``aten::add.Tensor``.

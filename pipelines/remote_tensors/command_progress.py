@@ -19,9 +19,9 @@ SIZE = 8 * WORDS
 class CommandProgress:
     """Progress of a node, which the program reads after the node's death.
 
-    The node sets word 0 to the number of the client whose commands it executes, and word 1 to the number of a
-    command before it executes the command. After a command, it negates word 1. Both words are written by the
-    node only. Client 0 is the program.
+    Word 0 is the number of the client whose commands the node executes; client 0 is the program. Before a
+    command, the node sets word 1 to the command's number. After the command, it negates word 1. Only the node
+    writes these words.
     """
 
     def __init__(self) -> None:

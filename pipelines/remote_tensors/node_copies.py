@@ -15,19 +15,15 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from flowchan import Broken, Channel, ChannelError, Closed, Full, select
+from flowchan import Broken, Channel, Closed, Full, select
 from flowchan.hosts import open_channel
-from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
 from flowchan.pipelines.remote_tensors.remote_failures import RemoteFailure
 from flowchan.remote.channel_server import ChannelServer
 from flowchan.transport.tcp import joined, route_to
-
-if TYPE_CHECKING:
-    from flowchan.pipelines.remote_tensors.node_client import NodeClient
 
 WAITING = 64
 """Number of tensors in an inbox at which a sender's thread waits."""
@@ -37,7 +33,7 @@ log = logging.getLogger("flowchan.remote_tensors")
 
 
 class Reach(NamedTuple):
-    """How hosts reach the program, as their pool says.
+    """Describe how hosts reach the program, from the options of their pool.
 
     Attributes:
         at: Address of the program.
@@ -59,7 +55,7 @@ class Reach(NamedTuple):
 
 
 class NodePlace(NamedTuple):
-    """How other nodes reach a node.
+    """Describe how other nodes reach a node.
 
     Attributes:
         id: Identity of the node.
@@ -81,40 +77,6 @@ def can_copy(place: NodePlace) -> bool:
     A process on another host cannot introduce nodes on the program's machine. It copies the tensors itself.
     """
     return place.inbox is not None or place.reach is not None
-
-
-def introduce(sender: NodeClient, receiver: NodeClient) -> None:
-    """Give a node the inbox of another node, once. The program keeps it, to report the sender's death.
-
-    If one of them is on a host, this waits until the sender has connected to the inbox.
-    """
-    if receiver.place.id in sender.introduced:
-        return
-    reach = receiver.place.reach or sender.place.reach
-    if reach is None:
-        assert receiver.place.inbox is not None
-        sender.introduced[receiver.place.id] = receiver.place.inbox
-        sender.send("peer", receiver.place.id, receiver.place.inbox)
-    else:
-        try:
-            at = receiver.ask("inbox", reach)
-            inbox = open_channel(at[0], at[1], tls=at[2])
-            sender.ask("peer", receiver.place.id, *at)
-            sender.introduced[receiver.place.id] = inbox
-        except NodeDied:
-            raise
-        except (RemoteError, ChannelError) as error:
-            log.warning(
-                "flowchan: copies from %s to %s go through this program: %s",
-                sender.device,
-                receiver.device,
-                str(error.__cause__ or error),
-            )
-            if receiver.relay is None:
-                receiver.relay = reach.channel()
-                receiver.send("relay", receiver.relay)
-            sender.introduced[receiver.place.id] = receiver.relay
-            sender.send("peer", receiver.place.id, receiver.relay)
 
 
 # --- in the nodes ---
@@ -188,7 +150,7 @@ class Senders:
                 return
             except Full:
                 pass
-            except (Closed, Broken):  # the client learns of the node's end by itself
+            except (Closed, Broken):  # the client notices that the node has ended
                 return
         if backlog is None:
             backlog = self._backlogs[peer] = queue.Queue()

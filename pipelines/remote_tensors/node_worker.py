@@ -233,7 +233,7 @@ class Node:
     def fail(
         self, table: ClientTable, template: Compiled, commands: list[Any], place: int, failure: RemoteFailure
     ) -> None:
-        """Store a failure for the outputs of a command, and for all views of what it changes."""
+        """Store a failure for the outputs of a command, and for all views of the tensors that it changes."""
         first = place + 2 + template.outputs
         for id in commands[place + 2 : first]:
             table.tensors[id] = failure
@@ -287,7 +287,7 @@ class Node:
         table.tensors[id] = value
 
     def on_export(self, client: str, table: ClientTable, id: int, name: str, token: int) -> None:
-        """Keep a tensor for the receivers of an item, in a table of its own."""
+        """Keep a tensor for the receivers of an item, in a separate table."""
         self.clients.setdefault(name, ClientTable(table.replies, table.number)).tensors[token] = (
             table.tensors[id]
         )
@@ -467,7 +467,7 @@ def node_main(
 
     def run() -> None:
         try:
-            # A thread of its own: the OpenMP threads of a forked parent cannot be used in the forking thread.
+            # A new thread: the forking thread cannot use the OpenMP threads of a forked parent.
             torch.set_num_threads(threads)
             Node(number, commands, inbox, torch.device(device), progress).run()
         except BaseException as raised:

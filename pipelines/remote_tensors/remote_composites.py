@@ -28,8 +28,8 @@ FLASH = 1
 """torch's number for flash attention."""
 
 
-class Weights(NamedTuple):
-    """Weights of one layer and direction."""
+class LayerWeights(NamedTuple):
+    """LayerWeights of one layer and direction."""
 
     w_ih: Tensor
     w_hh: Tensor
@@ -38,11 +38,11 @@ class Weights(NamedTuple):
     w_hr: Tensor | None = None
 
 
-Step = Callable[[Tensor, State, Weights], State]
-Run = Callable[[Tensor, State, Weights, bool], tuple[Tensor, State]]
+Step = Callable[[Tensor, State, LayerWeights], State]
+Run = Callable[[Tensor, State, LayerWeights, bool], tuple[Tensor, State]]
 
 
-def _lstm_step(gates: Tensor, state: State, weights: Weights) -> State:
+def _lstm_step(gates: Tensor, state: State, weights: LayerWeights) -> State:
     hx, cx = state
     all_gates = torch.nn.functional.linear(hx, weights.w_hh, weights.b_hh).add_(gates)
     parts = torch.unsafe_chunk(all_gates, 4, 1)
@@ -53,7 +53,7 @@ def _lstm_step(gates: Tensor, state: State, weights: Weights) -> State:
     return (hy if weights.w_hr is None else torch.matmul(hy, weights.w_hr.t()), cy)
 
 
-def _gru_step(gates: Tensor, state: State, weights: Weights) -> State:
+def _gru_step(gates: Tensor, state: State, weights: LayerWeights) -> State:
     (hx,) = state
     of_input = torch.unsafe_chunk(gates, 3, 1)
     of_state = torch.unsafe_chunk(torch.nn.functional.linear(hx, weights.w_hh, weights.b_hh), 3, 1)
@@ -63,18 +63,18 @@ def _gru_step(gates: Tensor, state: State, weights: Weights) -> State:
     return ((hx - new).mul_(update).add_(new),)
 
 
-def _tanh_step(gates: Tensor, state: State, weights: Weights) -> State:
+def _tanh_step(gates: Tensor, state: State, weights: LayerWeights) -> State:
     return (torch.nn.functional.linear(state[0], weights.w_hh, weights.b_hh).add_(gates).tanh(),)
 
 
-def _relu_step(gates: Tensor, state: State, weights: Weights) -> State:
+def _relu_step(gates: Tensor, state: State, weights: LayerWeights) -> State:
     return (torch.nn.functional.linear(state[0], weights.w_hh, weights.b_hh).add_(gates).relu(),)
 
 
 def _whole(step: Step) -> Run:
     """Return a function that runs one layer over sequences of equal length."""
 
-    def run(inputs: Tensor, state: State, weights: Weights, backwards: bool) -> tuple[Tensor, State]:
+    def run(inputs: Tensor, state: State, weights: LayerWeights, backwards: bool) -> tuple[Tensor, State]:
         gates = torch.nn.functional.linear(inputs, weights.w_ih, weights.b_ih).unbind(0)
         if not gates:
             raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
@@ -90,7 +90,7 @@ def _whole(step: Step) -> Run:
 def _packed(step: Step, sizes: Sequence[int]) -> Run:
     """Return a function that runs one layer over packed sequences; ``sizes`` has the batch of each step."""
 
-    def forwards(gates: Tensor, state: State, weights: Weights) -> tuple[Tensor, State]:
+    def forwards(gates: Tensor, state: State, weights: LayerWeights) -> tuple[Tensor, State]:
         outputs: list[Tensor] = []
         ended: list[State] = []
         offset, last = 0, sizes[0]
@@ -106,7 +106,7 @@ def _packed(step: Step, sizes: Sequence[int]) -> Run:
         ended.append(state)
         return torch.cat(outputs, 0), tuple(torch.cat(parts, 0) for parts in zip(*ended[::-1], strict=True))
 
-    def backwards(gates: Tensor, first: State, weights: Weights) -> tuple[Tensor, State]:
+    def backwards(gates: Tensor, first: State, weights: LayerWeights) -> tuple[Tensor, State]:
         outputs: list[Tensor] = []
         offset, last = gates.size(0), sizes[-1]
         state = tuple(part.narrow(0, 0, last) for part in first)
@@ -120,7 +120,7 @@ def _packed(step: Step, sizes: Sequence[int]) -> Run:
             outputs.append(state[0])
         return torch.cat(outputs[::-1], 0), state
 
-    def run(inputs: Tensor, state: State, weights: Weights, reverse: bool) -> tuple[Tensor, State]:
+    def run(inputs: Tensor, state: State, weights: LayerWeights, reverse: bool) -> tuple[Tensor, State]:
         gates = torch.nn.functional.linear(inputs, weights.w_ih, weights.b_ih)
         return (backwards if reverse else forwards)(gates, state, weights)
 
@@ -135,7 +135,7 @@ def _one_dnn(like: State, layers: int, biases: bool, both: bool, batch_first: bo
     """
     hidden = like[0].size(2)
 
-    def run(inputs: Tensor, state: State, weights: Weights, reverse: bool) -> tuple[Tensor, State]:
+    def run(inputs: Tensor, state: State, weights: LayerWeights, reverse: bool) -> tuple[Tensor, State]:
         zeros = [torch.zeros_like(weight) for weight in weights[:2]] if not biases else []
         output, hy, cy, _ = aten.mkldnn_rnn_layer(
             inputs, *(weights[:2] if zeros else weights[:4]), *zeros, *state, reverse, [],
@@ -146,14 +146,14 @@ def _one_dnn(like: State, layers: int, biases: bool, both: bool, batch_first: bo
     return run
 
 
-def _gather(params: Sequence[Tensor], biases: bool, projections: bool) -> list[Weights]:
+def _gather(params: Sequence[Tensor], biases: bool, projections: bool) -> list[LayerWeights]:
     """Split torch's flat list of parameters into the weights of each layer and direction."""
     count = 2 + 2 * biases + projections
     if len(params) % count:
         raise RuntimeError("got an incorrect number of RNN parameters")
     groups = [list(params[at : at + count]) for at in range(0, len(params), count)]
     return [
-        Weights(
+        LayerWeights(
             one[0],
             one[1],
             one[2] if biases else None,
@@ -165,7 +165,7 @@ def _gather(params: Sequence[Tensor], biases: bool, projections: bool) -> list[W
 
 
 def _layers(
-    run: Run, inputs: Tensor, hidden: State, weights: list[Weights], dropout: float, both: bool
+    run: Run, inputs: Tensor, hidden: State, weights: list[LayerWeights], dropout: float, both: bool
 ) -> tuple[Tensor, ...]:
     """Run all layers and return the output and the final states, stacked."""
     states = list(zip(*(part.unbind(0) for part in hidden), strict=True))
@@ -186,11 +186,9 @@ def _layers(
     return inputs, *(torch.stack(parts, 0) for parts in zip(*finals, strict=True))
 
 
-def lstm(
-    inputs: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], biases: bool, layers: int,
-    dropout: float, train: bool, both: bool, batch_first: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def lstm(inputs: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
     """Run ``aten::lstm.input``: by oneDNN where a CPU would, otherwise step by step."""
+    biases, layers, dropout, train, both, batch_first = options
     hidden = (hx[0], hx[1])
     projections = hx[0].size(2) != hx[1].size(2)
     if batch_first:
@@ -213,10 +211,10 @@ def lstm(
 
 
 def lstm_packed(
-    data: Tensor, sizes: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], biases: bool, layers: int,
-    dropout: float, train: bool, both: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    data: Tensor, sizes: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *options: Any
+) -> tuple[Tensor, ...]:
     """Run ``aten::lstm.data``."""
+    biases, _, dropout, train, both = options
     weights = _gather(params, biases, hx[0].size(2) != hx[1].size(2))
     run = _packed(_lstm_step, sizes.tolist())
     return _layers(run, data, (hx[0], hx[1]), weights, dropout if train else 0.0, both)
@@ -225,10 +223,8 @@ def lstm_packed(
 def _recurrent(step: Step) -> Callable[..., tuple[Tensor, ...]]:
     """Return the function of a layer whose state is one tensor, such as ``aten::gru.input``."""
 
-    def layer(
-        inputs: Tensor, hx: Tensor, params: Sequence[Tensor], biases: bool, layers: int,
-        dropout: float, train: bool, both: bool, batch_first: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    def layer(inputs: Tensor, hx: Tensor, params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
+        biases, _, dropout, train, both, batch_first = options
         if batch_first:
             inputs = inputs.transpose(0, 1)
         weights = _gather(params, biases, False)
@@ -242,9 +238,9 @@ def _recurrent_packed(step: Step) -> Callable[..., tuple[Tensor, ...]]:
     """Return the function of such a layer over packed sequences, such as ``aten::gru.data``."""
 
     def layer(
-        data: Tensor, sizes: Tensor, hx: Tensor, params: Sequence[Tensor], biases: bool, layers: int,
-        dropout: float, train: bool, both: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        data: Tensor, sizes: Tensor, hx: Tensor, params: Sequence[Tensor], *options: Any
+    ) -> tuple[Tensor, ...]:
+        biases, _, dropout, train, both = options
         weights = _gather(params, biases, False)
         return _layers(_packed(step, sizes.tolist()), data, (hx,), weights, dropout if train else 0.0, both)
 
@@ -256,7 +252,7 @@ def lstm_cell(
     b_hh: Tensor | None = None,
 ) -> State:  # fmt: skip
     """Run ``aten::lstm_cell``."""
-    weights = Weights(w_ih, w_hh, b_ih, b_hh)
+    weights = LayerWeights(w_ih, w_hh, b_ih, b_hh)
     # the operands of the sum are issued in this order
     gates = torch.nn.functional.linear(inputs, w_ih, b_ih)
     return _lstm_step(gates, (hx[0], hx[1]), weights)
@@ -268,7 +264,7 @@ def gru_cell(
 ) -> Tensor:  # fmt: skip
     """Run ``aten::gru_cell``."""
     gates = torch.nn.functional.linear(inputs, w_ih, b_ih)
-    return _gru_step(gates, (hx,), Weights(w_ih, w_hh, b_ih, b_hh))[0]
+    return _gru_step(gates, (hx,), LayerWeights(w_ih, w_hh, b_ih, b_hh))[0]
 
 
 def dropout(inputs: Tensor, p: float, train: bool) -> Tensor:

@@ -18,8 +18,8 @@ from flowchan.pipelines.remote_tensors import (
 from flowchan.pipelines.remote_tensors.device_table import client_at, clients, device_count
 from flowchan.pipelines.remote_tensors.remote_streams import (
     DeviceContext,
-    Event,
-    Stream,
+    RemoteEvent,
+    RemoteStream,
     StreamContext,
     client_of,
     current_stream,
@@ -29,7 +29,7 @@ from flowchan.pipelines.remote_tensors.remote_streams import (
 class RemoteModule:
     """The module ``torch.remote``."""
 
-    Stream, Event, device, stream = Stream, Event, DeviceContext, StreamContext
+    Stream, Event, device, stream = RemoteStream, RemoteEvent, DeviceContext, StreamContext
     current_stream = default_stream = staticmethod(current_stream)
 
     _initialized = True  # torch.utils.checkpoint then keeps the state of the generators

@@ -64,7 +64,7 @@ class RemoteFailure(NamedTuple):
 
 
 class CallSites:
-    """Where the program issued its latest commands, as code objects and instruction offsets."""
+    """Record where the program issued its latest commands, as code objects and instruction offsets."""
 
     def __init__(self) -> None:
         self.codes: list[CodeType | None] = [None] * SITES

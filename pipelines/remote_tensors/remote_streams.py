@@ -16,7 +16,7 @@ from flowchan.pipelines.remote_tensors.node_client import NodeClient
 from flowchan.pipelines.remote_tensors.special_ops import send_to
 
 
-class Stream:
+class RemoteStream:
     """The queue of a node. A node has one stream, and all objects for it are equal.
 
     Args:
@@ -61,13 +61,13 @@ class Stream:
         """Wait until the node has run all commands."""
         self._client.ask("ping")
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: RemoteEvent | None = None) -> RemoteEvent:
         """Record an event, or a new one, and return it."""
-        event = event or Event()
+        event = event or RemoteEvent()
         event.record(self)
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: RemoteEvent) -> None:
         """Let later commands of this node start after the commands that were issued before the event.
 
         The program does not wait. If the event is on another node, this node waits for all commands that the
@@ -75,12 +75,12 @@ class Stream:
         """
         event.wait(self)
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: RemoteStream) -> None:
         """Let later commands of this node start after the commands issued to another node so far."""
         self.wait_event(stream.record_event())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other._client is self._client
+        return isinstance(other, RemoteStream) and other._client is self._client
 
     def __hash__(self) -> int:
         return hash(self.device)
@@ -89,7 +89,7 @@ class Stream:
         return f"<Stream of {self.device}>"
 
 
-class Event:
+class RemoteEvent:
     """A place in the queue of a node.
 
     Args:
@@ -111,7 +111,7 @@ class Event:
         self._number = 0
         self._time = 0.0
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: RemoteStream | None = None) -> None:
         """Mark the place after the latest command of a stream (default: the current one).
 
         A second call moves the event to the new place.
@@ -135,14 +135,14 @@ class Event:
         if self._client is not None:
             self._client.wait_finished(self._number)
 
-    def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream (default: the current one) wait for the event; see :meth:`Stream.wait_event`."""
+    def wait(self, stream: RemoteStream | None = None) -> None:
+        """Let a stream (default: the current one) wait for the event; see :meth:`RemoteStream.wait_event`."""
         target = (stream or current_stream())._client
         if self._client is not None and self._client is not target and not self.query():
             # the receiver of a copy waits for its sender
             send_to(target, torch.empty(0, device=self._client.device))
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: RemoteEvent) -> float:
         """Wait for both events, and return the milliseconds from this event to ``end`` on their node.
 
         Raises:
@@ -180,9 +180,9 @@ def client_of(device: Any) -> NodeClient:
     return client_at(torch.device("remote", device) if isinstance(device, int) else torch.device(device))
 
 
-def current_stream(device: Any = None) -> Stream:
+def current_stream(device: Any = None) -> RemoteStream:
     """Return the stream of a node (default: of the current one)."""
-    return Stream(device)
+    return RemoteStream(device)
 
 
 class DeviceContext:
@@ -211,5 +211,5 @@ class StreamContext(DeviceContext):
         stream: Stream of a node; None changes nothing.
     """
 
-    def __init__(self, stream: Stream | None) -> None:
+    def __init__(self, stream: RemoteStream | None) -> None:
         super().__init__(None if stream is None else stream.device)

@@ -33,6 +33,7 @@ from flowchan.pipelines.remote_tensors.templates import (
 )
 
 _getframe = sys._getframe
+_default_dtype = torch.get_default_dtype
 _MASK = SITES - 1
 
 
@@ -69,7 +70,7 @@ class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
             plan = plan_of(func)
         if plan.handler is not None:
             return plan.handler(plan, args, kwargs or {})
-        key: list[Any] = []
+        key: list[Any] = [_default_dtype()]  # it decides the dtype of an int tensor divided by a number
         inputs: list[Any] = []
         scalars: list[Any] = []
         for scalar, value in zip(plan.scalars, args, strict=False):
@@ -111,7 +112,7 @@ class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
         self._m, self._h = new._m, new._h
 
     def __tensor_flatten__(self) -> Any:
-        # By this method torch knows that a module keeps its parameter objects when it moves to a node.
+        # torch looks for this method: a module that moves to a node then keeps its parameter objects.
         raise NotImplementedError("torch.compile: remote tensors cannot be traced; run the function eagerly")
 
     @staticmethod
@@ -259,9 +260,9 @@ def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     new_args, new_kwargs, inputs, scalars = shape_of_call(plan, RemoteTensor, args, kwargs)
     if plan.dynamic and (plan.name != "aten::index.Tensor" or any(one.dtype in MASKS for one in inputs[1:])):
         return run_and_ask(client, plan, new_args, new_kwargs, inputs, scalars)
-    key = (*_key(new_args, inputs, scalars), *_named_key(new_kwargs, inputs, scalars))
+    key = (_default_dtype(), *_key(new_args, inputs, scalars), *_named_key(new_kwargs, inputs, scalars))
     if not inputs:
-        key = (client, torch.get_default_dtype(), *key)
+        key = (client, *key)
     try:
         template = plan.templates.get(key)
     except TypeError as error:

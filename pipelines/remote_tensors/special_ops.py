@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from flowchan.pipelines.remote_tensors.device_table import client_at
+from flowchan.pipelines.remote_tensors.introductions import introduce
 from flowchan.pipelines.remote_tensors.node_client import NodeClient, TensorHandle
-from flowchan.pipelines.remote_tensors.node_copies import can_copy, introduce
+from flowchan.pipelines.remote_tensors.node_copies import can_copy
 from flowchan.pipelines.remote_tensors.remote_tensor import (
     RemoteTensor,
     call,

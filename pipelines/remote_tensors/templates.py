@@ -4,9 +4,9 @@ The first time an operation is called with new metadata, the client runs it on m
 shapes, strides and dtypes of the results, and which results are inputs. The outcome is a :class:`Template`,
 which the node also gets. Later calls with the same key only look the template up.
 
-The key of a call has the operation, the metadata of the tensors, all arguments that are neither tensors nor
-scalars, and the Python types of the scalars. The values of scalars (schema type ``Scalar``) are not in the
-key, because the learning rate of an optimizer may change with every step. They travel in the command.
+The key of a call has the default dtype, the metadata of the tensors, the other arguments, and the Python
+types of the scalars. The values of scalars (schema type ``Scalar``) are not in the key, because the learning
+rate of an optimizer may change with every step. They travel in the command.
 """
 
 from __future__ import annotations
@@ -116,15 +116,15 @@ def interned(
 
 
 class Template:
-    """How the client handles a call after its first one.
+    """Tell the client how to handle a call after its first one.
 
     Attributes:
         client: Node that runs the commands.
         id: Number of the template on the node.
         single: Metadata of the result, if the only result is one new tensor; else None.
         outputs: Metadata of the new tensors, in the order of their ids.
-        results: Structure of the results: an int is the place of an input, a :class:`Slot` that of a new
-            tensor, a tuple or list contains further results, and None is None.
+        results: Structure of the results. An int is the place of an input, and a :class:`Slot` that of a new
+            tensor. A tuple or list has further results.
         changed: Places of inputs whose metadata the operation changes, with the new metadata.
     """
 
@@ -139,7 +139,7 @@ class Template:
 
 
 class OpPlan:
-    """What the dispatch needs to know about one operator. It is kept as an attribute of the operator.
+    """Keep what the dispatch needs to know about one operator. It is kept as an attribute of the operator.
 
     Attributes:
         templates: Templates by key.
@@ -183,8 +183,8 @@ def _takes_number(kind: Any) -> bool:
     """Return whether a number is payload for a schema type: ``Scalar``, ``Scalar[]``, ``Tensor``."""
     while kind.kind() in ("OptionalType", "ListType"):
         kind = kind.getElementType()
-    # torch reports Scalar as NumberType, and the printed schema distinguishes it from int and float
-    # and a number in the place of a tensor, such as the 2 of ``x * 2``, changes as often as a scalar does
+    # torch reports Scalar as NumberType, and the printed schema distinguishes it from int and float.
+    # A number in the place of a tensor, such as the 2 of ``x * 2``, changes as often as a scalar does.
     return str(kind) in ("number", "Scalar", "Tensor")
 
 

@@ -186,7 +186,7 @@ def test_copy_into_fills_views_converts_and_broadcasts(three_nodes: Any) -> None
     assert torch.equal(alias.cpu(), expected.view(12))
 
 
-def test_copy_into_another_node_has_the_values_from_before_later_changes(three_nodes: Any) -> None:
+def test_copy_into_another_node_keeps_values_despite_later_changes(three_nodes: Any) -> None:
     a, b, _ = three_nodes
     source, target = numbers(ROW).to(a), torch.zeros(ROW, device=b)
     sums = []

@@ -120,7 +120,7 @@ def test_wait_stream_lets_another_node_wait(two_nodes: Any, tmp_path: Path) -> N
     seen.wait_for(1)
 
 
-def test_many_recorded_events_that_nobody_reads_do_not_block(two_nodes: Any) -> None:
+def test_many_unread_events_do_not_block(two_nodes: Any) -> None:
     stream = torch.remote.current_stream(two_nodes[0])
     events = [stream.record_event() for _ in range(1000)]
     events[-1].synchronize()

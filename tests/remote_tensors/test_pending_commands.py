@@ -38,7 +38,7 @@ def test_command_runs_after_a_long_silence(two_nodes: Any, tmp_path: Path) -> No
         wait_until(lambda: client.idle)  # the background thread sleeps
 
 
-def test_copy_between_nodes_runs_although_nobody_waits(two_nodes: Any, tmp_path: Path) -> None:
+def test_copy_between_nodes_runs_without_a_waiting_call(two_nodes: Any, tmp_path: Path) -> None:
     from node_support import SeenTensor
 
     seen = SeenTensor(tmp_path / "seen", two_nodes[1])
@@ -107,7 +107,7 @@ def test_node_frees_temporaries(two_nodes: Any) -> None:
     assert two_nodes.stats()[0].tensors == before
 
 
-def test_freed_tensors_leave_the_node_although_the_program_does_nothing_more(two_nodes: Any) -> None:
+def test_freed_tensors_leave_the_node_of_an_idle_program(two_nodes: Any) -> None:
     """Frees do not wait for the next command."""
     from support.waiting import wait_until
 

@@ -190,3 +190,14 @@ def test_strict_mode_raises_at_each_hidden_wait(nodes: RemoteNodes) -> None:
     finally:
         nodes.strict("off")
     assert x.tolist() == [1, 1]
+
+
+def test_default_dtype_applies_from_the_moment_it_is_set(two_nodes: RemoteNodes) -> None:
+    whole = torch.arange(3, device=two_nodes[0])
+    assert (whole / 2).dtype is torch.float32
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert (whole / 2).dtype is torch.float64
+        assert (whole / 2).cpu().dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
