@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowchan.errors import FlowchanError
+from flowchan import FlowchanError
 
 
 class RemoteError(FlowchanError):

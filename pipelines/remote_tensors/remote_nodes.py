@@ -18,7 +18,7 @@ from flowchan.declare.placements import PlacementOption, placement_argument
 from flowchan.hosts import Pool
 from flowchan.hosts.pool_channels import channel_maker
 from flowchan.items.arguments import pause, whole
-from flowchan.pipelines import children
+from flowchan.pipelines.children import start as start_children
 from flowchan.pipelines.remote_tensors import device_table, remote_device
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
 from flowchan.pipelines.remote_tensors.lease_watch import HandleRoutes
@@ -131,7 +131,7 @@ class RemoteNodes(Sequence[torch.device]):
         self._n, self._closed, self._pid = n, False, os.getpid()
         threads = max(1, torch.get_num_threads() // n)
         commands = [make(WAITING) for _ in range(n)]
-        self._kids = children.start(n, on=on)
+        self._kids = start_children(n, on=on)
         self._clients: list[NodeClient] = []
         self._watchers: list[threading.Thread] = []
         for number in range(n):

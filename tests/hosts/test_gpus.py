@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ def test_each_worker_sees_its_own_devices(on: Any) -> None:
 def test_gpus_of_a_worker_are_counted_per_host() -> None:
     graph = Graph("gpus")
     found = graph.source(range(100)).map(seen, on=local(2), workers=2, gpus=2).collect()
-    assert set(graph.run()[found]) <= {("local-1", 1, "4,5"), ("local-2", 2, "4,5")}
+    workers = {worker: (host, devices) for host, worker, devices in graph.run()[found]}
+    assert set(workers.values()) <= {("local-1", "4,5"), ("local-2", "4,5")}
+    assert len(set(workers.values())) == len(workers)
 
 
 @everywhere
@@ -136,7 +139,7 @@ def test_host_with_insufficient_gpus_is_named() -> None:
     with pytest.raises(RunError) as caught:
         graph.run()
     (error,) = caught.value.exceptions
-    assert "host 'local-1'" in str(error)
+    assert re.search("host 'local-[12]'", str(error))
     assert "worker far 7 needs 1 GPU, but only 0 of 3 GPUs on this host are free" in str(error)
 
 

@@ -327,12 +327,14 @@ def test_calls_raise_broken_when_the_owner_is_killed():
         owned = make()
         handover.put(owned)
         handover.flush()
-        owned.get()
+        handover.put(owned.get())
+        handover.flush()
         signal.pause()
 
     owner = HostPeer(own)
     channel = handover.get()
     channel.put("seen")
+    assert handover.get() == "seen"  # else the thread below might take it
     getting = ThreadPeer(channel.get)
     wait_blocked(channel, readers=1)
     owner.kill()

@@ -61,9 +61,16 @@ SHARED = {
     "flowchan.transport.descriptors",
     "flowchan.collective",
     "flowchan.transport.local_peers",
+    # remote tensors: channels that a node owns, leases that travel in items, tensors in the channel's memory
+    "flowchan.items",
+    "flowchan.remote.channel_server",
+    "flowchan.remote.orphans",
+    "flowchan.run.crew.at_exit",
+    "flowchan.transport",
+    "flowchan.transport.tcp",
 }
 # Uses of the core itself, for operations that must be atomic in C or must access memory without a copy.
-NATIVE = {"inference.py": {"_core"}, "wire_format.py": {"View"}}
+NATIVE = {"handle_transfer.py": {"_core"}, "inference.py": {"_core"}, "wire_format.py": {"View"}}
 
 
 def imported(source: Path) -> dict[str, set[str]]:
