@@ -31,23 +31,28 @@ class CurrentDevice(threading.local):
 guard: Any = CurrentDevice()
 """What knows the current device: the C++ part if there is one, so that torch's own device guards set it."""
 _clients: list[NodeClient | None] = []
+_reserved: set[int] = set()
 _changing = threading.Lock()
 
 
 def free_index(count: int) -> int:
-    """Return the first of ``count`` consecutive device indices that are free."""
+    """Reserve ``count`` consecutive device indices until ``set_client``, and return the first of them."""
     with _changing:
-        first = next(index for index in range(len(_clients) + 1) if not any(_clients[index : index + count]))
+        taken = _reserved | {index for index, client in enumerate(_clients) if client is not None}
+        first = next(index for index in range(128) if taken.isdisjoint(range(index, index + count)))
         if first + count > 127:
             raise ValueError(f"RemoteNodes: torch allows 127 devices, and {first + count} are needed")
         _clients.extend([None] * (first + count - len(_clients)))
         guard.set_device_count(len(_clients))
+        _reserved.update(range(first, first + count))
         return first
 
 
 def set_client(index: int, client: NodeClient | None) -> None:
     """Set or remove the client of a device index."""
-    _clients[index] = client
+    with _changing:
+        _clients[index] = client
+        _reserved.discard(index)
 
 
 def client_at(device: torch.device) -> NodeClient:
@@ -57,7 +62,7 @@ def client_at(device: torch.device) -> NodeClient:
         RuntimeError: No node has this device.
     """
     index = guard.current_device() if device.index is None else device.index
-    client = _clients[index] if index < len(_clients) else None
+    client = _clients[index] if 0 <= index < len(_clients) else None
     if client is None:
         known = ", ".join(str(one.device) for one in _clients if one) or "none"
         raise RuntimeError(f"{device}: no node has this device (devices: {known}); start RemoteNodes first")

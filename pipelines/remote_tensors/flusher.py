@@ -24,6 +24,7 @@ class Flushable(Protocol):
     """
 
     buffer: list[Any]
+    death: BaseException | None
     frees: list[int]
     idle: bool
 
@@ -81,11 +82,15 @@ class Flusher:
             if self._flush() or self._wake.wait(FREE_INTERVAL_S):
                 quiet = 0
 
+    def is_current(self) -> bool:
+        """Return whether the calling thread is this background thread."""
+        return self._thread is threading.current_thread()
+
     def _flush(self) -> bool:
         """Flush all clients, and return whether one of them had commands."""
         found = False
         for client in self._clients:
-            has_commands = len(client.buffer) > 1
+            has_commands = client.death is None and len(client.buffer) > 1
             found = found or has_commands
             if has_commands or client.frees:
                 try:

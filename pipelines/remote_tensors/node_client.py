@@ -111,6 +111,7 @@ class NodeClient:
         self.metas: dict[tuple[Any, ...], Any] = {}
         self._templates = itertools.count(1)
         self._remembered: list[tuple[dict[Any, Any], Any]] = []
+        self._flushing = self._waiting = False
         self._sending, self._asking = threading.RLock(), threading.RLock()
         self._questions = itertools.count(1)
         self._raised: set[int] = set()
@@ -150,7 +151,7 @@ class NodeClient:
 
     def try_flush(self) -> None:
         """Send the commands of the buffer if the channel has room; the background thread calls this."""
-        if self._sending.acquire(blocking=False):
+        if self.death is None and self._sending.acquire(blocking=False):
             try:
                 self._flush(0)
             except Full:
@@ -159,16 +160,32 @@ class NodeClient:
                 self._sending.release()
 
     def _flush(self, timeout: float | None = None) -> None:
-        # The frees first: each command that uses one of these ids is already in the buffer or was sent.
-        frees = self.frees[:]
-        position, *commands = self.buffer
-        if not commands and not frees:
-            return
-        batch = pack_batch(position, commands, frees)
-        self._sent.sent(batch)
-        self._put((self.id, None, batch), timeout)
-        self.buffer[: 1 + len(commands)] = [position + len(commands)]
-        del self.frees[: len(frees)]
+        if self._flushing:
+            raise self._reentered("while this thread sends commands")
+        self._flushing = True
+        try:
+            # The frees first: each command that uses one of these ids is already in the buffer or was sent.
+            frees = self.frees[:]
+            position, *commands = self.buffer
+            if not commands and not frees:
+                return
+            batch = pack_batch(position, commands, frees)
+            self._check()
+            self._sent.sent(batch)
+            try:
+                self._put((self.id, None, batch), timeout)
+            except Full:
+                self._sent.withdraw()
+                raise
+            self.buffer[: 1 + len(commands)] = [position + len(commands)]
+            del self.frees[: len(frees)]
+        finally:
+            self._flushing = False
+
+    def _reentered(self, when: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self.device}: a signal handler must not use remote tensors {when}; let it set a flag instead"
+        )
 
     def send(self, *message: Any, operation: tuple[int, str] = NO_OPERATION) -> int:
         """Send the buffered commands, and then a message.
@@ -242,16 +259,28 @@ class NodeClient:
         """
         until = None if timeout is None else time.monotonic() + timeout
         with self._asking:
-            self.waits += 1
-            question, number = next(self._questions), next(self.numbers)
-            count = self.send("ask", question, what, args, operation=operation)
-            while True:
-                reply = self._reply(what, until)
-                if reply.question == question:
-                    break  # an earlier number answers a question whose wait was interrupted
-                self._note(reply)
-            self.finished = max(self.finished, number)
-            self._sent.answered(count)
+            if self._waiting:
+                raise self._reentered("while this thread waits for the node")
+            self._waiting = True
+            try:
+                self.waits += 1
+                question, number = next(self._questions), next(self.numbers)
+                # A thread that sends may wait for the node, and the node for room for its replies.
+                while not self._sending.acquire(timeout=POLL_INTERVAL_S):
+                    self.note_replies()
+                try:
+                    count = self.send("ask", question, what, args, operation=operation)
+                finally:
+                    self._sending.release()
+                while True:
+                    reply = self._reply(what, until)
+                    if reply.question == question:
+                        break  # an earlier number answers a question whose wait was interrupted
+                    self._note(reply)
+                self.finished = max(self.finished, number)
+                self._sent.answered(count)
+            finally:
+                self._waiting = False
         if reply.failed:
             raise self.error_of(reply.value)
         return reply.value
@@ -334,7 +363,8 @@ class NodeClient:
         if self.closed:
             raise Closed(f"{self.device}: the nodes were closed; fetch values before close()")
         if self.death is not None:
-            self.death_raised = True
+            if not flusher.flusher.is_current():  # the background thread raises nothing in the program
+                self.death_raised = True
             raise self.death_error()
 
     def died(self, death: BaseException) -> None:

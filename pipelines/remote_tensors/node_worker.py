@@ -127,6 +127,11 @@ class ClientTable:
         self.commands = self.position = self.uploaded = self.downloaded = 0
 
 
+def own_object(value: Any) -> Any:
+    """Return a view, so that an operation that changes the shape of one tensor does not reach another."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
 class Node:
     """State of one node.
 
@@ -183,8 +188,8 @@ class Node:
         position, commands, frees = unpack_batch(data)
         tensors, templates, running = table.tensors, table.templates, self.running
         number = abs(running[1])
-        place, end = table.position - position, len(commands)  # the front may have come before
-        table.position = position + end
+        place, end = max(0, table.position - position), len(commands)  # the front may have come before
+        table.position = max(table.position, position + end)
         while place < end:
             template = templates[commands[place]]
             following = place + template.size
@@ -288,9 +293,8 @@ class Node:
 
     def on_export(self, client: str, table: ClientTable, id: int, name: str, token: int) -> None:
         """Keep a tensor for the receivers of an item, in a separate table."""
-        self.clients.setdefault(name, ClientTable(table.replies, table.number)).tensors[token] = (
-            table.tensors[id]
-        )
+        exports = self.clients.setdefault(name, ClientTable(table.replies, table.number))
+        exports.tensors[token] = own_object(table.tensors[id])
 
     def on_import(self, client: str, table: ClientTable, id: int, name: str, token: int) -> None:
         """Give a client a tensor from an item that it has received."""
@@ -299,7 +303,7 @@ class Node:
             error = RuntimeError("the tensor's lease has ended before the tensor was received")
             table.tensors[id] = self.failed(client, table, id, "receive a tensor", error)
         else:
-            table.tensors[id] = export.tensors[token]
+            table.tensors[id] = own_object(export.tensors[token])
 
     def on_send(self, client: str, table: ClientTable, number: int, id: int, peer: str, key: str) -> None:
         """Send a tensor or its failure to another node."""
@@ -332,13 +336,23 @@ class Node:
         with contextlib.suppress(Closed, Broken):
             table.replies.put((-number, time.perf_counter(), False))
 
-    def on_seed(self, client: str, table: ClientTable, seed: int) -> None:
+    def on_seed(self, client: str, table: ClientTable, number: int, seed: int) -> None:
         """Seed the random generators."""
-        torch.manual_seed(seed)
+        try:
+            torch.manual_seed(seed)
+        except Exception as error:
+            self.failed(client, table, number, "manual_seed", error)
 
-    def on_set_rng_state(self, client: str, table: ClientTable, state: torch.Tensor) -> None:
+    def on_set_rng_state(self, client: str, table: ClientTable, number: int, state: torch.Tensor) -> None:
         """Set the state of the random generator."""
-        torch.set_rng_state(state.clone())
+        try:
+            self._random().set_rng_state(state.clone())
+        except Exception as error:
+            self.failed(client, table, number, "set_rng_state", error)
+
+    def _random(self) -> Any:
+        """Return the module that has the generator of this node's kernels."""
+        return torch if self.device.type == "cpu" else torch.get_device_module(self.device)
 
     def on_ask(
         self, client: str, table: ClientTable, question: int, what: str, args: tuple[Any, ...]
@@ -405,7 +419,8 @@ class Node:
 
     def answer_rng_state(self, client: str, table: ClientTable) -> torch.Tensor:
         """Return the state of the random generator."""
-        return torch.get_rng_state()
+        state: torch.Tensor = self._random().get_rng_state()
+        return state
 
     def answer_stats(self, client: str, table: ClientTable) -> tuple[int, ...]:
         """Return the number of commands and live tensors, and of the bytes received and sent."""

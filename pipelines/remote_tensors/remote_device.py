@@ -64,12 +64,13 @@ class RemoteModule:
 
     def manual_seed(self, seed: int) -> None:
         """Seed the random generator of the current node."""
-        client_at(torch.device("remote")).send("seed", seed)
+        client = client_at(torch.device("remote"))
+        client.send("seed", next(client.numbers), seed)
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed the random generators of all nodes. ``torch.manual_seed`` calls this function."""
         for client in clients():
-            client.send("seed", seed)
+            client.send("seed", next(client.numbers), seed)
 
     def get_rng_state(self, device: Any = "remote") -> torch.Tensor:
         """Return the state of a node's random generator."""
@@ -78,7 +79,8 @@ class RemoteModule:
 
     def set_rng_state(self, state: torch.Tensor, device: Any = "remote") -> None:
         """Set the state of a node's random generator."""
-        client_at(_device(device)).send("set_rng_state", state)
+        client = client_at(_device(device))
+        client.send("set_rng_state", next(client.numbers), state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """Return the dtypes with which a program may enter autocast. The operations in it refuse autocast."""

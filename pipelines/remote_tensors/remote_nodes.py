@@ -131,7 +131,12 @@ class RemoteNodes(Sequence[torch.device]):
         self._n, self._closed, self._pid = n, False, os.getpid()
         threads = max(1, torch.get_num_threads() // n)
         commands = [make(WAITING) for _ in range(n)]
-        self._kids = start_children(n, on=on)
+        try:
+            self._kids = start_children(n, on=on)
+        except BaseException:
+            for number in range(n):
+                device_table.set_client(self._first + number, None)
+            raise
         self._clients: list[NodeClient] = []
         self._watchers: list[threading.Thread] = []
         for number in range(n):
@@ -147,7 +152,7 @@ class RemoteNodes(Sequence[torch.device]):
             device_table.set_client(self._first + number, client)
             watcher = threading.Thread(
                 target=_watch,
-                args=(kid, client, commands[number]),
+                args=(kid, client, commands[number], self._clients),
                 daemon=True,
                 name="flowchan node watch",
             )
@@ -214,7 +219,7 @@ class RemoteNodes(Sequence[torch.device]):
             seed: The seed.
         """
         for client in self._clients:
-            client.send("seed", seed)
+            client.send("seed", next(client.numbers), seed)
 
     def sync(self, timeout: float | None = None) -> None:
         """Wait until all nodes have run all commands.
@@ -302,7 +307,7 @@ def _raise_first(failures: list[RemoteError]) -> None:
     raise first
 
 
-def _watch(kid: Any, client: NodeClient, commands: Channel[Any]) -> None:
+def _watch(kid: Any, client: NodeClient, commands: Channel[Any], peers: Sequence[NodeClient]) -> None:
     """Wait until a node ends, and close its channels, so that no call and no other node waits for it."""
     try:
         kid.wait()
@@ -314,7 +319,10 @@ def _watch(kid: Any, client: NodeClient, commands: Channel[Any]) -> None:
     if client.death is None:
         return
     message = NODE_DIED, (client.place.id, tuple(client.death_failure()))
-    waiting = list(client.introduced.values())
+    # Another process may have introduced this node to any node on this machine.
+    inboxes = [peer.place.inbox for peer in peers if peer is not client and peer.place.inbox is not None]
+    waiting = [*client.introduced.values()]
+    waiting += [inbox for inbox in inboxes if inbox not in waiting]
     for timeout in (0, None):  # a node that is busy must not delay the message to others
         for inbox in list(waiting):
             with contextlib.suppress(Full):

@@ -23,7 +23,6 @@ from flowchan.pipelines.remote_tensors.templates import (
     Template,
     TensorMeta,
     interned,
-    meta_of,
     module_of,
     mutated_inputs,
     new_template,
@@ -84,7 +83,7 @@ class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
             elif kind is list:
                 key.append(_key_of_list(scalar, value, inputs, scalars))
             else:
-                key.append(value)
+                key.append(exact(value) if kind is float else value)
         if kwargs:
             for name, value in kwargs.items():
                 key.append(name)
@@ -108,8 +107,11 @@ class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
             raise TypeError(
                 f"data: new values must be on {self.device}, got {new.device}; move them with .to()"
             )
-        _data.__set__(self, new)
-        self._m, self._h = new._m, new._h
+        fresh = (
+            new.detach()
+        )  # an id of its own: a later change of one tensor's shape must not reach the other
+        _data.__set__(self, fresh)
+        self._m, self._h = fresh._m, fresh._h
 
     def __tensor_flatten__(self) -> Any:
         # torch looks for this method: a module that moves to a node then keeps its parameter objects.
@@ -161,8 +163,13 @@ def _key_of_list(
         elif kind is list:
             key.append(_key_of_list(scalar, value, inputs, scalars))
         else:
-            key.append(value)
+            key.append(exact(value) if kind is float else value)
     return tuple(key)
+
+
+def exact(value: float) -> float | str:
+    """Return a key that tells 0.0 from -0.0, and in which NaN is equal to itself."""
+    return str(value) if value == 0 or value != value else value
 
 
 def issue(
@@ -232,7 +239,9 @@ def _built(results: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Any:
 
 def change_meta(tensor: Any, meta: TensorMeta) -> None:
     """Give a tensor new metadata, because an in-place operation has changed its shape."""
-    tensor.data = wrapped(meta, tensor._h)
+    handle = tensor._h
+    _data.__set__(tensor, wrapped(meta, handle))
+    tensor._m, tensor._h = meta, handle
 
 
 def plan_of(op: Any) -> OpPlan:
@@ -252,6 +261,8 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
 def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Handle a call by its template, which is made if the call is new."""
     client, args, kwargs = client_of(plan, args, kwargs)
+    if plan.factory:
+        _check_device(plan, client, args, kwargs)
     if kwargs.get("generator") is not None:
         raise RuntimeError(
             f"{plan.name}: generator must be None, got {kwargs['generator']}; "
@@ -277,6 +288,18 @@ def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return issue(template, inputs, scalars)
 
 
+def _check_device(plan: OpPlan, client: NodeClient, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse a factory such as ``zeros_like`` that would run on another device than asked."""
+    device = kwargs.get("device")
+    if device is None or not any(type(one) is RemoteTensor for one in args):
+        return
+    if device.type != "remote" or client_at(device) is not client:
+        raise RuntimeError(
+            f"{plan.name}: device must be {client.device} like the tensor, got {device}; "
+            "copy the result with .to()"
+        )
+
+
 def _key(values: Any, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
     """Return the part of a key that belongs to arguments with placeholders."""
     key: list[Any] = []
@@ -288,7 +311,7 @@ def _key(values: Any, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any
         elif type(value) is tuple:
             key.append(tuple(_key(value, inputs, scalars)))
         else:
-            key.append(value)
+            key.append(exact(value) if type(value) is float else value)
     return key
 
 
@@ -365,9 +388,12 @@ def upload(client: NodeClient, value: torch.Tensor) -> RemoteTensor:
     """Copy a tensor of this process to a node."""
     only_strided("Tensor.to", value)
     value = value.detach().resolve_conj().resolve_neg()
+    if value.is_shared():  # a channel would share its memory with the node
+        value = value.clone()
     number = next(client.numbers)
     client.send("upload", number, value)
-    return wrapped(meta_of(client, value), TensorHandle(number, client.frees))
+    meta = interned(client, tuple(value.shape), value.stride(), 0, value.dtype)
+    return wrapped(meta, TensorHandle(number, client.frees))
 
 
 def run_and_ask(

@@ -36,6 +36,11 @@ class SentCommands:
         self.count += 1
         self._messages.append((self.count, message))
 
+    def withdraw(self) -> None:
+        """Forget the latest message, which could not be sent."""
+        self.count -= 1
+        self._messages.pop()
+
     def answered(self, count: int) -> None:
         """Forget the first ``count`` messages, which the node has handled."""
         while self._messages and self._messages[0][0] <= count:

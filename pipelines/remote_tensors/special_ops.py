@@ -126,12 +126,14 @@ def _replaced(client: NodeClient, target: Any, source: torch.Tensor) -> bool:
     """Upload into the place of an empty tensor if no other command has used it."""
     id, meta = target._h.id, target._m
     if (
-        # The last command has no input, so its output has no alias: an input would have a smaller id.
         client.buffer[-2:] != [id, id]
+        or source.is_shared()  # a channel would share its memory with the node
         or meta.dtype != source.dtype
         or meta.shape != tuple(source.shape)
         or meta.stride != source.stride()
         or meta.offset != 0
+        # Only the command that made the target has been issued, and it has no input, so there is no alias.
+        or next(client.numbers) != id + 1
     ):
         return False
     client.send("upload", id, source.detach().resolve_conj().resolve_neg())

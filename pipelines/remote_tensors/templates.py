@@ -240,10 +240,18 @@ def on_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
 class Evaluated:
     """Outcome of an operation on meta tensors."""
 
-    def __init__(self, client: NodeClient, plan: OpPlan, result: Any, metas: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        client: NodeClient,
+        plan: OpPlan,
+        result: Any,
+        metas: Sequence[torch.Tensor],
+        mutated: Sequence[int],
+    ) -> None:
         self.kept: list[int] = []
         self.outputs: list[TensorMeta] = []
         places = {id(meta): place for place, meta in enumerate(metas)}
+        places |= {id(metas[place]): place for place in mutated}  # a result is the argument that is changed
         leaves = flat_results(result)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
@@ -278,6 +286,8 @@ def mutated_inputs(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
     for place, argument in enumerate(plan.op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             collect(args[place] if place < len(args) else kwargs.get(argument.name))
+    if plan.name == BATCH_NORMS[0] and args[5]:  # its schema does not say that it changes the statistics
+        collect(args[3:5])
     return tuple(found)
 
 
@@ -300,7 +310,7 @@ def evaluate(
     if plan.name in BATCH_NORMS and client.kernels == "cpu" and not args[5]:
         # the CPU saves no statistics in evaluation, and the meta kernel does not know that
         result = (result[0], *(torch.empty(0, dtype=one.dtype, device="meta") for one in result[1:]))
-    return Evaluated(client, plan, result, metas), metas
+    return Evaluated(client, plan, result, metas, mutated_inputs(plan, args, kwargs)), metas
 
 
 def new_template(
