@@ -1,8 +1,8 @@
 """Programs of the benchmark ``remote_tensors``: each measures one system in a new process.
 
 ``python -m benchmarks.remote_operations SYSTEM COUNT`` prints the figures as JSON: the name of each
-measurement, and seconds. Only the programs of flowchan import flowchan, because Monarch may have its own
-Python.
+measurement, and seconds. Only the programs that measure flowchan import it, because Monarch may have
+its own Python.
 """
 
 from __future__ import annotations

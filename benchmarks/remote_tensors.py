@@ -164,7 +164,7 @@ def _program(system: str, count: int) -> dict[str, Any]:
     python, environment = sys.executable, dict(os.environ)
     if system == "monarch":
         python = environment.get("MONARCH_PYTHON", python)
-        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # flowchan's backend may not be there
+        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # that Python may lack flowchan's backend
     command = [python, "-m", "benchmarks.remote_operations", system, str(max(1, count))]
     done = subprocess.run(command, cwd=FOLDER, env=environment, stdout=subprocess.PIPE, check=True)
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -31,7 +31,7 @@ _loaded: list[ModuleType | None] = []
 
 
 def load() -> ModuleType | None:
-    """Load the C++ part, and compile it before that if this has not been done.
+    """Load the C++ part; compile it first if that has not been done.
 
     Returns:
         The extension module, or None if it cannot be compiled here.

@@ -4,15 +4,16 @@
 // Why torch's guard for devices in Python is not enough. Autograd puts each node of a backward pass under a stream
 // guard. Its destructor calls exchangeStream(). torch's Python guard is noexcept there and calls the Python method
 // type_(). If an operation of the node has raised, that Python exception is still pending, and no Python code may run.
-// Either the call fails, and the process aborts with "terminate called without an active exception". Or the call
-// clears the exception, and the user gets "SystemError: run_backward returned NULL without setting an exception".
-// The engine calls no function of this guard that runs Python code. The engine also asserts at remote:1 with
-// torch's guard, which has one device.
+// If the call fails, the process aborts with "terminate called without an active exception". If the call clears the
+// exception, the user gets "SystemError: run_backward returned NULL without setting an exception". The functions of
+// this guard that the engine calls run no Python code. torch's guard also has only one device, so an assertion in
+// the engine fails for remote:1.
 //
 // Invariant: backward passes run in the thread that calls backward(). The engine makes one thread for each device that
-// it finds at the process's first pass. It asserts at a later device, and a fork of a process with such threads cannot
-// run any pass. So load_file() starts the engine before this guard is registered, and the engine finds no device. Each
-// function that the engine calls before it picks a thread for a remote node tells it to stay in this one.
+// it finds at the process's first pass. An assertion in it fails for a device that is added later, and a fork of a
+// process with such threads cannot run any pass. So load_file() starts the engine before this guard is registered, and
+// the engine finds no device. Each function that the engine calls before it picks a thread for a remote node tells it
+// to stay in this one.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -72,7 +73,7 @@ void wait_for(DeviceIndex index) {
 // The events: an event stands for its device, as the address of a byte.
 char places[128];
 
-// A node runs its commands in order, so that it has one stream, and an event is a place in it.
+// A node runs its commands in order, so it has one stream, and an event is a place in that stream.
 struct RemoteGuard final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType type() const override { return REMOTE; }
     DeviceIndex deviceCount() const noexcept override { return device_count; }

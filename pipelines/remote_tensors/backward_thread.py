@@ -19,7 +19,8 @@ def stay_in_calling_thread() -> None:
     engine = autograd._engine_run_backward
     if getattr(engine, "_remote", False):
         return
-    # Before the device type exists: with device threads, forked children could not run backward passes.
+    # Start the engine before the device type exists: forks of a process that has
+    # device threads cannot run backward passes.
     with torch.inference_mode(False), torch.enable_grad():
         loss: Any = torch.ones(1, device="cpu", requires_grad=True).sum()
         loss.backward()

@@ -52,8 +52,8 @@ class TemplateSpec(NamedTuple):
         kwargs: Keyword arguments with placeholders.
         inputs: Number of input tensors.
         scalars: Number of scalars.
-        kept: Places of the new tensors among the flat results; None if the only result is new.
-        mutated: Places of the inputs that the operation changes.
+        kept: Indices of the new tensors among the flat results; None for a single new result.
+        mutated: Indices of the inputs that the operation changes.
         dtype: Default dtype when the template was made.
         module: Module that registers the operator, for operators that torch registers on import.
     """

@@ -78,7 +78,7 @@ class Flusher:
             self._wake.clear()
             for client in self._clients:
                 client.idle = True
-            # a command may have come before its client was idle
+            # a command may have been added before its client was marked idle
             if self._flush() or self._wake.wait(FREE_INTERVAL_S):
                 quiet = 0
 

@@ -76,7 +76,7 @@ class LeaseWatch:
 
 
 class HostsEntrance:
-    """Entrance for processes on other hosts to nodes that run on this machine.
+    """Entrance through which processes on other hosts reach the nodes on this machine.
 
     Messages to the nodes pass through this program. The channels are created at the first use.
 
@@ -110,7 +110,7 @@ class HostsEntrance:
             return self._routes[number]
 
     def _drop(self, number: int, name: str) -> None:
-        # behind the imports that came through the entrance
+        # queued after the imports that came through the entrance
         self._routes[number].commands.put((name, "drop"))
 
     def close(self) -> None:

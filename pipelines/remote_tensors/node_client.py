@@ -64,7 +64,7 @@ class NodeClient:
         introduced: Inboxes of the nodes to which the node can send tensors, by the id of their place.
         relay: Channel through which the node receives tensors of nodes that cannot connect to its inbox.
         kernels: Type of the device on which the node runs its kernels.
-        buffer: Commands that were not sent, after the position of the first one in the client's stream.
+        buffer: Position of the first unsent command in the client's stream, then the unsent commands.
         frees: Ids to free with the next batch.
         numbers: Counter of command numbers and ids.
         sites: Lines of the program that issued the latest commands.
@@ -77,7 +77,7 @@ class NodeClient:
         timed: Recorded events whose time is wanted, by number.
         progress: Progress of a node on this machine whose program is this process.
         death: How the node has died; None while it runs.
-        death_raised: True if the program got the node's death as an exception.
+        death_raised: True if the node's death was raised in the program as an exception.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class NodeClient:
             templates.pop(key, None)
 
     def flush(self) -> None:
-        """Send the commands of the buffer."""
+        """Send the buffered commands."""
         with self._sending:
             self._flush()
 
@@ -218,7 +218,7 @@ class NodeClient:
                 except Full:
                     if timeout is not None:
                         raise
-                    self.note_replies()  # the node may be waiting for room for them
+                    self.note_replies()  # the node may be waiting for room for its replies
                 except (Closed, Broken):
                     self._check()
                     raise

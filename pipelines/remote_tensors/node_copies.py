@@ -38,7 +38,7 @@ class Reach(NamedTuple):
     Attributes:
         at: Address of the program.
         tls: True if connections are encrypted.
-        peer_timeout: Seconds without a sign of life after which a peer is lost.
+        peer_timeout: Seconds without a sign of life after which a peer counts as lost.
     """
 
     at: str

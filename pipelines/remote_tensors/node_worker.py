@@ -188,7 +188,8 @@ class Node:
         position, commands, frees = unpack_batch(data)
         tensors, templates, running = table.tensors, table.templates, self.running
         number = abs(running[1])
-        place, end = max(0, table.position - position), len(commands)  # the front may have come before
+        # an earlier batch may already have brought the first commands
+        place, end = max(0, table.position - position), len(commands)
         table.position = max(table.position, position + end)
         while place < end:
             template = templates[commands[place]]
@@ -478,7 +479,7 @@ def node_main(
     """Run a node. The child calls this function."""
     error: list[BaseException] = []
     arrays.tensors_in_place = True
-    warnings.filterwarnings("ignore", "The given buffer is not writable")  # but the memory is
+    warnings.filterwarnings("ignore", "The given buffer is not writable")  # the memory is writable
 
     def run() -> None:
         try:

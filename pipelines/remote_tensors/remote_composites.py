@@ -2,8 +2,8 @@
 
 torch composes these operations by device type. For other devices than the CPU it picks fused cells, which
 CPU nodes lack. Its kernels for dropout and attention there differ in the last bits. The functions here issue
-the operations of the same call for CPU tensors, in the same order. Forward and backward values are then
-equal bit for bit. A node with another device keeps torch's choice for devices.
+the operations that torch issues for the same call on CPU tensors, in the same order. Forward and backward
+values are then equal bit for bit. A node with another device keeps torch's choice for devices.
 
 Sources: the cell equations are those of ``torch.nn.LSTM``, ``torch.nn.GRU`` and ``torch.nn.RNN``.
 """
@@ -29,7 +29,7 @@ FLASH = 1
 
 
 class LayerWeights(NamedTuple):
-    """LayerWeights of one layer and direction."""
+    """Weights of one layer and direction."""
 
     w_ih: Tensor
     w_hh: Tensor
@@ -187,7 +187,7 @@ def _layers(
 
 
 def lstm(inputs: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
-    """Run ``aten::lstm.input``: by oneDNN where a CPU would, otherwise step by step."""
+    """Run ``aten::lstm.input``: with oneDNN where torch uses it on a CPU, otherwise step by step."""
     biases, layers, dropout, train, both, batch_first = options
     hidden = (hx[0], hx[1])
     projections = hx[0].size(2) != hx[1].size(2)
@@ -329,7 +329,7 @@ def register() -> None:
         handlers[op.name()] = _below_autograd(chosen)  # in inference mode
     for name in CAST:
         library.impl(name, _refuse_autocast, "AutocastPrivateUse1")
-    _libraries.append(library)  # torch forgets the kernels of a library that is collected
+    _libraries.append(library)  # torch drops the kernels of a collected library
 
 
 CAST = ("linear", "matmul", "mm", "addmm", "bmm", "conv1d", "conv2d", "conv3d")

@@ -119,7 +119,7 @@ def register() -> None:
         if guard is None:
             backward_thread.stay_in_calling_thread()
         else:
-            guard.start(torch_module.synchronize)  # torch then leaves out the guard that it has for Python
+            guard.start(torch_module.synchronize)  # torch then does not use its own guard for Python
             device_table.guard = guard
         setup("remote", torch_module)
         special_ops.register()

@@ -79,11 +79,12 @@ class RemoteNodes(Sequence[torch.device]):
     Args:
         n: Number of nodes.
         on: Where the nodes run: ``"process"`` (default) or a pool of hosts.
-        device: Device on which the nodes run their kernels (default: ``"cpu"``); a list gives one each.
+        device: Device on which the nodes run their kernels (default: ``"cpu"``); a list gives each
+            node its own.
 
     Raises:
         RuntimeError: This torch has no backends in Python.
-        ValueError: ``n`` is not positive, or ``device`` has another length.
+        ValueError: ``n`` is not positive, or ``device`` is a list whose length is not ``n``.
 
     Example:
         >>> import torch
@@ -246,7 +247,7 @@ class RemoteNodes(Sequence[torch.device]):
                 found.extend((client, failure) for failure in client.failures(timeout))
             except NodeDied as death:
                 found.append((client, death))
-        # Only now, because a timeout must not lose the failures of other nodes.
+        # Make the errors only now, because a timeout must not lose the failures of other nodes.
         return [one if isinstance(one, NodeDied) else client.error_of(one) for client, one in found]
 
     def close(self) -> None:
@@ -291,7 +292,7 @@ class RemoteNodes(Sequence[torch.device]):
         except RemoteError as failure:
             error.add_note(f"also failed: {failure}")
         except TimeoutError:
-            pass  # the exception of the block is more important than the commands
+            pass  # the block's own exception matters more than the unfinished commands
 
     def __repr__(self) -> str:
         return f"<RemoteNodes {self[0]} to {self[-1]}>" if self._n > 1 else f"<RemoteNodes {self[0]}>"
@@ -313,7 +314,7 @@ def _watch(kid: Any, client: NodeClient, commands: Channel[Any], peers: Sequence
         kid.wait()
     except Exception as error:
         if not client.closed:
-            client.died(error.with_traceback(None))  # its frames would keep the channels
+            client.died(error.with_traceback(None))  # its frames would keep the channels alive
     commands.close()
     client.close_inbox()
     if client.death is None:

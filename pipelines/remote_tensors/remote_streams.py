@@ -150,7 +150,7 @@ class RemoteEvent:
         """
         for event in (self, end):
             if not event._timed:
-                raise ValueError("elapsed_time: both events must have a time; use Event(enable_timing=True)")
+                raise ValueError("elapsed_time: both events must be timed; use Event(enable_timing=True)")
             if event._client is None:
                 raise ValueError("elapsed_time: both events must be recorded; call record() first")
         if self._client is not end._client:

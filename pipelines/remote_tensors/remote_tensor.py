@@ -129,7 +129,7 @@ def wrapped(meta: TensorMeta, handle: TensorHandle) -> RemoteTensor:
     """Return a tensor for a handle."""
     make = meta.make
     if make is None:
-        # torch parses no strides faster than those of a contiguous tensor
+        # for a contiguous tensor, leaving the strides out is faster than having torch parse them
         plain = not meta.offset and meta.stride == torch.empty(meta.shape, device="meta").stride()
         make = meta.make = functools.partial(
             torch.Tensor._make_wrapper_subclass,

@@ -50,7 +50,7 @@ def download(tensor: Any) -> torch.Tensor:
 
 
 def _refuse_dtensor() -> None:
-    """Refuse the copy with which a ``DTensor`` would silently move a remote tensor to this process.
+    """Refuse to copy a remote tensor into this process silently, as a ``DTensor`` would do.
 
     Raises:
         TypeError: The functions that make a ``DTensor`` are among the callers.
@@ -83,12 +83,12 @@ def _to_copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     (source,) = args
     options = {name: value for name, value in kwargs.items() if value is not None}
     device = options.pop("device", None)
-    if device is not None and device != source.device:  # torch names the dtype and layout in any case
+    if device is not None and device != source.device:  # torch always passes the dtype and layout
         same = {"dtype": source.dtype, "layout": torch.strided, "memory_format": torch.preserve_format}
         options = {name: value for name, value in options.items() if value is not same.get(name)}
     if type(source) is not RemoteTensor:
         client, options = client_at(device), _changes(source, options)
-        # copying here as well gives dense strides to a tensor with gaps, and memory to a zero tensor
+        # a copy made here also gives dense strides to a tensor with gaps, and memory to a zero tensor
         plain = not options and source.is_contiguous() and not source._is_zerotensor()
         return upload(client, source if plain else aten._to_copy.default(source, **options))
     if device is None or device == source.device or (device.type == "remote" and device.index is None):
@@ -149,7 +149,7 @@ def send_to(client: NodeClient, source: Any) -> Any:
     note_site(sender, out)
     note_site(client, number)
     key = f"{client.id}:{number}"
-    # The node copies the values in the layout that a clone has.
+    # The node copies the values in the layout that clone() gives them.
     meta = source._m.empty().clone()
     introduce(sender, client)
     sender.send("send", out, source._h.id, client.place.id, key)
@@ -225,4 +225,4 @@ def register() -> None:
             return RemoteTensor.__torch_dispatch__(_op, (), args, kwargs)
 
         library.impl(name, kernel, "PrivateUse1")
-    _libraries.extend((everything, library))  # torch forgets the kernels of a library that is collected
+    _libraries.extend((everything, library))  # torch drops the kernels of a collected library

@@ -89,7 +89,7 @@ def test_mixed_operands_need_an_explicit_copy(nodes: RemoteNodes) -> None:
         assert (x + other.to(nodes[0])).tolist() == [2, 2, 2]
 
 
-def test_operations_do_not_wait_until_a_copy(nodes: RemoteNodes) -> None:
+def test_only_copies_wait(nodes: RemoteNodes) -> None:
     """Sample: operations are asynchronous, and only copies synchronise."""
     nodes.strict("error")
     x = torch.zeros((), device=nodes[0])
@@ -162,7 +162,7 @@ def test_more_tensors_than_thd_had_function_ids_exist_at_once(nodes: RemoteNodes
     ],
 )
 def test_operation_that_thd_lacked_works(nodes: RemoteNodes, made: Any) -> None:
-    """THD's workers ended at these operations, or the master refused them."""
+    """THD's workers exited on these operations, or the master refused them."""
     x = torch.arange(6.0).view(2, 3)
     assert made(x.to(nodes[0])).cpu().equal(made(x))
 

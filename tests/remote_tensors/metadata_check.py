@@ -1,4 +1,4 @@
-"""Compare the metadata that the client believes with that of the node, after each operation."""
+"""Compare the metadata that the client predicts with that of the node, after each operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test streams and events: each node has one queue in order, and an event marks a place in it."""
+"""Test streams and events: each node has one ordered queue, and an event marks a place in it."""
 
 from __future__ import annotations
 

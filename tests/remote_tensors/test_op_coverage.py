@@ -1,8 +1,9 @@
 """Test each operator of torch's database on a remote device against the CPU.
 
-``op_differences.txt`` lists the operators whose results are not equal, with reasons. An operator that gets
-better must leave the list. ``make test`` runs one sample of one in twelve operators, and all samples of the
-listed ones. ``make soak`` runs all samples, and compares the metadata after each operation.
+``op_differences.txt`` lists the operators whose results are not equal, with reasons. An operator whose
+results improve must be removed from the list. ``make test`` runs one sample of one in twelve operators, and
+all samples of the listed ones. ``make soak`` runs all samples, and compares the metadata after each
+operation.
 """
 
 from __future__ import annotations

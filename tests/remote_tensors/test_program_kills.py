@@ -80,7 +80,7 @@ class Killed:
 
     Args:
         programs: Template that starts the program.
-        phase: Call that the program makes when it is killed.
+        phase: Call during which the program is killed.
         folder: Folder for the program's latch.
         where: Placement of the nodes: ``process`` or ``local``.
     """

@@ -1,4 +1,4 @@
-"""Test that tensors and functions without remote form are refused in one line with a name."""
+"""Test that tensors and functions without a remote form are refused in one line that names them."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_recurrent_layer_equals_the_cpus(nodes: RemoteNodes, kind: str, options: dict[str, Any]) -> None:
+def test_recurrent_layer_matches_the_cpu(nodes: RemoteNodes, kind: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     module = getattr(torch.nn, kind)(5, 7, **options)
     inputs = [torch.randn(4, 3, 5, dtype=options.get("dtype"))]
@@ -81,7 +81,7 @@ def test_recurrent_layer_equals_the_cpus(nodes: RemoteNodes, kind: str, options:
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_packed_sequences_equal_the_cpus(nodes: RemoteNodes, kind: str, options: dict[str, Any]) -> None:
+def test_packed_sequences_match_the_cpu(nodes: RemoteNodes, kind: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     module = getattr(torch.nn, kind)(5, 7, **options)
     inputs = [torch.randn(length, 5, dtype=options.get("dtype")) for length in LENGTHS]
@@ -95,7 +95,7 @@ def test_packed_sequences_equal_the_cpus(nodes: RemoteNodes, kind: str, options:
 
 
 @pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
-def test_recurrent_cell_equals_the_cpus(nodes: RemoteNodes, kind: str) -> None:
+def test_recurrent_cell_matches_the_cpu(nodes: RemoteNodes, kind: str) -> None:
     torch.manual_seed(0)
     module, inputs = getattr(torch.nn, kind)(5, 7), [torch.randn(3, 5)]
     expected, found = (module_values(module, inputs, device) for device in ("cpu", nodes[0]))
@@ -104,7 +104,7 @@ def test_recurrent_cell_equals_the_cpus(nodes: RemoteNodes, kind: str) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.3, 1.0])
 @pytest.mark.parametrize("name", ["dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d"])
-def test_dropout_equals_the_cpus(nodes: RemoteNodes, name: str, p: float) -> None:
+def test_dropout_matches_the_cpu(nodes: RemoteNodes, name: str, p: float) -> None:
     function = getattr(torch.nn.functional, name)
     assert_equal_on_node(nodes, lambda x: [function(x, p, True)], [torch.randn(5, 4, 3)])
 
@@ -112,7 +112,7 @@ def test_dropout_equals_the_cpus(nodes: RemoteNodes, name: str, p: float) -> Non
 @pytest.mark.parametrize(
     "case", ["plain", "causal", "float mask", "bool mask", "dropout", "scale", "grouped"]
 )
-def test_attention_equals_the_cpus(nodes: RemoteNodes, case: str) -> None:
+def test_attention_matches_the_cpu(nodes: RemoteNodes, case: str) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 4, 33, 8) for _ in range(3))
     options: dict[str, Any] = {

@@ -305,7 +305,7 @@ def test_sync_does_not_raise_a_fetched_failure(nodes: Any) -> None:
     z = y + 1
     error_of(z)
     nodes.sync()
-    error_of(y)  # the tensor itself stays failed
+    error_of(y)  # the tensor itself still holds the failure
 
 
 def test_sync_raises_failure_of_dropped_tensor(nodes: Any) -> None:

@@ -103,7 +103,7 @@ def test_tensors_of_another_node_are_refused_with_the_remedy(nodes: RemoteNodes,
         REFUSED[name](x, y)
 
 
-def test_remote_tensors_in_local_places_are_refused(nodes: RemoteNodes) -> None:
+def test_remote_operands_of_local_tensors_are_refused(nodes: RemoteNodes) -> None:
     x, y = torch.ones(2, 2, device=nodes[0]), torch.ones(2, 2)
     with pytest.raises(RuntimeError, match="remote:0"):
         y.add_(x)

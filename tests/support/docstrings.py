@@ -148,7 +148,7 @@ def exception(name: str) -> Any:
     for module in (builtins, flowchan, importlib.import_module("flowchan.viz")):
         if hasattr(module, name):
             return getattr(module, name)
-    if name in ("RemoteError", "NodeDied"):  # they are the only exceptions of the patterns
+    if name in ("RemoteError", "NodeDied"):  # the only exceptions that the patterns define
         return getattr(importlib.import_module("flowchan.pipelines"), name)
     return pkgutil.resolve_name(name)
 
