@@ -388,7 +388,8 @@ def upload(client: NodeClient, value: torch.Tensor) -> RemoteTensor:
     """Copy a tensor of this process to a node."""
     only_strided("Tensor.to", value)
     value = value.detach().resolve_conj().resolve_neg()
-    if value.is_shared():  # a channel would share its memory with the node
+    if value.is_shared():  # type: ignore[no-untyped-call]
+        # a channel would share its memory with the node
         value = value.clone()
     number = next(client.numbers)
     client.send("upload", number, value)

@@ -127,12 +127,12 @@ def _replaced(client: NodeClient, target: Any, source: torch.Tensor) -> bool:
     id, meta = target._h.id, target._m
     if (
         client.buffer[-2:] != [id, id]
-        or source.is_shared()  # a channel would share its memory with the node
+        or source.is_shared()  # type: ignore[no-untyped-call]
         or meta.dtype != source.dtype
         or meta.shape != tuple(source.shape)
         or meta.stride != source.stride()
         or meta.offset != 0
-        # Only the command that made the target has been issued, and it has no input, so there is no alias.
+        # The latest command made the target without an input, so the target has no alias.
         or next(client.numbers) != id + 1
     ):
         return False

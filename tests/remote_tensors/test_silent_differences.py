@@ -32,7 +32,7 @@ def test_nodes_started_at_the_same_time_have_different_devices() -> None:
         assert torch.ones(2, device=second[0]).sum().item() == 2
 
 
-def test_copy_into_an_operand_that_was_used_twice_reaches_its_views(two_nodes: RemoteNodes) -> None:
+def test_copy_into_an_operand_used_twice_reaches_its_views(two_nodes: RemoteNodes) -> None:
     x = torch.zeros(4, device=two_nodes[0])
     view = x.view(2, 2)
     square = x * x
