@@ -107,9 +107,7 @@ class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
             raise TypeError(
                 f"data: new values must be on {self.device}, got {new.device}; move them with .to()"
             )
-        fresh = (
-            new.detach()
-        )  # an id of its own: a later change of one tensor's shape must not reach the other
+        fresh: Any = new.detach()  # else a change of one tensor's shape would reach the other
         _data.__set__(self, fresh)
         self._m, self._h = fresh._m, fresh._h
 
