@@ -6,8 +6,8 @@
 // type_(). If an operation of the node has raised, that Python exception is still pending, and no Python code may run.
 // If the call fails, the process aborts with "terminate called without an active exception". If the call clears the
 // exception, the user gets "SystemError: run_backward returned NULL without setting an exception". The functions of
-// this guard that the engine calls run no Python code. torch's guard also has only one device, so an assertion in
-// the engine fails for remote:1.
+// this guard that the engine calls run no Python code. An assertion in the engine also fails for remote:1 with
+// torch's guard, which has only one device.
 //
 // Invariant: backward passes run in the thread that calls backward(). The engine makes one thread for each device that
 // it finds at the process's first pass. An assertion in it fails for a device that is added later, and a fork of a
