@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
 from flowchan.pipelines import RemoteError, RemoteNodes
+from flowchan.pipelines.remote_tensors import device_table
 
 
 def new_ones(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -23,13 +22,16 @@ def test_factory_like_a_tensor_refuses_another_device(two_nodes: RemoteNodes, ma
     assert make(x, device=two_nodes[0]).device == two_nodes[0]
 
 
-def test_nodes_started_at_the_same_time_have_different_devices() -> None:
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: RemoteNodes(1), range(2))
-    with first, second:
-        assert first[0] != second[0]
-        assert torch.ones(2, device=first[0]).sum().item() == 2
-        assert torch.ones(2, device=second[0]).sum().item() == 2
+def test_device_index_is_reserved_until_its_node_has_started(two_nodes: RemoteNodes) -> None:
+    first, second = device_table.free_index(1), device_table.free_index(1)
+    try:
+        assert first != second
+        assert {first, second}.isdisjoint({0, 1})
+    finally:
+        device_table.set_client(first, None)
+        device_table.set_client(second, None)
+    assert device_table.free_index(1) == first
+    device_table.set_client(first, None)
 
 
 def test_copy_into_an_operand_used_twice_reaches_its_views(two_nodes: RemoteNodes) -> None:
