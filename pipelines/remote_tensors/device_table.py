@@ -29,7 +29,7 @@ class CurrentDevice(threading.local):
 
 
 guard: Any = CurrentDevice()
-"""What knows the current device: the C++ part if there is one, so that torch's own device guards set it."""
+"""Holder of the current device. The C++ part replaces it, so that torch's own device guards set it too."""
 _clients: list[NodeClient | None] = []
 _reserved: set[int] = set()
 _changing = threading.Lock()

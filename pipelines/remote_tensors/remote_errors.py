@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flowchan import FlowchanError
 
 
@@ -32,9 +30,6 @@ class RemoteError(FlowchanError):
     def __init__(self, message: str, *, operation: str = "", node: int = 0) -> None:
         super().__init__(message)
         self.operation, self.node = operation, node
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _remote_error, (type(self), str(self), dict(self.__dict__))
 
 
 class NodeDied(RemoteError):
@@ -75,9 +70,3 @@ class NodeDied(RemoteError):
         super().__init__(message, operation=operation, node=node)
         self.host, self.pid = host, pid
         self.signal, self.exitcode = signal, exitcode
-
-
-def _remote_error(kind: type[RemoteError], message: str, attributes: dict[str, Any]) -> RemoteError:
-    error = kind(message)
-    error.__dict__.update(attributes)
-    return error

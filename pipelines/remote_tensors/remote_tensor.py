@@ -406,7 +406,7 @@ def run_and_ask(
     """Run an operation on the node, and wait for the metadata of its results."""
     if not plan.dynamic and plan.name not in _noticed:
         _noticed.add(plan.name)
-        _log.info("%s has no meta kernel; the client waits for the shapes of its results", plan.name)
+        _log.warning("%s has no meta kernel, so each call waits for the shapes of its results", plan.name)
     client.before_wait(plan.name)
     args, kwargs = on_device(args, kwargs)
     number = next(client.numbers)

@@ -128,10 +128,10 @@ class Template:
         changed: Places of inputs whose metadata the operation changes, with the new metadata.
     """
 
-    __slots__ = ("changed", "client", "id", "inputs", "name", "outputs", "results", "single")
+    __slots__ = ("changed", "client", "id", "outputs", "results", "single")
 
-    def __init__(self, client: NodeClient, id: int, name: str) -> None:
-        self.client, self.id, self.name = client, id, name
+    def __init__(self, client: NodeClient, id: int) -> None:
+        self.client, self.id = client, id
         self.single: TensorMeta | None = None
         self.outputs: tuple[TensorMeta, ...] = ()
         self.results: Any = None
@@ -150,7 +150,7 @@ class OpPlan:
         dynamic: True if the shape of the results depends on values.
     """
 
-    __slots__ = ("dynamic", "factory", "handler", "name", "named", "op", "positions", "scalars", "templates")
+    __slots__ = ("dynamic", "factory", "handler", "name", "named", "op", "scalars", "templates")
 
     def __init__(self, op: Any) -> None:
         schema = op._schema
@@ -164,7 +164,6 @@ class OpPlan:
         kinds = {one.name: by_value and _takes_number(one.type) for one in schema.arguments}
         self.scalars = tuple(kinds.values())
         self.named = frozenset(name for name, scalar in kinds.items() if scalar)
-        self.positions = tuple(kinds)
         self.factory = "device" in kinds
         tags = op.tags
         self.dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
@@ -324,7 +323,7 @@ def new_template(
     """Make a template for a call, and send it to the node."""
     args, kwargs = on_device(args, kwargs)
     found, metas = evaluate(client, plan, args, kwargs, inputs, scalars)
-    template = Template(client, client.next_template(), plan.name)
+    template = Template(client, client.next_template())
     template.outputs, template.results = tuple(found.outputs), found.results
     if found.single:
         template.single = found.outputs[0]

@@ -245,7 +245,7 @@ def test_in_place_copy_from_a_dead_sender_poisons_the_target(nodes: Any, latch: 
     check_others(nodes)
 
 
-# --- deaths that nobody noticed ---
+# --- deaths that no call has reported ---
 
 
 def test_close_raises_an_unnoticed_death_once() -> None:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 EXPECTED = {"close": {CLOSE}, "varies": {EQUAL, CLOSE}, "fails": {DIFFERENT}}
 LEAST_EQUAL = 0.97
 FEWER = 12
-"""Without ``--long``, one of so many operators runs."""
+"""Step between the operators that run without ``--long``."""
 
 
 class Allowance:

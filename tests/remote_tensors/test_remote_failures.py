@@ -289,7 +289,7 @@ def test_fetch_in_backward_raises_from_backward(nodes: Any, crossing: bool) -> N
     assert x.grad.tolist() == [3, 3, 3]
 
 
-# --- failures that nobody fetched ---
+# --- unfetched failures ---
 
 
 def test_sync_raises_an_unfetched_failure_once(nodes: Any) -> None:
