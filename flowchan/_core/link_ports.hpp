@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "blocking.hpp"
+#include "references.hpp"
 #include "sleeping.hpp"
 #include "wire.hpp"
 
@@ -125,6 +126,15 @@ class Source {
         const char* at;
         uint64_t size, number, key;
         uint8_t kind, deaths;
+        bool is_replay = false;   // owner side: its outputs replace lost ones (references.hpp)
+        uint32_t references = 0;  // owner side: number of its outputs that are on the worker's host
+        uint64_t moves = 0;       // owner side, of a reference: number of its moves that the other side knows
+
+        uint64_t reference() const {
+            uint64_t id;
+            memcpy(&id, at, sizeof id);
+            return id;
+        }
     };
     // The leased items, oldest first, in a ring buffer that grows. A std::deque would call malloc for every
     // dozen items.
@@ -158,12 +168,21 @@ class Source {
     // replacement, has no item with a higher number and can take it.
     bool ascending = false;
     bool is_held_back() const {
-        return ascending && !entries.empty() && ring->is_next_before(entries.back().number);
+        return ascending && active() > 0 && ring->is_next_before(entries.back().number);
     }
 
     // Take items from the ring, up to `most` entries. Return whether anything changed.
     bool take(uint64_t most);
     void free_oldest(uint64_t n);
+    // Owner side: the items before `upto` are finished, and all of their outputs have been put. Their leases
+    // end in order, once no output of theirs is on the worker's host.
+    void settle(uint64_t upto);
+    bool free_settled();  // returns whether a lease has ended
+    // number of leased items that are not settled, and of those that are
+    uint64_t active() const { return entries.size() - held(); }
+    uint64_t held() const { return settled > base ? settled - base : 0; }
+    void release(uint64_t key);     // an output of item `key` has left the worker's host
+    void give_back_replays();       // owner side: the outputs on the worker's host are lost
     void leave();  // called when the reader is gone; the remaining items go back
     // Start over on a new connection. No item counts as sent until the other side has reported what it has
     // received.
@@ -171,6 +190,9 @@ class Source {
         known = end_sent = recall_sent = want_sent = false;
         sent = base;
         part = {};
+        pulls.clear();
+        // the other side may not know where the outputs behind its items are
+        for (uint64_t i = 0; i < entries.size(); ++i) entries[i].moves = UINT64_MAX;
     }
     void resume_after(uint64_t got);  // on a new connection, the items after `got` are sent again
     bool has_unsent() const { return known && !recalling && sent < base + entries.size(); }
@@ -184,12 +206,14 @@ class Source {
     // holds all that were sent gets more, without a limit.
     uint64_t allowed_ahead() const {
         if (on_demand && !starved && !started) return 0;
-        const bool gathers = starved && started && started == entries.size();
+        const bool gathers = starved && started && started == active();
         return std::max(window.size(), gathers ? started + MORE : 0);
     }
+    // number of bytes that may be in transit, or may stay here for the other side
+    uint64_t most_bytes() const { return lends ? ByteWindow::MOST : byte_window.size(); }
     bool wants(uint64_t most) const {
-        return ending == Ending::Open && !left && !refused && !recalling && entries.size() < most &&
-               (bytes < byte_window.size() || started >= entries.size());
+        return ending == Ending::Open && !left && !refused && !recalling && active() < most &&
+               (bytes < most_bytes() || started >= active());
     }
     bool has_more() const {  // a hint, read without the lock
         return std::atomic_ref(ring->header().head).load(std::memory_order_relaxed) != 0 ||
@@ -206,6 +230,9 @@ class Source {
     KeptPlace queue_place;
     Entries entries;  // on lease here, starting with item `base`; those before `sent` are in transit
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
+    uint64_t settled = 0;  // owner side: see settle()
+    bool lends = false;    // worker side: large outputs stay here, and references to them are sent
+    std::vector<uint64_t> pulls;  // worker side: outputs that the owner side wants after all
     Window window;        // owner side
     Allowance allowance;  // worker side
     ByteWindow byte_window;
@@ -234,7 +261,7 @@ class Source {
     bool recalling = false, recall_sent = false;
     int64_t progress_at = 0;  // when the worker last finished an item, or got its first one
     bool may_recall() const {
-        return (started > 0 || on_demand) && entries.size() > started && !recalling && !left;
+        return (started > 0 || on_demand) && active() > started && !recalling && !left;
     }
     bool should_recall(int64_t round_trip) const;
     void handle_recalled(uint64_t got);
@@ -254,7 +281,9 @@ class Sink {
   public:
     struct Staged {
         uint64_t key, kind, deaths;
-        std::vector<char> payload;
+        std::vector<char> payload;  // worker side, of a REFERENCE: its location, until it has been fetched
+        // worker side: whether the output could not be fetched, and whether the owner side knows
+        bool unreachable = false, unreachable_sent = false;
     };
 
     Sink(std::shared_ptr<Ring> ring, const WriterState& writer, bool follows, bool replays);
@@ -263,8 +292,12 @@ class Sink {
     bool drops_items() const { return over || refuses; }  // later items are dropped
     // Put the item as an output for item `number` of the ring that the worker reads (Slot::KEYLESS: for no
     // item).
-    Step put(const Received& item, uint64_t number, Wakes& wakes);
-    Step begin(uint64_t number);  // Done: skip this output
+    // `is_replay`: all outputs for the item have been put earlier, so this one is skipped.
+    Step put(const Received& item, uint64_t number, bool is_replay, Wakes& wakes);
+    Step begin(uint64_t number, bool is_replay);  // Done: skip this output
+    // Of the last put: whether it was skipped, and its index among the item's outputs.
+    bool skipped = false;
+    uint64_t index = 0;
     Step done_with(uint64_t number, Wakes& wakes);
     void end(Ending ending, const std::string& cause);
     bool check_ended();  // called without the lock; returns whether the channel has just ended
@@ -296,6 +329,23 @@ class Sink {
     void unstage();
     void forget_staged();
     uint64_t got = 0, used = 0, settled = 0;
+    // Owner side: the outputs that have been put, from number `released` on, if references have arrived. An
+    // output with a reference stays on the worker's host until the reference is released.
+    struct Lent {
+        uint64_t reference;  // 0: none
+        uint64_t key;
+    };
+    std::deque<Lent> lent;
+    bool is_lent = false;
+    uint64_t released = 0;
+    uint64_t freed() const { return is_lent ? released : used; }
+    void begin_lending();
+    void count_used(uint64_t reference, uint64_t key);
+    void forget_reference(uint64_t reference);
+    bool has_readers() const {
+        return ring->seen_state() != BROKEN &&
+               std::atomic_ref(ring->header().readers).load(std::memory_order_relaxed) > 0;
+    }
     // The bytes of item `got` that arrived before a connection broke. The rest follows over the next one.
     std::vector<char> part;
     bool part_reported = false;  // over this connection

@@ -123,7 +123,7 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
     memcpy(static_cast<void*>(&head), at, Head::SHORT);
     LinkStream* stream =
         owner_side_ || head.type != FrameType::ITEM || head.size > SMALL ? nullptr : find(head.stream);
-    if (!stream || head.port >= stream->sinks.size()) return 0;
+    if (!stream || head.port >= stream->sinks.size() || head.kind() == REFERENCE) return 0;
     Sink& sink = stream->sinks[head.port];
     if (sink.drops_items() || !sink.staged.empty() || !sink.part.empty()) return 0;
     const Head first = head;
@@ -132,7 +132,7 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
     for (uint64_t from = 0; n < Redo::MOST && size - from >= Head::SHORT; from += Head::SHORT + head.size) {
         memcpy(static_cast<void*>(&head), at + from, Head::SHORT);
         const bool same = head.type == first.type && head.stream == first.stream && head.port == first.port;
-        if (!same || !is_valid(head) || head.n != sink.got + n) break;
+        if (!same || !is_valid(head) || head.n != sink.got + n || head.kind() == REFERENCE) break;
         if (class_of(head.size) != class_of(first.size) || size - from - Head::SHORT < head.size) break;
         run[n++] = {head.kind(), head.deaths(), head.size, at + from + Head::SHORT};
     }
@@ -149,9 +149,11 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
 
 // Return whether only this side of the link sends frames of this type.
 bool Link::is_sent_here_only(FrameType type) const {
-    if (owner_side_) return type == FrameType::ITEM || type == FrameType::OUTPUT || type == FrameType::RECALL;
+    if (owner_side_)
+        return type == FrameType::ITEM || type == FrameType::OUTPUT || type == FrameType::RECALL ||
+               type == FrameType::MOVED || type == FrameType::PULL;
     return type == FrameType::OPEN || type == FrameType::OUT || type == FrameType::INPUT ||
-           type == FrameType::WANT;
+           type == FrameType::WANT || type == FrameType::UNREACHABLE || type == FrameType::PULLED;
 }
 
 // Handle the reply to a ping that was sent at `pinged_at`.
@@ -183,13 +185,21 @@ bool Link::handle(const Head& head, const char* payload) {
         for (Sink& sink : stream->sinks) sink.dirty = true, sink.wanted = false;
         return true;
     }
-    const bool of_source =
-        head.type == FrameType::INPUT || head.type == FrameType::OUTPUT || head.type == FrameType::PART;
+    const bool of_source = head.type == FrameType::INPUT || head.type == FrameType::OUTPUT ||
+                           head.type == FrameType::PART || head.type == FrameType::UNREACHABLE ||
+                           head.type == FrameType::PULL;
     if (head.port >= (of_source ? stream->sources.size() : stream->sinks.size())) return false;
     if (head.type == FrameType::INPUT) return handle_input(*stream, head, payload);
     if (head.type == FrameType::OUTPUT) return handle_output(*stream, head, payload);
     if (head.type == FrameType::PART) return handle_part(stream->sources[head.port], head);
+    if (head.type == FrameType::UNREACHABLE) return handle_unreachable(stream->sources[head.port], head.n);
+    if (head.type == FrameType::PULL) return stream->sources[head.port].pulls.push_back(head.n), true;
     Sink& sink = stream->sinks[head.port];
+    if (head.type == FrameType::MOVED) return handle_moved(*stream, sink, head, payload);
+    if (head.type == FrameType::PULLED) {
+        references().pulled(this, {head.stream, head.port, head.n}, head.flags, {payload, head.size});
+        return true;
+    }
     if (head.type == FrameType::RECALL) return sink.recall(), true;
     if (head.type == FrameType::WANT) return handle_want(sink, head.n != 0);
     if (head.type == FrameType::END) return handle_end(*stream, sink, head, payload);
@@ -230,29 +240,39 @@ bool Link::is_valid_key(LinkStream& stream, const Sink& sink, uint64_t key) {
 // remembers outputs only for the worker's last item.
 bool Link::is_settled(LinkStream& stream, const Sink& sink, uint64_t key) {
     Source* source = key == Slot::KEYLESS ? nullptr : numbering(stream, sink);
-    if (!source || source->base >= key) return true;
+    if (!source || source->base + source->held() >= key) return true;
     source->done = std::max(source->done, key);
     release_ring();
     settle(stream);
-    return source->base >= key;
+    return source->base + source->held() >= key;
 }
 
 bool Link::handle_item(LinkStream& stream, Sink& sink, const Received& item) {
     if (sink.drops_items()) {
         sink.got += 1;
-        sink.used += 1;
+        sink.count_used(0, item.key);
         note_progress();
         return true;
     }
     if (!is_valid_key(stream, sink, item.key)) return false;
+    if (item.kind == REFERENCE && !owner_side_) return handle_location(stream, sink, item);
+    uint64_t id = 0;
+    if (item.kind == REFERENCE) {
+        id = add_kept(stream, sink, item);
+        if (!id) return false;
+        return receive_item(stream, sink, {item.key, REFERENCE, 0, sizeof id, reinterpret_cast<char*>(&id)});
+    }
+    return receive_item(stream, sink, item);
+}
+
+bool Link::receive_item(LinkStream& stream, Sink& sink, const Received& item) {
     Step step = Step::Wait;
     if (sink.staged.empty() && is_settled(stream, sink, item.key)) {
         hold(sink, 1);
-        step = sink.put(item, number_for(stream, sink, item.key), held_->wakes);
+        step = put(stream, sink, item, held_->wakes);
     }
     if (step == Step::Done) {
         count_arrival(sink, owner_side_);
-        sink.used += 1;
         return true;
     }
     release_ring();
@@ -262,6 +282,29 @@ bool Link::handle_item(LinkStream& stream, Sink& sink, const Received& item) {
         return false;
     count_arrival(sink, owner_side_);
     return true;
+}
+
+// Put an item that has arrived. On the owner side, it may be an output that a dead worker had already put:
+// then it replaces that output if it was on the host of that worker.
+Step Link::put(LinkStream& stream, Sink& sink, const Received& item, Wakes& wakes) {
+    Source* source = item.key == Slot::KEYLESS ? nullptr : numbering(stream, sink);
+    const uint64_t number = number_for(stream, sink, item.key);
+    const bool is_replay = source && source->entries[item.key - source->base].is_replay;
+    const Step step = sink.put(item, number, is_replay, wakes);
+    if (step != Step::Done) return step;
+    uint64_t id = 0;
+    if (item.kind == REFERENCE) {
+        memcpy(&id, item.at, sizeof id);
+        if (sink.skipped)
+            id = references().repair(sink.ring.get(), number, sink.index, id);
+        else
+            references().place(id, sink.ring.get(), number, sink.index);
+        if (id) source->entries[item.key - source->base].references += 1;
+    } else if (sink.skipped && is_replay) {
+        references().repair(sink.ring.get(), number, sink.index, item.kind, {item.at, item.size});
+    }
+    sink.count_used(id, item.key);
+    return step;
 }
 
 // Count one more arrival. The owner side must acknowledge it soon, because the output stays on lease until
@@ -332,6 +375,7 @@ bool Link::begin_large(const Head& head, Large& large) {
     }
     large.sink = sink;
     large.skips = sink->staged.empty() && !claim(*stream, *sink, large.item, large.slot);
+    large.index = sink->writer.count - large.skips;
     stream->filling += 1;
     return true;
 }
@@ -341,7 +385,7 @@ void Link::pass_over(const Head& head) {
     LinkStream* stream = find(head.stream);
     if (!stream || head.port >= stream->sinks.size()) return;
     stream->sinks[head.port].got += 1;
-    stream->sinks[head.port].used += 1;
+    stream->sinks[head.port].count_used(0, head.n);
     note_progress();
 }
 
@@ -368,7 +412,10 @@ bool Link::end_large(Large& large, bool whole) {
     const bool put = large.slot || large.skips;
     if (!sink.check_ended() && !put && !sink.stage(large.item, std::move(large.buffer))) return false;
     count_arrival(sink, owner_side_ || !large.slot);
-    if (put) sink.used += 1;
+    if (put && large.skips && owner_side_)
+        references().repair(sink.ring.get(), sink.writer.number, large.index, large.item.kind,
+                            {large.buffer.data(), large.buffer.size()});
+    if (put) sink.count_used(0, large.item.key);
     return true;
 }
 
@@ -377,8 +424,10 @@ bool Link::end_large(Large& large, bool whole) {
 bool Link::claim(LinkStream& stream, Sink& sink, const Received& item, Slot*& slot) {
     if (!is_settled(stream, sink, item.key)) return true;
     const uint64_t number = number_for(stream, sink, item.key);
+    const Source* source = item.key == Slot::KEYLESS ? nullptr : numbering(stream, sink);
+    const bool is_replay = source && source->entries[item.key - source->base].is_replay;
     RingLock holding(*sink.ring);
-    if (sink.begin(number) == Step::Done) return false;
+    if (sink.begin(number, is_replay) == Step::Done) return false;
     const bool keyed = number != Slot::KEYLESS;
     // the item is staged, because its put must not have a key
     if (owner_side_ && !keyed && sink.writer.keyed) return true;
@@ -486,7 +535,7 @@ bool Link::handle_input(LinkStream& stream, const Head& head, const char* payloa
                                           : Session::OURS;
     settle(stream);
     source.update_byte_window(least_trip_);
-    source.window.update(source.starved, head.flags & STARVED, head.n > 0, source.entries.size(), source.done,
+    source.window.update(source.starved, head.flags & STARVED, head.n > 0, source.active(), source.done,
                          round_trip());
     return true;
 }

@@ -28,6 +28,7 @@ void Link::send_loop() {
         {
             std::lock_guard lock(mutex_);
             if (closed_) return;
+            if (has_messages.exchange(false)) handle_messages();
             for (auto& [number, stream] : streams_) moved = move_staged(*stream) || moved;
             if (fd_ >= 0 && !lost_) {
                 moved = fill() || moved;
@@ -67,6 +68,7 @@ bool Link::fill() {
         pinged_at_ = now;
         add_frame({.n = uint64_t(now), .type = FrameType::PING});
     }
+    if (owner_side_) report_moves();
     bool moved = false;
     auto from = streams_.upper_bound(last_served_);
     for (size_t n = 0; n < streams_.size() && !is_full(); ++n, ++from) {
@@ -82,9 +84,19 @@ bool Link::serve_as_owner(LinkStream& stream) {
     for (uint16_t port = 0; port < stream.sinks.size(); ++port) {
         Sink& sink = stream.sinks[port];
         sink.check_ended();
+        if (sink.is_lent && !sink.lent.empty() && !sink.has_readers()) {
+            while (!sink.lent.empty()) {
+                stream.sources[0].release(sink.lent.front().key);
+                sink.forget_reference(sink.lent.front().reference);
+            }
+            sink.dirty = moved = true;
+        }
         if (!std::exchange(sink.dirty, false)) continue;
-        Head head{
-            .stream = stream.number, .port = port, .type = FrameType::OUTPUT, .a = sink.got, .b = sink.used};
+        Head head{.stream = stream.number,
+                  .port = port,
+                  .type = FrameType::OUTPUT,
+                  .a = sink.got,
+                  .b = sink.freed()};
         std::string cause;
         if (sink.limited && !sink.over) {
             RingLock holding(*sink.ring);
@@ -93,7 +105,7 @@ bool Link::serve_as_owner(LinkStream& stream) {
         if (sink.over) {
             RingLock holding(*sink.ring);
             const bool broken = sink.ring->header().state == BROKEN;
-            head.flags = broken ? BREAK | NO_MORE : NO_MORE;
+            head.flags = broken ? BREAK | NO_MORE : sink.lent.empty() ? NO_MORE : 0;
             if (broken) cause = sink.ring->cause();
         }
         head.size = cause.size();
@@ -109,7 +121,12 @@ bool Link::serve_as_owner(LinkStream& stream) {
         if (source.should_recall(round_trip())) source.recalling = true;
         if (source.recalling && !std::exchange(source.recall_sent, true))
             add_frame({.stream = stream.number, .port = port, .type = FrameType::RECALL});
-        for (; source.has_unsent() && !is_full(); moved = true) add_item(stream, source, port);
+        for (; source.has_unsent() && !is_full(); moved = true) {
+            if (source.unsent().kind != REFERENCE)
+                add_item(stream, source, port);
+            else if (!add_reference(stream, source, port))
+                break;
+        }
         moved = add_end(stream, source, port) || moved;
     }
     return moved;
@@ -132,8 +149,11 @@ bool Link::serve_as_worker(LinkStream& stream) {
         report_if_refused(stream, stream.sources[port], port);
     moved = add_outputs(stream) || moved;
     add_progress(stream);
-    for (uint16_t port = 0; port < stream.sources.size(); ++port)
+    report_unreachable_items(stream);
+    for (uint16_t port = 0; port < stream.sources.size(); ++port) {
+        add_pulled(stream, stream.sources[port], port);
         report_want(stream, stream.sources[port], port);
+    }
     // A worker that ends its outputs has already ended its inputs and finished its leased items. The owner
     // side must learn of that first.
     for (uint16_t port = 0; port < stream.sources.size(); ++port) {
@@ -221,6 +241,16 @@ void Link::report_part(const LinkStream& stream, Sink& sink, uint16_t port) {
 
 void Link::add_item(LinkStream& stream, Source& source, uint16_t port) {
     const Source::Entry& entry = source.unsent();
+    if (source.lends && entry.size >= LARGE && entry.key != Slot::KEYLESS && source.part.item != source.sent) {
+        const Kept kept{entry.size, entry.kind};
+        Head head{.size = sizeof kept, .n = entry.key, .stream = stream.number, .port = port};
+        head.type = FrameType::OUT;
+        head.flags = uint8_t(REFERENCE);
+        out_.add(&head, Head::SHORT, &kept, sizeof kept);
+        queued_items_ += 1;
+        source.sent += 1;
+        return;
+    }
     const uint64_t skipped = source.part.item == source.sent ? source.part.size : 0;
     const char* at = entry.at + skipped;
     Head head{.size = entry.size - skipped,
@@ -234,6 +264,85 @@ void Link::add_item(LinkStream& stream, Source& source, uint16_t port) {
     if (!copied) out_.add_in_place(source.ring, at, head.size);
     queued_items_ += 1;
     source.sent += 1;
+}
+
+// --- outputs that stay where they were made (references.hpp) ---
+
+// Owner side: send the next item, which is a reference. Return false if its output is lost at the moment.
+bool Link::add_reference(const LinkStream& stream, Source& source, uint16_t port) {
+    Source::Entry& entry = source.unsent();
+    const auto seen = references().look(entry.reference());
+    if (!seen || seen->state == References::Seen::State::Lost) return false;
+    const bool here = seen->state == References::Seen::State::Here;
+    Head head{.size = seen->payload.size(), .n = source.sent, .stream = stream.number, .port = port};
+    head.type = FrameType::ITEM;
+    head.flags = uint8_t((here ? seen->kind : uint64_t(REFERENCE)) | entry.deaths << 3);
+    out_.add(&head, Head::SHORT, seen->payload.data(), seen->payload.size());
+    entry.moves = seen->moves;
+    queued_items_ += 1;
+    source.sent += 1;
+    return true;
+}
+
+// Owner side: report the new locations of outputs behind items that have been sent.
+void Link::report_moves() {
+    const uint64_t now = references().generation();
+    if (std::exchange(seen_generation_, now) == now) return;
+    for (auto& [number, stream] : streams_) {
+        for (uint16_t port = 0; port < stream->sources.size(); ++port) {
+            Source& source = stream->sources[port];
+            for (uint64_t n = source.base; source.known && n < source.sent; ++n) {
+                Source::Entry& entry = source.entries[n - source.base];
+                if (entry.kind != REFERENCE) continue;
+                const auto seen = references().look(entry.reference());
+                if (!seen || seen->state == References::Seen::State::Lost || seen->moves == entry.moves)
+                    continue;
+                const bool here = seen->state == References::Seen::State::Here;
+                Head head{.n = n, .stream = number, .port = port, .type = FrameType::MOVED};
+                head.size = seen->payload.size();
+                head.flags = uint8_t(here ? seen->kind : uint64_t(REFERENCE));
+                add_frame(head, seen->payload);
+                entry.moves = seen->moves;
+            }
+        }
+    }
+}
+
+// Owner side: do what the table of references wants.
+void Link::handle_messages() {
+    const References::Inbox inbox = references().collect(this);
+    for (const References::Released& one : inbox.released) {
+        LinkStream* stream = find(one.stream);
+        if (!stream || one.port >= stream->sinks.size()) continue;
+        Sink& sink = stream->sinks[one.port];
+        sink.forget_reference(one.id);
+        sink.dirty = true;
+        for (Source& source : stream->sources) source.release(one.key);
+    }
+    for (const OutputKey& one : inbox.pulls)
+        add_frame({.n = one.output, .stream = one.stream, .port = one.port, .type = FrameType::PULL});
+}
+
+// Worker side: send the outputs that the owner side wants after all.
+void Link::add_pulled(const LinkStream& stream, Source& source, uint16_t port) {
+    for (const uint64_t n : std::exchange(source.pulls, {})) {
+        if (n < source.base || n - source.base >= source.entries.size()) continue;
+        const Source::Entry& entry = source.entries[n - source.base];
+        Head head{.size = entry.size, .n = n, .stream = stream.number, .port = port};
+        head.type = FrameType::PULLED;
+        head.flags = entry.kind;
+        out_.add(&head, head.length(), entry.at, entry.size);
+    }
+}
+
+// Worker side: report the items whose outputs could not be fetched.
+void Link::report_unreachable_items(LinkStream& stream) {
+    for (uint16_t port = 0; port < stream.sinks.size(); ++port) {
+        for (Sink::Staged& item : stream.sinks[port].staged) {
+            if (!item.unreachable || std::exchange(item.unreachable_sent, true)) continue;
+            add_frame({.n = item.key, .stream = stream.number, .port = port, .type = FrameType::UNREACHABLE});
+        }
+    }
 }
 
 bool Link::add_end(LinkStream& stream, Source& source, uint16_t port) {
@@ -322,15 +431,15 @@ bool Link::move_staged(LinkStream& stream) {
                 RingLock holding(*sink.ring);
                 sink.queue_place.leave();
             }
+            if (!owner_side_ && first.kind == REFERENCE) break;  // it has not been fetched yet
             if (!is_settled(stream, sink, first.key)) break;
             RingLock holding(*sink.ring);
             const Received item{first.key, first.kind, first.deaths, first.payload.size(),
                                 first.payload.data()};
-            const Step step = sink.put(item, number_for(stream, sink, first.key), holding.wakes);
+            const Step step = put(stream, sink, item, holding.wakes);
             if (step != Step::Done) break;  // `check_ended` finds rings that have ended
             sink.queue_place.leave();
             sink.unstage();
-            sink.used += 1;
             sink.dirty = moved = true;
         }
         if (sink.check_ended()) moved = true;
@@ -392,16 +501,24 @@ bool Link::settle(LinkStream& stream) {
             }
             upto = std::min(upto, sink.settled);
         }
-        if (upto > source.base) {
-            source.free_oldest(upto - source.base);
-            moved = true;
-        }
+        for (uint64_t n = std::max(source.settled, source.base); n < upto; ++n)
+            report_if_not_remade(stream, source.entries[n - source.base]);
+        source.settle(upto);
+        moved = source.free_settled() || moved;
         if (source.leaving && !source.left && source.base >= source.done) {
             source.leave();
             moved = true;
         }
     }
     return moved;
+}
+
+// Report a replay that is finished and has not made all outputs that were lost.
+void Link::report_if_not_remade(const LinkStream& stream, const Source::Entry& entry) {
+    if (!entry.is_replay) return;
+    for (uint16_t port = 0; port < stream.sinks.size(); ++port)
+        if (references().is_any_lost(stream.sinks[port].ring.get(), entry.number))
+            report({.kind = LinkEvent::Kind::NotRemade, .stream = stream.number, .port = port});
 }
 
 // The lock of the sink's ring must be held.

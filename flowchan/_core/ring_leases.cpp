@@ -32,8 +32,12 @@ void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     if (h_->damaged || !slot_exists(s.lease_tail)) return void(found_damage());
     if (h_->head && !slot_exists(h_->head)) return void(found_damage());
     const Slot* front = h_->head ? at<Slot>(h_->head) : nullptr;
-    if (front && front->numbered() && front->number < at<Slot>(s.lease_tail)->number)
-        return give_back_between(s, n, wakes);
+    if (front && front->numbered() && front->number < at<Slot>(s.lease_tail)->number) {
+        uint64_t before = 0, p = s.lease_head;
+        for (uint64_t more = s.leased; more > n; more -= 1, before = p, p = at<Slot>(p)->next)
+            if (!slot_exists(p)) return void(found_damage());
+        return give_back_between(s, before, p, n, wakes);
+    }
     uint64_t bytes = 0, last = 0, left = s.leased, kept = 0, first = 0;
     for (uint64_t p = s.lease_head; p; last = p, p = at<Slot>(p)->next, left -= 1) {
         Slot* slot = at<Slot>(p);
@@ -65,10 +69,9 @@ void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
 // Do the same if other items were given back earlier. Each item goes to its place among them, because the
 // front of the FIFO is sorted by number. If this process dies in between, the call that cleans up after it
 // gives back the remaining items.
-void Ring::give_back_between(Session& s, uint64_t n, Wakes& wakes) {
-    uint64_t kept = 0, p = s.lease_head;
-    for (uint64_t left = s.leased; left > n; left -= 1, kept = p, p = at<Slot>(p)->next)
-        if (!slot_exists(p)) return void(found_damage());
+//
+// `p` is the first of the items, and `kept` is the item before it, or 0.
+void Ring::give_back_between(Session& s, uint64_t kept, uint64_t p, uint64_t n, Wakes& wakes) {
     uint64_t before = 0, after = h_->head, steps = inside();
     for (; n && !h_->damaged; --n) {
         Slot* slot = at<Slot>(p);
@@ -100,6 +103,18 @@ void Ring::give_back_between(Session& s, uint64_t n, Wakes& wakes) {
 
 void Ring::give_back_newest(uint32_t index, uint64_t n, Wakes& wakes) {
     if (n && n <= session(index).leased) give_back(session(index), n, wakes);
+}
+
+void Ring::give_back_replays(uint32_t index, uint64_t n, Wakes& wakes) {
+    Session& s = session(index);
+    n = std::min(n, s.leased);
+    if (h_->damaged || h_->state == BROKEN || !n) return;
+    uint64_t p = s.lease_head;
+    for (uint64_t i = 0; i < n; ++i, p = at<Slot>(p)->next) {
+        if (!slot_exists(p) || !is_leased(at<Slot>(p))) return void(found_damage());
+        at<Slot>(p)->state |= Slot::REPLAY;  // correct from now on, whether or not this process dies
+    }
+    give_back_between(s, 0, s.lease_head, n, wakes);
 }
 
 // Remove all items that were put and never taken, as if they had not been put. Their owner can put them into
@@ -175,6 +190,7 @@ Step Ring::take_reserved(Taken& taken, ReaderState& reader) {
     taken.kind = slot->kind;
     taken.size = slot->size;
     taken.deaths = slot->deaths();
+    taken.is_replay = slot->is_replay();
     taken.died_unpickling = s.reserved_at == Session::UNPICKLING;
     taken.number = slot->number;
     taken.made_for = Slot::KEYLESS;

@@ -40,6 +40,7 @@ from flowchan.hosts.agent_messages import (
     Start,
     Waiting,
     WrittenStack,
+    not_remade,
     refusal,
 )
 from flowchan.hosts.agent_questions import AgentQuestions
@@ -47,6 +48,7 @@ from flowchan.hosts.agent_starts import AgentStarts
 from flowchan.hosts.capacity import report_cores
 from flowchan.hosts.code import PackedStages
 from flowchan.hosts.host_gangs import HostGangs
+from flowchan.hosts.kept_outputs import keeps_outputs
 from flowchan.hosts.providers.provider import Provider
 from flowchan.hosts.stack_requests import StackRequests
 from flowchan.hosts.worker_ports import HostWorkers, WorkerPorts, host_for, together
@@ -154,6 +156,7 @@ class HostsPart:
                 self._receive,
                 self._finished,
                 self._refused,
+                self._not_remade,
                 self._ends,
                 self._is_late,
                 self._over,
@@ -171,7 +174,7 @@ class HostsPart:
             agent.end(why)
         elif agent is not None:
             report_cores(self._provider, agent.host, int(hello.get("cores", 1)))
-            agent.meet(sock, float(hello.get("stuck", 0.0)))
+            agent.meet(sock, float(hello.get("stuck", 0.0)), str(hello.get("outputs", "")))
             return
         sock.close()
 
@@ -201,6 +204,7 @@ class HostsPart:
                 most=min(self._ports.plan.memory, most_bytes()), share=self._ports.plan.share,
                 gpus=worker.stage.gpus, membership=self._membership(id, stream), elastic=self._is_elastic(id),
                 sampled=self._ports.ports[id].shared.sampled,
+                keeps_outputs=keeps_outputs(self._ports.plan, worker, self._workers),
             )
         )  # fmt: skip
         if self._ports.plan.samples_items:
@@ -299,16 +303,23 @@ class HostsPart:
         self._ends(agent)
 
     def _refused(self, agent: AgentHandle, number: int, port: int) -> None:
+        if (id := self._on_stream(agent, number)) is not None:
+            channel = [*self._ports.ports[id].inputs.values()][port].channel
+            channel.abort(refusal(channel._name, f"to host {agent.host!r}"))
+
+    def _not_remade(self, agent: AgentHandle, number: int, port: int) -> None:
+        if (id := self._on_stream(agent, number)) is not None:
+            channel = [*self._ports.ports[id].writers()][port].channel
+            channel.abort(not_remade(channel._name))
+
+    def _on_stream(self, agent: AgentHandle, number: int) -> WorkerId | None:
         with self._lock:
             found = (
                 id
                 for id, stream in self._streams.items()
                 if stream.agent is agent and stream.number == number
             )
-            id = next(found, None)
-        if id is not None:
-            channel = [*self._ports.ports[id].inputs.values()][port].channel
-            channel.abort(refusal(channel._name, f"to host {agent.host!r}"))
+            return next(found, None)
 
     def _ends(self, agent: AgentHandle) -> bool:
         """Report the workers that have ended and whose outputs have all arrived.
