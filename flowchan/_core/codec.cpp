@@ -1,8 +1,8 @@
 #include "codec.hpp"
-#include "references.hpp"
 #include "direct_values.hpp"
 #include "gil.hpp"
 #include "raising.hpp"
+#include "references.hpp"
 
 namespace flowchan {
 

@@ -287,10 +287,10 @@ class Link {
     int64_t connected_at_ = 0;
     int64_t stuck_since_ = 0;  // see stuck_for()
     uint64_t breaks_in_vain_ = 0;
-    bool lost_ = false;         // the connection is unusable; its last user closes the descriptor
+    bool lost_ = false;  // the connection is unusable; its last user closes the descriptor
     std::string fetch_address_;
     uint64_t seen_generation_ = 0;  // of the table of references
-    uint32_t last_served_ = 0;  // the stream after which the next round begins
+    uint32_t last_served_ = 0;      // the stream after which the next round begins
 
     // The sender also changes `out_` without the mutex. Like `changed_`, `out_` is allocated separately,
     // because a fork may copy it in the middle of a change.

@@ -148,6 +148,9 @@ nb::dict state_of(PyLink& link) {
 }  // namespace
 
 void bind_link(nb::module_& m) {
+    m.def(
+        "_references", [] { return references().count(); },
+        "Return the number of outputs of this process's channels that are on other hosts.");
     nb::class_<PyLink>(m, "Link",
                        "Connection between two hosts of a run, which serves the ports of remote "
                        "workers.")

@@ -118,12 +118,8 @@ bool Source::take_one(Wakes& wakes) {
         return false;
     }
     if (active() == 0) progress_at = now_ns();
-    Entry entry{taken.at,
-                taken.size,
-                taken.number,
-                taken.made_for,
-                uint8_t(taken.kind),
-                uint8_t(std::min(taken.deaths, Head::MOST_DEATHS)),
+    Entry entry{taken.at,       taken.size,          taken.number,
+                taken.made_for, uint8_t(taken.kind), uint8_t(std::min(taken.deaths, Head::MOST_DEATHS)),
                 taken.is_replay};
     // the windows count the bytes that the other side will fetch
     if (entry.kind == REFERENCE) entry.size = references().size_of(entry.reference());

@@ -121,7 +121,7 @@ class ByteWindow {
 
 class Source {
   public:
-    static constexpr uint64_t MORE = 64;
+    static constexpr uint64_t MORE = 64, FETCHES = 4;
     struct Entry {
         const char* at;
         uint64_t size, number, key;
@@ -163,12 +163,13 @@ class Source {
     ~Source();
 
     // Set if the outputs for the items have turns. The source then takes no item that precedes one that it
-    // already has. The output for that item would have to be put first. But it would be sent behind the
+    // already has, and in any case no such replay. The output for that item would have to be put first. But it would be sent behind the
     // output for the other item, which may be waiting for room. The worker that gave the item back, or its
     // replacement, has no item with a higher number and can take it.
     bool ascending = false;
     bool is_held_back() const {
-        return ascending && active() > 0 && ring->is_next_before(entries.back().number);
+        return (ascending || ring->is_replay_next()) && active() > 0 &&
+               ring->is_next_before(entries.back().number);
     }
 
     // Take items from the ring, up to `most` entries. Return whether anything changed.
@@ -181,9 +182,9 @@ class Source {
     // number of leased items that are not settled, and of those that are
     uint64_t active() const { return entries.size() - held(); }
     uint64_t held() const { return settled > base ? settled - base : 0; }
-    void release(uint64_t key);     // an output of item `key` has left the worker's host
-    void give_back_replays();       // owner side: the outputs on the worker's host are lost
-    void leave();  // called when the reader is gone; the remaining items go back
+    void release(uint64_t key);  // an output of item `key` has left the worker's host
+    void give_back_replays();    // owner side: the outputs on the worker's host are lost
+    void leave();                // called when the reader is gone; the remaining items go back
     // Start over on a new connection. No item counts as sent until the other side has reported what it has
     // received.
     void connect() {
@@ -207,7 +208,10 @@ class Source {
     uint64_t allowed_ahead() const {
         if (on_demand && !starved && !started) return 0;
         const bool gathers = starved && started && started == active();
-        return std::max(window.size(), gathers ? started + MORE : 0);
+        // Outputs are fetched from several hosts at the same time. One host alone may be slow, because others
+        // fetch from it as well.
+        const uint64_t fetches = active() && entries.back().kind == REFERENCE ? FETCHES : 0;
+        return std::max({window.size(), fetches, gathers ? started + MORE : 0});
     }
     // number of bytes that may be in transit, or may stay here for the other side
     uint64_t most_bytes() const { return lends ? ByteWindow::MOST : byte_window.size(); }
@@ -230,11 +234,11 @@ class Source {
     KeptPlace queue_place;
     Entries entries;  // on lease here, starting with item `base`; those before `sent` are in transit
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
-    uint64_t settled = 0;  // owner side: see settle()
-    bool lends = false;    // worker side: large outputs stay here, and references to them are sent
+    uint64_t settled = 0;         // owner side: see settle()
+    bool lends = false;           // worker side: large outputs stay here, and references to them are sent
     std::vector<uint64_t> pulls;  // worker side: outputs that the owner side wants after all
-    Window window;        // owner side
-    Allowance allowance;  // worker side
+    Window window;                // owner side
+    Allowance allowance;          // worker side
     ByteWindow byte_window;
     void update_byte_window(int64_t round_trip) { byte_window.update(ring->most_inside(), round_trip); }
     // the first bytes of an item that the other side has from an earlier connection

@@ -300,7 +300,7 @@ Step Link::put(LinkStream& stream, Sink& sink, const Received& item, Wakes& wake
         else
             references().place(id, sink.ring.get(), number, sink.index);
         if (id) source->entries[item.key - source->base].references += 1;
-    } else if (sink.skipped && is_replay) {
+    } else if (sink.skipped && owner_side_) {
         references().repair(sink.ring.get(), number, sink.index, item.kind, {item.at, item.size});
     }
     sink.count_used(id, item.key);

@@ -241,7 +241,8 @@ void Link::report_part(const LinkStream& stream, Sink& sink, uint16_t port) {
 
 void Link::add_item(LinkStream& stream, Source& source, uint16_t port) {
     const Source::Entry& entry = source.unsent();
-    if (source.lends && entry.size >= LARGE && entry.key != Slot::KEYLESS && source.part.item != source.sent) {
+    const bool in_part = source.part.size && source.part.item == source.sent;
+    if (source.lends && entry.size >= LARGE && entry.key != Slot::KEYLESS && !in_part) {
         const Kept kept{entry.size, entry.kind};
         Head head{.size = sizeof kept, .n = entry.key, .stream = stream.number, .port = port};
         head.type = FrameType::OUT;

@@ -114,8 +114,14 @@ void References::lose(Link* link, uint32_t stream) {
 
 // Mark the outputs of a link, or of one of its streams, as lost. Outputs that are here are not lost.
 void References::lose_if(Link* link, const uint32_t* stream) {
-    for (auto& [id, one] : records_) {
+    for (auto next = records_.begin(); next != records_.end();) {
+        const auto found = next++;
+        Record& one = found->second;
         if (one.link != link || (stream && one.output.stream != *stream)) continue;
+        if (!one.placed) {  // it was still waiting for room, so its item is processed again as usual
+            records_.erase(found);
+            continue;
+        }
         one.link = nullptr;
         one.pulling = false;
         if (!one.here) lost_ += 1;
@@ -132,8 +138,8 @@ std::optional<References::Seen> References::look(uint64_t id) {
         seen.state = Seen::State::Here;
         seen.payload = one.bytes;
     } else if (one.link) {
-        const Location location{id, one.size, one.output.output, one.output.stream, one.output.port,
-                                uint16_t(one.kind)};
+        const Location location{
+            id, one.size, one.output.output, one.output.stream, one.output.port, uint16_t(one.kind)};
         seen.state = Seen::State::There;
         seen.payload.assign(reinterpret_cast<const char*>(&location), sizeof location);
         seen.payload += one.link->fetch_address();

@@ -181,6 +181,9 @@ class Ring : public std::enable_shared_from_this<Ring> {
         const Slot* slot = h_->head && slot_exists(h_->head) ? at<Slot>(h_->head) : nullptr;
         return slot && slot->numbered() && slot->number < number;
     }
+    bool is_replay_next() const {
+        return h_->head && slot_exists(h_->head) && at<Slot>(h_->head)->is_replay();
+    }
     // removes the items that were put but never taken, and returns their number
     uint64_t take_back(Wakes& wakes);
     // records that all outputs for item writer.number have been put

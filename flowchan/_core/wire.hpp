@@ -50,7 +50,7 @@ struct Kept {
     uint64_t size, kind;
 };
 
-constexpr uint64_t REFERENCE_KIND = 7;      // REFERENCE, which frame.hpp defines
+constexpr uint64_t REFERENCE_KIND = 7;       // REFERENCE, which frame.hpp defines
 constexpr uint64_t MOST_LOCATION = 1 << 10;  // largest size of a location, in bytes
 
 enum Flag : uint8_t {
