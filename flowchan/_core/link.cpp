@@ -136,9 +136,12 @@ void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
     for (auto& [number, stream] : streams_) {
         stream->announced = false;
         for (Source& source : stream->sources) source.connect();
-        for (Sink& sink : stream->sinks) sink.dirty = true, sink.part_reported = false;
+        for (Sink& sink : stream->sinks) {
+            sink.dirty = true;
+            sink.part_reported = false;
+            for (Sink::Staged& item : sink.staged) item.unreachable_sent = false;
+        }
     }
-    seen_generation_ = 0;  // reports of moves may have been lost
     if (owner_side_) {
         references().ask_again(this);
         has_messages = true;

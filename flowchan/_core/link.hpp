@@ -14,6 +14,8 @@
 // side puts it as that item's output, as it would for a local worker. After a death, the next worker that
 // gets the item skips the outputs that have already been put.
 //
+// Large outputs for remote workers stay on the host that made them (references.hpp, link_references.cpp).
+//
 // No thread waits for a receiver. Items are sent only as far as the worker's window allows. Outputs are sent
 // until too many are waiting for room on the owner side (staged). A slow stage therefore does not hold up the
 // frames of other stages.
@@ -184,12 +186,10 @@ class Link {
         return reads && reads->sources.size() == 1 ? reads->sources[0].entries.size() : 0;
     }
     bool is_full() const { return out_.size() >= GATHER; }
-    void handle_messages();
-    void report_moves();
-    bool add_reference(const LinkStream& stream, Source& source, uint16_t port);
-    void add_pulled(const LinkStream& stream, Source& source, uint16_t port);
-    void report_unreachable_items(LinkStream& stream);
-    Step put(LinkStream& stream, Sink& sink, const Received& item, Wakes& wakes);
+    Step put(LinkStream& stream, Sink& sink, const Received& item, uint64_t output, Wakes& wakes);
+    uint64_t repair(const Sink& sink, const Received& item, uint64_t number, uint64_t index);
+    bool is_of_replay(LinkStream& stream, const Sink& sink, uint64_t key);
+    void replace_lost(LinkStream& stream, Sink& sink, const Received& item);
     void forget_references(LinkStream& stream);
     bool move_staged(LinkStream& stream);
     bool settle(LinkStream& stream);
@@ -200,6 +200,13 @@ class Link {
     bool settle_sink(LinkStream& stream, Sink& sink, uint64_t upto, Wakes& wakes);
     void sleep(uint32_t heard);
     void add_frame(const Head& head, const std::string& payload = {});
+
+    // references (link_references.cpp)
+    void handle_messages();
+    void report_moves();
+    bool add_reference(const LinkStream& stream, Source& source, uint16_t port);
+    void add_pulled(const LinkStream& stream, Source& source, uint16_t port);
+    void report_unreachable_items(LinkStream& stream);
 
     // receiving (link_receive.cpp)
     void receive_loop();
@@ -235,6 +242,7 @@ class Link {
         Slot* slot = nullptr;  // null: the item has no room yet
         bool skips = false;    // a worker that has died had already put the item
         uint64_t index = 0;    // if it is skipped: its index among the outputs for its input item
+        bool is_of_replay = false;
         std::vector<char> buffer;
         std::vector<char> part;  // what has arrived over earlier connections
         // a skipped item also gets a buffer, so that a break does not lose what has arrived

@@ -304,7 +304,7 @@ Sink::~Sink() {
 bool Sink::stage(const Received& item, std::vector<char> payload) {
     if (staged.size() >= MOST_AHEAD || staged_bytes > ByteWindow::MOST) return false;
     staged_bytes += item.size;
-    staged.push_back({item.key, item.kind, item.deaths, std::move(payload)});
+    staged.push_back({item.key, item.kind, item.deaths, got, std::move(payload)});
     return true;
 }
 
@@ -318,17 +318,16 @@ void Sink::forget_staged() {
     staged_bytes = 0;
 }
 
-Step Sink::begin(uint64_t number, bool is_replay) {
+Step Sink::begin(uint64_t number) {
     if (number != Slot::KEYLESS && !writer.keyed) {
         ring->begin_item(writer, number);
-        if (is_replay) writer.skip = UINT64_MAX;
         writer.keyed = true;
     }
     return number != Slot::KEYLESS && writer.skips() ? Step::Done : Step::Wait;
 }
 
-Step Sink::put(const Received& item, uint64_t number, bool is_replay, Wakes& wakes) {
-    skipped = begin(number, is_replay) == Step::Done;
+Step Sink::put(const Received& item, uint64_t number, Wakes& wakes) {
+    skipped = begin(number) == Step::Done;
     index = writer.count - skipped;
     if (skipped) return Step::Done;
     WriterState plain;
@@ -337,14 +336,16 @@ Step Sink::put(const Received& item, uint64_t number, bool is_replay, Wakes& wak
 }
 
 void Sink::begin_lending() {
-    if (!std::exchange(is_lent, true)) released = used;
+    if (std::exchange(is_lent, true)) return;
+    released = used;
+    lent.resize(staged.size());
 }
 
-// Count an output that was put, or that nobody will read.
-void Sink::count_used(uint64_t reference, uint64_t key) {
+void Sink::count_used(uint64_t output, uint64_t reference, uint64_t key) {
     used += 1;
     if (!is_lent) return;
-    lent.push_back({reference, key});
+    if (output - released >= lent.size()) lent.resize(output - released + 1);
+    lent[output - released] = {reference, key};
     forget_reference(0);
 }
 

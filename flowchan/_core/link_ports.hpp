@@ -127,6 +127,7 @@ class Source {
         uint64_t size, number, key;
         uint8_t kind, deaths;
         bool is_replay = false;   // owner side: its outputs replace lost ones (references.hpp)
+        uint32_t outputs = 0;     // owner side, of a replay: number of its outputs that have arrived
         uint32_t references = 0;  // owner side: number of its outputs that are on the worker's host
         uint64_t moves = 0;       // owner side, of a reference: number of its moves that the other side knows
 
@@ -163,13 +164,15 @@ class Source {
     ~Source();
 
     // Set if the outputs for the items have turns. The source then takes no item that precedes one that it
-    // already has, and in any case no such replay. The output for that item would have to be put first. But it would be sent behind the
+    // already has, except a replay, whose outputs are not put. The output for that item would have to be put first. But it would be sent behind the
     // output for the other item, which may be waiting for room. The worker that gave the item back, or its
     // replacement, has no item with a higher number and can take it.
     bool ascending = false;
     bool is_held_back() const {
-        return (ascending || ring->is_replay_next()) && active() > 0 &&
-               ring->is_next_before(entries.back().number);
+        if (!ascending || ring->is_replay_next()) return false;
+        uint64_t n = entries.size();
+        while (n > held() && entries[n - 1].is_replay) n -= 1;
+        return n > held() && ring->is_next_before(entries[n - 1].number);
     }
 
     // Take items from the ring, up to `most` entries. Return whether anything changed.
@@ -211,7 +214,10 @@ class Source {
         // Outputs are fetched from several hosts at the same time. One host alone may be slow, because others
         // fetch from it as well.
         const uint64_t fetches = active() && entries.back().kind == REFERENCE ? FETCHES : 0;
-        return std::max({window.size(), fetches, gathers ? started + MORE : 0});
+        // A replay is always taken: the worker's other outputs may be waiting for room, and the readers that
+        // would make room may be waiting for the outputs of the replay.
+        const uint64_t replays = ring->is_replay_next() ? active() + 1 : 0;
+        return std::max({window.size(), fetches, replays, gathers ? started + MORE : 0});
     }
     // number of bytes that may be in transit, or may stay here for the other side
     uint64_t most_bytes() const { return lends ? ByteWindow::MOST : byte_window.size(); }
@@ -285,6 +291,7 @@ class Sink {
   public:
     struct Staged {
         uint64_t key, kind, deaths;
+        uint64_t output;            // owner side: its number among all outputs of the stream
         std::vector<char> payload;  // worker side, of a REFERENCE: its location, until it has been fetched
         // worker side: whether the output could not be fetched, and whether the owner side knows
         bool unreachable = false, unreachable_sent = false;
@@ -296,9 +303,8 @@ class Sink {
     bool drops_items() const { return over || refuses; }  // later items are dropped
     // Put the item as an output for item `number` of the ring that the worker reads (Slot::KEYLESS: for no
     // item).
-    // `is_replay`: all outputs for the item have been put earlier, so this one is skipped.
-    Step put(const Received& item, uint64_t number, bool is_replay, Wakes& wakes);
-    Step begin(uint64_t number, bool is_replay);  // Done: skip this output
+    Step put(const Received& item, uint64_t number, Wakes& wakes);
+    Step begin(uint64_t number);  // Done: skip this output
     // Of the last put: whether it was skipped, and its index among the item's outputs.
     bool skipped = false;
     uint64_t index = 0;
@@ -333,18 +339,20 @@ class Sink {
     void unstage();
     void forget_staged();
     uint64_t got = 0, used = 0, settled = 0;
-    // Owner side: the outputs that have been put, from number `released` on, if references have arrived. An
-    // output with a reference stays on the worker's host until the reference is released.
+    // Owner side: the outputs that have arrived, from number `released` on, if any of them was a reference.
+    // An output with a reference stays on the worker's host until the reference is released.
     struct Lent {
-        uint64_t reference;  // 0: none
-        uint64_t key;
+        uint64_t reference = WAITING;  // 0: none
+        uint64_t key = 0;
     };
+    static constexpr uint64_t WAITING = UINT64_MAX;  // of an output that has not been put yet
     std::deque<Lent> lent;
     bool is_lent = false;
     uint64_t released = 0;
     uint64_t freed() const { return is_lent ? released : used; }
     void begin_lending();
-    void count_used(uint64_t reference, uint64_t key);
+    // Count output `output`, which was put, or which nobody will read.
+    void count_used(uint64_t output, uint64_t reference, uint64_t key);
     void forget_reference(uint64_t reference);
     bool has_readers() const {
         return ring->seen_state() != BROKEN &&

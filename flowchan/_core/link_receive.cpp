@@ -249,8 +249,8 @@ bool Link::is_settled(LinkStream& stream, const Sink& sink, uint64_t key) {
 
 bool Link::handle_item(LinkStream& stream, Sink& sink, const Received& item) {
     if (sink.drops_items()) {
+        sink.count_used(sink.got, 0, item.key);
         sink.got += 1;
-        sink.count_used(0, item.key);
         note_progress();
         return true;
     }
@@ -267,9 +267,12 @@ bool Link::handle_item(LinkStream& stream, Sink& sink, const Received& item) {
 
 bool Link::receive_item(LinkStream& stream, Sink& sink, const Received& item) {
     Step step = Step::Wait;
-    if (sink.staged.empty() && is_settled(stream, sink, item.key)) {
+    if (is_of_replay(stream, sink, item.key)) {
+        replace_lost(stream, sink, item);
+        step = Step::Done;
+    } else if (sink.staged.empty() && is_settled(stream, sink, item.key)) {
         hold(sink, 1);
-        step = put(stream, sink, item, held_->wakes);
+        step = put(stream, sink, item, sink.got, held_->wakes);
     }
     if (step == Step::Done) {
         count_arrival(sink, owner_side_);
@@ -282,29 +285,6 @@ bool Link::receive_item(LinkStream& stream, Sink& sink, const Received& item) {
         return false;
     count_arrival(sink, owner_side_);
     return true;
-}
-
-// Put an item that has arrived. On the owner side, it may be an output that a dead worker had already put:
-// then it replaces that output if it was on the host of that worker.
-Step Link::put(LinkStream& stream, Sink& sink, const Received& item, Wakes& wakes) {
-    Source* source = item.key == Slot::KEYLESS ? nullptr : numbering(stream, sink);
-    const uint64_t number = number_for(stream, sink, item.key);
-    const bool is_replay = source && source->entries[item.key - source->base].is_replay;
-    const Step step = sink.put(item, number, is_replay, wakes);
-    if (step != Step::Done) return step;
-    uint64_t id = 0;
-    if (item.kind == REFERENCE) {
-        memcpy(&id, item.at, sizeof id);
-        if (sink.skipped)
-            id = references().repair(sink.ring.get(), number, sink.index, id);
-        else
-            references().place(id, sink.ring.get(), number, sink.index);
-        if (id) source->entries[item.key - source->base].references += 1;
-    } else if (sink.skipped && owner_side_) {
-        references().repair(sink.ring.get(), number, sink.index, item.kind, {item.at, item.size});
-    }
-    sink.count_used(id, item.key);
-    return step;
 }
 
 // Count one more arrival. The owner side must acknowledge it soon, because the output stays on lease until
@@ -374,8 +354,11 @@ bool Link::begin_large(const Head& head, Large& large) {
         return true;
     }
     large.sink = sink;
-    large.skips = sink->staged.empty() && !claim(*stream, *sink, large.item, large.slot);
-    large.index = sink->writer.count - large.skips;
+    large.is_of_replay = is_of_replay(*stream, *sink, large.item.key);
+    if (!large.is_of_replay) {
+        large.skips = sink->staged.empty() && !claim(*stream, *sink, large.item, large.slot);
+        large.index = sink->writer.count - large.skips;
+    }
     stream->filling += 1;
     return true;
 }
@@ -384,8 +367,9 @@ bool Link::begin_large(const Head& head, Large& large) {
 void Link::pass_over(const Head& head) {
     LinkStream* stream = find(head.stream);
     if (!stream || head.port >= stream->sinks.size()) return;
-    stream->sinks[head.port].got += 1;
-    stream->sinks[head.port].count_used(0, head.n);
+    Sink& sink = stream->sinks[head.port];
+    sink.count_used(sink.got, 0, head.n);
+    sink.got += 1;
     note_progress();
 }
 
@@ -409,13 +393,17 @@ bool Link::end_large(Large& large, bool whole) {
         if (large.part.size() < large.item.size) sink.part = std::move(large.part);
         return false;
     }
+    large.item.at = large.buffer.data();
+    if (large.is_of_replay) {
+        replace_lost(*large.stream, sink, large.item);
+        count_arrival(sink, true);
+        return true;
+    }
     const bool put = large.slot || large.skips;
     if (!sink.check_ended() && !put && !sink.stage(large.item, std::move(large.buffer))) return false;
+    if (large.skips && owner_side_) repair(sink, large.item, sink.writer.number, large.index);
+    if (put) sink.count_used(sink.got, 0, large.item.key);
     count_arrival(sink, owner_side_ || !large.slot);
-    if (put && large.skips && owner_side_)
-        references().repair(sink.ring.get(), sink.writer.number, large.index, large.item.kind,
-                            {large.buffer.data(), large.buffer.size()});
-    if (put) sink.count_used(0, large.item.key);
     return true;
 }
 
@@ -424,10 +412,8 @@ bool Link::end_large(Large& large, bool whole) {
 bool Link::claim(LinkStream& stream, Sink& sink, const Received& item, Slot*& slot) {
     if (!is_settled(stream, sink, item.key)) return true;
     const uint64_t number = number_for(stream, sink, item.key);
-    const Source* source = item.key == Slot::KEYLESS ? nullptr : numbering(stream, sink);
-    const bool is_replay = source && source->entries[item.key - source->base].is_replay;
     RingLock holding(*sink.ring);
-    if (sink.begin(number, is_replay) == Step::Done) return false;
+    if (sink.begin(number) == Step::Done) return false;
     const bool keyed = number != Slot::KEYLESS;
     // the item is staged, because its put must not have a key
     if (owner_side_ && !keyed && sink.writer.keyed) return true;
@@ -506,6 +492,7 @@ void Link::note_acknowledged(Source& source, uint64_t got) {
 bool Link::handle_input(LinkStream& stream, const Head& head, const char* payload) {
     Source& source = stream.sources[head.port];
     if (head.a > source.base + source.entries.size() && !source.left) return false;
+    if (!source.known) seen_generation_ = 0;  // now its items count as sent, so their moves can be reported
     source.resume_after(head.a);
     if (source.left) return true;
     if (head.b > source.sent) return false;

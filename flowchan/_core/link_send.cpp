@@ -85,10 +85,11 @@ bool Link::serve_as_owner(LinkStream& stream) {
         Sink& sink = stream.sinks[port];
         sink.check_ended();
         if (sink.is_lent && !sink.lent.empty() && !sink.has_readers()) {
-            while (!sink.lent.empty()) {
-                stream.sources[0].release(sink.lent.front().key);
-                sink.forget_reference(sink.lent.front().reference);
+            for (Sink::Lent& one : sink.lent) {
+                if (one.reference && one.reference != Sink::WAITING) stream.sources[0].release(one.key);
+                one.reference = 0;
             }
+            sink.forget_reference(0);
             sink.dirty = moved = true;
         }
         if (!std::exchange(sink.dirty, false)) continue;
@@ -267,85 +268,6 @@ void Link::add_item(LinkStream& stream, Source& source, uint16_t port) {
     source.sent += 1;
 }
 
-// --- outputs that stay where they were made (references.hpp) ---
-
-// Owner side: send the next item, which is a reference. Return false if its output is lost at the moment.
-bool Link::add_reference(const LinkStream& stream, Source& source, uint16_t port) {
-    Source::Entry& entry = source.unsent();
-    const auto seen = references().look(entry.reference());
-    if (!seen || seen->state == References::Seen::State::Lost) return false;
-    const bool here = seen->state == References::Seen::State::Here;
-    Head head{.size = seen->payload.size(), .n = source.sent, .stream = stream.number, .port = port};
-    head.type = FrameType::ITEM;
-    head.flags = uint8_t((here ? seen->kind : uint64_t(REFERENCE)) | entry.deaths << 3);
-    out_.add(&head, Head::SHORT, seen->payload.data(), seen->payload.size());
-    entry.moves = seen->moves;
-    queued_items_ += 1;
-    source.sent += 1;
-    return true;
-}
-
-// Owner side: report the new locations of outputs behind items that have been sent.
-void Link::report_moves() {
-    const uint64_t now = references().generation();
-    if (std::exchange(seen_generation_, now) == now) return;
-    for (auto& [number, stream] : streams_) {
-        for (uint16_t port = 0; port < stream->sources.size(); ++port) {
-            Source& source = stream->sources[port];
-            for (uint64_t n = source.base; source.known && n < source.sent; ++n) {
-                Source::Entry& entry = source.entries[n - source.base];
-                if (entry.kind != REFERENCE) continue;
-                const auto seen = references().look(entry.reference());
-                if (!seen || seen->state == References::Seen::State::Lost || seen->moves == entry.moves)
-                    continue;
-                const bool here = seen->state == References::Seen::State::Here;
-                Head head{.n = n, .stream = number, .port = port, .type = FrameType::MOVED};
-                head.size = seen->payload.size();
-                head.flags = uint8_t(here ? seen->kind : uint64_t(REFERENCE));
-                add_frame(head, seen->payload);
-                entry.moves = seen->moves;
-            }
-        }
-    }
-}
-
-// Owner side: do what the table of references wants.
-void Link::handle_messages() {
-    const References::Inbox inbox = references().collect(this);
-    for (const References::Released& one : inbox.released) {
-        LinkStream* stream = find(one.stream);
-        if (!stream || one.port >= stream->sinks.size()) continue;
-        Sink& sink = stream->sinks[one.port];
-        sink.forget_reference(one.id);
-        sink.dirty = true;
-        for (Source& source : stream->sources) source.release(one.key);
-    }
-    for (const OutputKey& one : inbox.pulls)
-        add_frame({.n = one.output, .stream = one.stream, .port = one.port, .type = FrameType::PULL});
-}
-
-// Worker side: send the outputs that the owner side wants after all.
-void Link::add_pulled(const LinkStream& stream, Source& source, uint16_t port) {
-    for (const uint64_t n : std::exchange(source.pulls, {})) {
-        if (n < source.base || n - source.base >= source.entries.size()) continue;
-        const Source::Entry& entry = source.entries[n - source.base];
-        Head head{.size = entry.size, .n = n, .stream = stream.number, .port = port};
-        head.type = FrameType::PULLED;
-        head.flags = entry.kind;
-        out_.add(&head, head.length(), entry.at, entry.size);
-    }
-}
-
-// Worker side: report the items whose outputs could not be fetched.
-void Link::report_unreachable_items(LinkStream& stream) {
-    for (uint16_t port = 0; port < stream.sinks.size(); ++port) {
-        for (Sink::Staged& item : stream.sinks[port].staged) {
-            if (!item.unreachable || std::exchange(item.unreachable_sent, true)) continue;
-            add_frame({.n = item.key, .stream = stream.number, .port = port, .type = FrameType::UNREACHABLE});
-        }
-    }
-}
-
 bool Link::add_end(LinkStream& stream, Source& source, uint16_t port) {
     if (source.ending == Ending::Open || source.end_sent || !source.known) return false;
     const bool broke = source.ending == Ending::Broke;
@@ -437,7 +359,7 @@ bool Link::move_staged(LinkStream& stream) {
             RingLock holding(*sink.ring);
             const Received item{first.key, first.kind, first.deaths, first.payload.size(),
                                 first.payload.data()};
-            const Step step = put(stream, sink, item, holding.wakes);
+            const Step step = put(stream, sink, item, first.output, holding.wakes);
             if (step != Step::Done) break;  // `check_ended` finds rings that have ended
             sink.queue_place.leave();
             sink.unstage();
@@ -512,14 +434,6 @@ bool Link::settle(LinkStream& stream) {
         }
     }
     return moved;
-}
-
-// Report a replay that is finished and has not made all outputs that were lost.
-void Link::report_if_not_remade(const LinkStream& stream, const Source::Entry& entry) {
-    if (!entry.is_replay) return;
-    for (uint16_t port = 0; port < stream.sinks.size(); ++port)
-        if (references().is_any_lost(stream.sinks[port].ring.get(), entry.number))
-            report({.kind = LinkEvent::Kind::NotRemade, .stream = stream.number, .port = port});
 }
 
 // The lock of the sink's ring must be held.

@@ -38,9 +38,7 @@ def keeps_outputs(plan: Plan, worker: PlannedWorker, pool: Collection[WorkerId])
     if len(worker.outputs) != 1 or not _handles_each_item(worker):
         return False
     (channel,) = worker.outputs.values()
-    users = [
-        one for one in plan.workers if channel in (*one.inputs.values(), *one.outputs.values())
-    ]
+    users = [one for one in plan.workers if channel in (*one.inputs.values(), *one.outputs.values())]
     readers = [one for one in users if channel in one.inputs.values()]
     return bool(readers) and all(one.id in pool and _handles_each_item(one) for one in users)
 

@@ -97,13 +97,7 @@ class LinkIdle:
 
 
 LinkEvent = (
-    LinkBroken
-    | StreamFinished
-    | ItemRefused
-    | ItemTooLarge
-    | OutputToFetch
-    | OutputNotRemade
-    | LinkClosed
+    LinkBroken | StreamFinished | ItemRefused | ItemTooLarge | OutputToFetch | OutputNotRemade | LinkClosed
 )
 
 _EVENTS: dict[str, type[LinkEvent]] = {

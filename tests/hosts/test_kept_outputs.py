@@ -153,6 +153,8 @@ def test_only_stages_that_handle_each_item_separately_keep_outputs():
     source.map(make, on=pool, name="batched").batch(2).map(len, on=pool, name="after").collect()
     planned = plan(graph._blueprint(), 0, 0)
     workers = {one.id: one for one in planned.workers}
-    of_pool = {id for id in workers if id.stage in ("kept", "reader", "to program", "far", "batched", "after")}
+    of_pool = {
+        id for id in workers if id.stage in ("kept", "reader", "to program", "far", "batched", "after")
+    }
     keeping = {id.stage for id in of_pool if keeps_outputs(planned, workers[id], of_pool)}
     assert keeping == {"kept"}

@@ -107,7 +107,9 @@ def ring() -> Channel[Any]:
 
 
 @contextmanager
-def run_chain(hosts: Hosts, items: int, ordered: bool, makers: int = 2) -> Iterator[tuple[Any, list[RemoteWorker]]]:
+def run_chain(
+    hosts: Hosts, items: int, ordered: bool, makers: int = 2
+) -> Iterator[tuple[Any, list[RemoteWorker]]]:
     """Run ``makers`` workers that make outputs and two that read them; yield the results and the makers."""
     source, between, results = ring(), ring(), ring()
     with ExitStack() as stack:

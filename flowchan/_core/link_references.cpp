@@ -63,6 +63,56 @@ bool parse(const std::string& text, Location& location) {
 
 // --- the owner ---
 
+// Put output or item number `output`. On the owner side, it may be an output that a dead worker had already
+// put: then it replaces that output if it was on the host of that worker.
+Step Link::put(LinkStream& stream, Sink& sink, const Received& item, uint64_t output, Wakes& wakes) {
+    const uint64_t number = number_for(stream, sink, item.key);
+    const Step step = sink.put(item, number, wakes);
+    if (step != Step::Done) return step;
+    uint64_t id = 0;
+    if (sink.skipped && owner_side_) {
+        id = repair(sink, item, number, sink.index);
+    } else if (item.kind == REFERENCE) {
+        memcpy(&id, item.at, sizeof id);
+        references().place(id, sink.ring.get(), number, sink.index);
+    }
+    if (id) numbering(stream, sink)->entries[item.key - numbering(stream, sink)->base].references += 1;
+    sink.count_used(output, id, item.key);
+    return step;
+}
+
+// Let an output replace the lost one at its place. Return the reference that now refers to the output, or 0.
+uint64_t Link::repair(const Sink& sink, const Received& item, uint64_t number, uint64_t index) {
+    if (item.kind != REFERENCE) {
+        references().repair(sink.ring.get(), number, index, item.kind, {item.at, item.size});
+        return 0;
+    }
+    uint64_t id;
+    memcpy(&id, item.at, sizeof id);
+    return references().repair(sink.ring.get(), number, index, id);
+}
+
+bool Link::is_of_replay(LinkStream& stream, const Sink& sink, uint64_t key) {
+    const Source* source = key == Slot::KEYLESS ? nullptr : numbering(stream, sink);
+    return source && source->entries[key - source->base].is_replay;
+}
+
+// Handle an output of a replay. It is not put, so it needs no room and does not wait behind staged outputs.
+void Link::replace_lost(LinkStream& stream, Sink& sink, const Received& item) {
+    Source::Entry& entry = numbering(stream, sink)->entries[item.key - numbering(stream, sink)->base];
+    const uint64_t id = repair(sink, item, entry.number, entry.outputs++);
+    if (id) entry.references += 1;
+    sink.count_used(sink.got, id, item.key);
+}
+
+// Report a replay that is finished and has not made all outputs that were lost.
+void Link::report_if_not_remade(const LinkStream& stream, const Source::Entry& entry) {
+    if (!entry.is_replay) return;
+    for (uint16_t port = 0; port < stream.sinks.size(); ++port)
+        if (references().is_any_lost(stream.sinks[port].ring.get(), entry.number))
+            report({.kind = LinkEvent::Kind::NotRemade, .stream = stream.number, .port = port});
+}
+
 // Add a reference to an output that the worker's host has kept. Return its id, or 0 if the frame is invalid.
 uint64_t Link::add_kept(const LinkStream& stream, const Sink& sink, const Received& item) {
     const bool has_source = sink.follows && stream.sources.size() == 1;
@@ -82,6 +132,85 @@ bool Link::handle_unreachable(Source& source, uint64_t item) {
     const Source::Entry& entry = source.entries[item - source.base];
     if (entry.kind == REFERENCE) references().pull(entry.reference());
     return true;
+}
+
+// --- frames to send ---
+
+// Owner side: send the next item, which is a reference. Return false if its output is lost at the moment.
+bool Link::add_reference(const LinkStream& stream, Source& source, uint16_t port) {
+    Source::Entry& entry = source.unsent();
+    const auto seen = references().look(entry.reference());
+    if (!seen || seen->state == References::Seen::State::Lost) return false;
+    const bool here = seen->state == References::Seen::State::Here;
+    Head head{.size = seen->payload.size(), .n = source.sent, .stream = stream.number, .port = port};
+    head.type = FrameType::ITEM;
+    head.flags = uint8_t((here ? seen->kind : uint64_t(REFERENCE)) | entry.deaths << 3);
+    out_.add(&head, Head::SHORT, seen->payload.data(), seen->payload.size());
+    entry.moves = seen->moves;
+    queued_items_ += 1;
+    source.sent += 1;
+    return true;
+}
+
+// Owner side: report the new locations of outputs behind items that have been sent.
+void Link::report_moves() {
+    const uint64_t now = references().generation();
+    if (std::exchange(seen_generation_, now) == now) return;
+    for (auto& [number, stream] : streams_) {
+        for (uint16_t port = 0; port < stream->sources.size(); ++port) {
+            Source& source = stream->sources[port];
+            for (uint64_t n = source.base; source.known && n < source.sent; ++n) {
+                Source::Entry& entry = source.entries[n - source.base];
+                if (entry.kind != REFERENCE) continue;
+                const auto seen = references().look(entry.reference());
+                if (!seen || seen->state == References::Seen::State::Lost || seen->moves == entry.moves)
+                    continue;
+                const bool here = seen->state == References::Seen::State::Here;
+                Head head{.n = n, .stream = number, .port = port, .type = FrameType::MOVED};
+                head.size = seen->payload.size();
+                head.flags = uint8_t(here ? seen->kind : uint64_t(REFERENCE));
+                add_frame(head, seen->payload);
+                entry.moves = seen->moves;
+            }
+        }
+    }
+}
+
+// Owner side: do what the table of references wants.
+void Link::handle_messages() {
+    const References::Inbox inbox = references().collect(this);
+    for (const References::Released& one : inbox.released) {
+        LinkStream* stream = find(one.stream);
+        if (!stream || one.port >= stream->sinks.size()) continue;
+        Sink& sink = stream->sinks[one.port];
+        sink.forget_reference(one.id);
+        sink.dirty = true;
+        for (Source& source : stream->sources) source.release(one.key);
+    }
+    for (const OutputKey& one : inbox.pulls)
+        add_frame({.n = one.output, .stream = one.stream, .port = one.port, .type = FrameType::PULL});
+}
+
+// Worker side: send the outputs that the owner side wants after all.
+void Link::add_pulled(const LinkStream& stream, Source& source, uint16_t port) {
+    for (const uint64_t n : std::exchange(source.pulls, {})) {
+        if (n < source.base || n - source.base >= source.entries.size()) continue;
+        const Source::Entry& entry = source.entries[n - source.base];
+        Head head{.size = entry.size, .n = n, .stream = stream.number, .port = port};
+        head.type = FrameType::PULLED;
+        head.flags = entry.kind;
+        out_.add(&head, head.length(), entry.at, entry.size);
+    }
+}
+
+// Worker side: report the items whose outputs could not be fetched.
+void Link::report_unreachable_items(LinkStream& stream) {
+    for (uint16_t port = 0; port < stream.sinks.size(); ++port) {
+        for (Sink::Staged& item : stream.sinks[port].staged) {
+            if (!item.unreachable || std::exchange(item.unreachable_sent, true)) continue;
+            add_frame({.n = item.key, .stream = stream.number, .port = port, .type = FrameType::UNREACHABLE});
+        }
+    }
 }
 
 // --- the host of the reader ---
