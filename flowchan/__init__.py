@@ -34,6 +34,7 @@ from flowchan.errors import (
 from flowchan.items.codec import Unreadable, pack, unpack
 from flowchan.items.combining import Reduced
 from flowchan.items.keyed_state import KeyedState
+from flowchan.items.recording import Recording
 from flowchan.items.window import Window
 from flowchan.run import (
     Cause,
@@ -91,6 +92,7 @@ __all__ = [
     "Out",
     "Prediction",
     "Problem",
+    "Recording",
     "Reduced",
     "Refused",
     "Results",
