@@ -351,11 +351,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void finish_put(WriterState* writer, Wakes& wakes, bool parked);
     bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number > h_->turn; }
     void count_output(WriterState* writer, Change& change);
-    void link_front(Slot* slot, Change& change);
+    bool find_place(uint64_t number, uint64_t& before, uint64_t& after) const;
+    void link_between(Slot* slot, uint64_t before, uint64_t after, Change& change);
     void advance(Wakes& wakes);
-    static bool is_leased(const Slot* slot) {  // Inside: a process died while it was giving the slot back
-        return slot->place() == SlotState::Leased || slot->place() == SlotState::Inside;
-    }
+    static bool is_leased(const Slot* slot) { return slot->place() == SlotState::Leased; }
     bool head_is_valid(const Session* session) const;
     void describe(Taken& taken, Slot* slot) const;
     void take_head(Taken& taken, ReaderState* reader, Session* leases, uint32_t session, Wakes& wakes);
@@ -364,7 +363,6 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void free_leased(Session& s, uint64_t most, Wakes& wakes);
     uint64_t free_run(Session& s, uint64_t most);
     void give_back(Session& s, uint64_t n, Wakes& wakes);
-    void give_back_between(Session& s, uint64_t n, Wakes& wakes);
     void give_back_reserved(Session& s, Wakes& wakes);
     Step take_reserved(Taken& taken, ReaderState& reader);
     bool reserve_low(uint64_t upto);

@@ -3,9 +3,9 @@
 // The states of an item:
 //   claim -> FILLING -> publish        (large item: copied without holding the lock)
 //   put -> INSIDE, or PARKED until its turn -> INSIDE
-//   take -> LEASED -> acknowledged, or given back to the front
+//   take -> LEASED -> acknowledged, or given back (ring_leases.cpp)
 //   take -> copied and freed; large item: HELD until it is copied or its last view is gone
-//   take -> put back to the front, if it cannot be received now
+//   take -> put back, if it cannot be received now
 //   loan -> HELD until it is put
 #include <algorithm>
 #include <utility>
@@ -235,16 +235,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     return Step::Done;
 }
 
-void Ring::link_front(Slot* slot, Change& change) {
-    change.set(slot->next, h_->head);
-    if (!h_->head) change.set(h_->tail, offset(slot));
-    change.set(h_->head, offset(slot));
-    change.set(h_->takes, h_->takes - 1);
-    change.set(h_->bytes_out, h_->bytes_out - slot->size);
-}
-
-// Return an item to the front, with its old number and its deaths, even if this exceeds the capacity. Do
-// nothing if the item has another owner by now, or if it is lost anyway because the channel is broken. (A
+// Return an item to the FIFO, with its old number and its deaths. Do nothing if the item has another owner by now, or if it is lost anyway because the channel is broken. (A
 // small item that a plain reader took has been freed, and gets a new slot.)
 void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     if (h_->damaged || h_->state == BROKEN) {
@@ -252,6 +243,8 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
         taken.held = nullptr;
         return;
     }
+    uint64_t before = 0, after = h_->head;
+    if (!find_place(taken.number, before, after)) return void(found_damage());
     Change change(record(Side::Writer), windows_);
     Slot* slot = taken.slot;
     if (reader) {
@@ -259,13 +252,13 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
         if (slot->place() != SlotState::Leased || slot->number != taken.number ||
             s.lease_tail != offset(slot))
             return;
-        Slot* before = nullptr;
-        for (uint64_t p = s.lease_head, left = s.leased; p != offset(slot); p = before->next, left -= 1) {
-            before = at<Slot>(p);
+        Slot* kept = nullptr;
+        for (uint64_t p = s.lease_head, left = s.leased; p != offset(slot); p = kept->next, left -= 1) {
+            kept = at<Slot>(p);
             if (!slot_exists(p) || left <= 1) return void(found_damage());
         }
-        change.set(before ? before->next : s.lease_head, 0);
-        if (before) change.set(s.lease_tail, offset(before));
+        change.set(kept ? kept->next : s.lease_head, 0);
+        if (kept) change.set(s.lease_tail, offset(kept));
         change.set(s.leased, s.leased - 1);
         change.set(h_->leased, h_->leased - 1);
         change.set(slot->state, slot->with_place(SlotState::Inside));
@@ -281,7 +274,7 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
         slot->number = taken.number;
         change.set(slot->state, uint64_t(SlotState::Inside) | Slot::NUMBERED | taken.deaths * Slot::DEATH);
     }
-    link_front(slot, change);
+    link_between(slot, before, after, change);
     change.commit();
     taken.held = nullptr;
     wakes.readers += h_->reader_queue.call(1);

@@ -1,6 +1,16 @@
-// Items that readers lease: they are finished, given back to the front, or reserved for a replacement that
-// tries them again.
+// Items that readers lease: they are finished, given back to the FIFO, or reserved for a replacement that tries
+// them again.
+//
+// Invariant. An item gets its number at its first get, so numbers count the items in FIFO order. Items that
+// were given back are therefore at the front of the FIFO, sorted by number. The items behind them have no
+// numbers yet. Every item that returns goes to its place by number (`find_place`). It must not simply become
+// the first item, because items with lower numbers may have returned before it.
+//
+// The lease list of a session is in the order in which the session took the items, which the links rely on.
+// This is not always the order of their numbers. A reader that holds item 3 may take item 1 after another
+// reader gave it back.
 #include <algorithm>
+#include <utility>
 
 #include "ring.hpp"
 
@@ -27,75 +37,51 @@ void Ring::acknowledge_oldest(uint32_t index, uint64_t n, Wakes& wakes) {
     if (n) free_leased(session(index), n, wakes);
 }
 
-// Move the newest `n` leased items to the front. They keep their order and their numbers.
-void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
-    if (h_->damaged || !slot_exists(s.lease_tail)) return void(found_damage());
-    if (h_->head && !slot_exists(h_->head)) return void(found_damage());
-    const Slot* front = h_->head ? at<Slot>(h_->head) : nullptr;
-    if (front && front->numbered() && front->number < at<Slot>(s.lease_tail)->number)
-        return give_back_between(s, n, wakes);
-    uint64_t bytes = 0, last = 0, left = s.leased, kept = 0, first = 0;
-    for (uint64_t p = s.lease_head; p; last = p, p = at<Slot>(p)->next, left -= 1) {
-        Slot* slot = at<Slot>(p);
-        if (!slot_exists(p) || left == 0 || !is_leased(slot)) return void(found_damage());
-        if (left > n) {
-            kept = p;
-            continue;
-        }
-        if (!first) first = p;
-        bytes += slot->size;
-        slot->state = slot->with_place(SlotState::Inside);
-        fault_point();
+// Find the place of item `number` in the FIFO, between `before` and `after`, where 0 means the end of the list.
+// They begin as 0 and the head, or as the place of the last item that returned, from which the search goes on.
+// Return false if the ring is damaged.
+bool Ring::find_place(uint64_t number, uint64_t& before, uint64_t& after) const {
+    if (before && at<Slot>(before)->number > number) before = 0, after = h_->head;
+    for (uint64_t left = h_->puts - h_->takes; after; before = after, after = at<Slot>(after)->next, --left) {
+        if (!left || !slot_exists(after)) return false;
+        const Slot* slot = at<Slot>(after);
+        if (!slot->numbered() || slot->number > number) break;
     }
-    if (left || last != s.lease_tail) return void(found_damage());
-    Change change(record(Side::Writer), windows_);
-    change.set(at<Slot>(s.lease_tail)->next, h_->head);
-    if (!h_->head) change.set(h_->tail, s.lease_tail);
-    change.set(h_->head, first);
-    change.set(h_->takes, h_->takes - n);
-    change.set(h_->bytes_out, h_->bytes_out - bytes);
-    change.set(h_->leased, h_->leased - n);
-    change.set(kept ? at<Slot>(kept)->next : s.lease_head, 0);
-    change.set(s.lease_tail, kept);
-    change.set(s.leased, s.leased - n);
-    change.commit();
-    wakes.readers += h_->reader_queue.call(uint32_t(n));
+    return true;
 }
 
-// Do the same if other items were given back earlier. Each item goes to its place among them, because the
-// front of the FIFO is sorted by number. If this process dies in between, the call that cleans up after it
-// gives back the remaining items.
-void Ring::give_back_between(Session& s, uint64_t n, Wakes& wakes) {
-    uint64_t kept = 0, p = s.lease_head;
+// Return an item, which has a number, to the FIFO, even if this exceeds the capacity.
+void Ring::link_between(Slot* slot, uint64_t before, uint64_t after, Change& change) {
+    change.set(slot->next, after);
+    change.set(before ? at<Slot>(before)->next : h_->head, offset(slot));
+    if (!after) change.set(h_->tail, offset(slot));
+    change.set(h_->takes, h_->takes - 1);
+    change.set(h_->bytes_out, h_->bytes_out - slot->size);
+}
+
+// Move the newest `n` leased items back to the FIFO. They keep their numbers. If this process dies in between,
+// the call that cleans up after it gives back the remaining items.
+void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
+    if (h_->damaged) return;
+    uint64_t kept = 0, p = s.lease_head, before = 0, after = h_->head;
     for (uint64_t left = s.leased; left > n; left -= 1, kept = p, p = at<Slot>(p)->next)
         if (!slot_exists(p)) return void(found_damage());
-    uint64_t before = 0, after = h_->head, steps = inside();
-    for (; n && !h_->damaged; --n) {
+    for (uint64_t left = n; left; --left) {
         Slot* slot = at<Slot>(p);
-        if (!slot_exists(p) || !is_leased(slot)) return void(found_damage());
-        for (; after && at<Slot>(after)->numbered() && at<Slot>(after)->number < slot->number; --steps) {
-            before = after;
-            after = at<Slot>(after)->next;
-            if ((after && !slot_exists(after)) || !steps) return void(found_damage());
-        }
-        const uint64_t own_offset = p;
-        p = slot->next;
+        if (!slot_exists(p) || !is_leased(slot) || !find_place(slot->number, before, after))
+            return void(found_damage());
         Change change(record(Side::Writer), windows_);
-        change.set(kept ? at<Slot>(kept)->next : s.lease_head, p);
-        if (!p) change.set(s.lease_tail, kept);
+        change.set(kept ? at<Slot>(kept)->next : s.lease_head, slot->next);
+        if (!slot->next) change.set(s.lease_tail, kept);
         change.set(s.leased, s.leased - 1);
         change.set(h_->leased, h_->leased - 1);
-        change.set(slot->next, after);
         change.set(slot->state, slot->with_place(SlotState::Inside));
-        change.set(before ? at<Slot>(before)->next : h_->head, own_offset);
-        if (!after) change.set(h_->tail, own_offset);
-        change.set(h_->takes, h_->takes - 1);
-        change.set(h_->bytes_out, h_->bytes_out - slot->size);
+        link_between(slot, before, after, change);
+        before = std::exchange(p, slot->next);
         change.commit();
-        before = own_offset;
-        steps += 1;
-        wakes.readers += h_->reader_queue.call(1);
     }
+    if (p) return void(found_damage());
+    wakes.readers += h_->reader_queue.call(uint32_t(n));
 }
 
 void Ring::give_back_newest(uint32_t index, uint64_t n, Wakes& wakes) {
@@ -210,20 +196,16 @@ void Ring::begin_again(ReaderState& reader) {
     change.commit();
 }
 
-// Return the number of the first unfinished item. Items are taken in the order of their numbers. Therefore it
-// is the oldest item that is leased, reserved or given back. If no such item exists, it is the next item to
-// be taken.
+// Return the lowest number of an item that is leased, reserved or given back. If no such item exists, return
+// the number of the next item to be taken.
 uint64_t Ring::first_unfinished() const {
     uint64_t first = h_->numbered;
-    const auto check = [&](uint64_t slot) {
-        if (slot && slot_exists(slot) && at<Slot>(slot)->numbered())
-            first = std::min(first, at<Slot>(slot)->number);
-    };
-    check(h_->head);
-    for (const Session& s : h_->sessions()) {
-        if (s.role != Session::READER) continue;
-        check(s.lease_head);
-        check(s.reserved_head);
+    const auto check = [&](uint64_t number) { first = std::min(first, number); };
+    if (is_next_before(first)) check(at<Slot>(h_->head)->number);
+    for (uint32_t i = 1; i < h_->sessions().size(); ++i) {
+        if (h_->sessions()[i].role != Session::READER) continue;
+        for (const Slot* slot : leased_slots(i)) check(slot->number);
+        for (const uint64_t number : reserved_numbers(i)) check(number);
     }
     return first;
 }

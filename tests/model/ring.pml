@@ -189,7 +189,7 @@ inline look() {
        :: mem[LEASE_HEAD(j)] != NONE ->
           slot = mem[LEASE_HEAD(j)];
           assert(slot == mem[LEASE_TAIL(j)] && mem[NEXT(slot)] == NONE);
-          assert(mem[PLACE(slot)] == ON_LEASE || (died[j] && mem[PLACE(slot)] == INSIDE));   /* see the janitor */
+          assert(mem[PLACE(slot)] == ON_LEASE);
           assert(is_put[payload[slot]] && !is_done[payload[slot]]);
           count++
        :: else
@@ -276,6 +276,7 @@ inline compose_give_back() {
   if :: mem[HEAD] == NONE -> set(TAIL, mem[LEASE_TAIL(who)]) :: else fi;
   set(HEAD, mem[LEASE_HEAD(who)]); set(TAKES, mem[TAKES] - mem[IN_HAND(who)]);
   set(LEASED, mem[LEASED] - mem[IN_HAND(who)]); set(LEASE_HEAD(who), NONE); set(IN_HAND(who), 0);
+  set(PLACE(mem[LEASE_HEAD(who)]), INSIDE);
   assert(!drained)
 }
 inline compose_leave() {
@@ -381,8 +382,6 @@ again:
           :: died[who] && mem[ROLE(who)] ->
              if
              :: who >= 2 && mem[LEASE_HEAD(who)] ->
-                /* the slot's state is not part of the change */
-                mem[PLACE(mem[LEASE_HEAD(who)])] = INSIDE;
                 COMMIT(compose_give_back())
              :: else
              fi;

@@ -20,7 +20,6 @@ constexpr uint64_t PAGE = 4096;
 struct Tolerance {
     // After a death in `rebuild_lists` or while a bare slot is taken, some free slots may be in no list.
     bool lost_free_slots = false;
-    bool giving_back = false;  // give_back marks its slots before its only Change
     // how many dead users a wait queue may still count, because the process that cleans up also died
     uint32_t waiting = 0;
 };
@@ -90,12 +89,10 @@ class Check {
         return n;
     }
     void placed(Slot& s, SlotState place, const std::string& name) {
-        const bool marked =
-            tolerance.giving_back && place == SlotState::Leased && s.place() == SlotState::Inside;
         // `advance` moves all parked outputs of an item at once, and does not change the states of their
         // slots.
         const bool moved = place == SlotState::Inside && s.place() == SlotState::Parked;
-        if (s.place() != place && !marked && !moved)
+        if (s.place() != place && !moved)
             wrong("a slot in " + name + " is marked " + std::to_string(int(s.place())));
     }
 
@@ -109,10 +106,13 @@ class Check {
         }
     }
     void fifo() {
+        uint64_t least = 0;  // the least number that the next item may have
         uint64_t n = walk(h.head, &h.tail, "the FIFO", [&](Slot& s) {
             placed(s, SlotState::Inside, "the FIFO");
             if (s.numbered() && s.number >= h.numbered)
                 wrong("an item has a number that was not assigned yet");
+            if (s.numbered() && s.number < least) wrong("a returned item follows a later one");
+            least = s.numbered() ? s.number + 1 : UINT64_MAX;
             bytes += s.size;
         });
         equal("puts - takes", h.puts - h.takes, n);

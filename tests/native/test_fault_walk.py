@@ -47,6 +47,7 @@ OPERATIONS = (
     "open and end one of two readers",
     "give back",
     "give back into an empty channel",
+    "give back items taken out of order",
     "end a session, its items finished",
     "sweep up after a dead process",
     "put ordered, parked",

@@ -150,9 +150,7 @@ class Walk {
         std::vector<std::unique_ptr<Ring>> seen;
         for (auto* ring : {&scene.in, &scene.out})
             if (*ring) seen.push_back(attach(**ring));
-        Tolerance interrupted = scenario.tolerance;
-        interrupted.giving_back = true;
-        for (auto& ring : seen) checked(*ring, interrupted, "after the lock was recovered");
+        for (auto& ring : seen) checked(*ring, scenario.tolerance, "after the lock was recovered");
         take_over(scene);
         for (auto& ring : seen) {
             checked(*ring, scenario.tolerance, "after the dead process's sessions were ended");

@@ -124,6 +124,28 @@ Scenario giving_back(const char* name, uint64_t left_inside) {
     return s;
 }
 
+// The session leased item 3 before items 1 and 2, which another reader had returned. Item 4 is already back.
+Scenario giving_back_between() {
+    Scenario s = giving_back("give back items taken out of order", 2);
+    s.prepare = [](Scene& scene) {
+        fill(*scene.in, {1, 2, 3, 4, 5});
+        for (int i = 0; i < 4; ++i) scene.users.push_back(open(*scene.in, Session::READER));
+        uint64_t value = 0;
+        for (size_t user : {1u, 1u, 0u, 2u}) {
+            const bool more = scene.users[user].reader.leases > 0;
+            must(scene.users[user].get(value, Deadline{0}, more) == Step::Done, "get");
+        }
+        scene.users[1].leave(false);
+        for (uint64_t expected : {1, 2})
+            must(scene.users[0].get(value, Deadline{0}, true) == Step::Done && value == expected,
+                 "get again");
+        scene.users[2].leave(false);
+        scene.in->session(scene.users[0].session).supervised = 1;
+    };
+    s.look = [](Scene& scene, int) { scene.users[3].leave(true); };
+    return s;
+}
+
 // The leased items are finished with one Change each. When the process dies, the unfinished ones are
 // returned.
 Scenario finishing() {
@@ -191,6 +213,7 @@ std::vector<Scenario> session_scenarios() {
         one_of_two("open and end one of two readers", Session::READER),
         giving_back("give back", 2),
         giving_back("give back into an empty channel", 0),
+        giving_back_between(),
         finishing(),
         sweeping(),
     };
