@@ -1,0 +1,641 @@
+"""Channels between threads and their ports, with the methods of the native core."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+import time
+import weakref
+from collections.abc import Iterable
+from decimal import Decimal
+from types import GenericAlias, TracebackType
+from typing import Any, NoReturn, Self
+
+from flowchan.errors import Broken, ChannelError, Closed, Drained, Empty, Full
+from flowchan.items.arguments import is_whole
+from flowchan.native import refuse
+from flowchan.pure.item_sizes import estimate_size
+from flowchan.pure.item_tracing import ItemTracing, unboxed
+from flowchan.pure.local_queue import KEEP_TURNS, RETIRE, LocalQueue, State, Step
+from flowchan.pure.wait_line import NEVER, Item, ReaderState, Waiter, WriterState
+
+_NO_LIMIT = 2**64 - 1
+_LONGEST_S = 1e9
+
+_forks = [0]
+os.register_at_fork(after_in_child=lambda: _forks.append(_forks.pop() + 1))
+
+
+def forks() -> int:
+    """Return how many forks lie between this process and the program's first one."""
+    return _forks[0]
+
+
+def deadline_of(timeout: Any) -> float:
+    """Return the time at which a call gives up: 0 at once, ``NEVER`` without a timeout."""
+    if timeout is None:
+        return NEVER
+    seconds = math.nan
+    if isinstance(timeout, numbers.Real | Decimal) and not isinstance(timeout, bool):
+        try:
+            seconds = float(timeout)
+        except OverflowError:
+            seconds = math.inf if timeout > 0 else -math.inf  # type: ignore[operator]
+    if not seconds >= 0:
+        raise ValueError(f"timeout must be None or at least 0 seconds, got {timeout!r}")
+    return 0 if seconds == 0 else NEVER if seconds > _LONGEST_S else time.monotonic() + seconds
+
+
+class LocalChannel:
+    """A bounded, closable FIFO between threads. ``flowchan.Channel`` checks its arguments."""
+
+    __class_getitem__ = classmethod(GenericAlias)
+    _hosts = _elsewhere = False
+    _fd = _socket = -1
+
+    def __init__(
+        self,
+        capacity: int = 0,
+        processes: bool = False,
+        max_bytes: int = 0,
+        name: str = "",
+        fd: int = -1,
+        socket: int = -1,
+    ) -> None:
+        if processes or fd >= 0:
+            refuse("Channel: across must be 'threads', got a channel that copies")
+        self._name, self._queue = (
+            name,
+            LocalQueue(capacity, math.inf if max_bytes == _NO_LIMIT else max_bytes),
+        )
+        self._made_in, self.awaiting = forks(), 0
+
+    def usable(self) -> LocalQueue:
+        """Return the queue, or raise ``ChannelError`` in a forked child."""
+        if self._made_in != forks():
+            raise ChannelError(
+                f"{self.describe()} was created in another process (this is process {os.getpid()}), and "
+                "across='threads' does not reach a forked child; create it with across='processes'"
+            )
+        return self._queue
+
+    def describe(self) -> str:
+        """Return the words for the channel in messages."""
+        return f"channel {self._name!r}" if self._name else f"Channel({self.capacity}, across='threads')"
+
+    # --- calls ---
+
+    def put(self, item: Any, timeout: float | None = None) -> None:
+        """Put an item, and wait while the channel is full."""
+        put_item(self, None, item, deadline_of(timeout))
+
+    def put_nowait(self, item: Any, /) -> None:
+        """Put an item if there is room now."""
+        put_item(self, None, item, 0)
+
+    def put_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
+        """Put all items of an iterable in order, and wait while the channel is full."""
+        put_all(self, None, items, deadline_of(timeout))
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Take the oldest item, and wait while the channel is empty."""
+        return get_item(self, None, deadline_of(timeout))
+
+    def get_nowait(self) -> Any:
+        """Take the oldest item if there is one now."""
+        return get_item(self, None, 0)
+
+    def get_many(self, max: int, timeout: float | None = None) -> list[Any]:
+        """Take up to ``max`` items as a list."""
+        return get_all(self, None, max, deadline_of(timeout))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return next_item(self, None)
+
+    def close(self) -> None:
+        """Close the channel: later puts raise ``Closed``."""
+        queue = self.usable()
+        with queue.held():
+            queue.close()
+
+    def abort(self, cause: BaseException | None = None) -> None:
+        """Break the channel and discard its items."""
+        queue = self.usable()
+        with queue.held():
+            dropped = queue.abort(cause)
+        del dropped  # without the lock, because destructors may run any code
+
+    # --- state ---
+
+    @property
+    def across(self) -> str:
+        """Return the transport."""
+        return "threads"
+
+    def __len__(self) -> int:
+        return len(self.usable().items)
+
+    @property
+    def capacity(self) -> int:
+        """Return the number of items at which ``put`` waits."""
+        return self._queue.capacity
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Return the number of bytes at which ``put`` waits, or None without a limit."""
+        return None if self._queue.max_bytes == math.inf else int(self._queue.max_bytes)
+
+    @property
+    def closed(self) -> bool:
+        """Return whether puts are no longer possible."""
+        return self.usable().state is not State.OPEN
+
+    @property
+    def drained(self) -> bool:
+        """Return whether the channel is closed and empty, and no item is on lease."""
+        return self.usable().drained
+
+    @property
+    def broken(self) -> bool:
+        """Return whether the channel was aborted."""
+        return self.usable().state is State.BROKEN
+
+    @property
+    def _share(self) -> int:
+        return self._queue.share
+
+    @_share.setter
+    def _share(self, size: int) -> None:
+        self._queue.share = size
+
+    def _keep_numbers(self) -> None:
+        self._queue.keeps_numbers = True
+
+    def _stats(self) -> dict[str, Any]:
+        queue = self.usable()
+        with queue.held():
+            return {**queue.stats(), "awaiting": self.awaiting}
+
+    def _pinned(self) -> list[int]:
+        return []
+
+    def _loan(self, size: int, timeout: float | None) -> NoReturn:
+        raise TypeError(
+            f"{self.describe()} has no shared memory for a loan; create it with across='processes'"
+        )
+
+
+class _Port:
+    """What both ports have in common. ``leave`` ends the port once."""
+
+    __class_getitem__ = classmethod(GenericAlias)
+    reads: bool
+    state: ReaderState | WriterState
+
+    def __init__(self, channel: LocalChannel, session: int = 0) -> None:
+        self.open = False  # for __del__, until the port counts
+        if not isinstance(channel, LocalChannel):
+            raise TypeError("port: channel must be a flowchan.Channel")
+        self.channel, self.tracing, self._made_in = channel, None, forks()
+        queue = channel.usable()
+        with queue.held():
+            queue.open_port(self.reads)
+            self.open = True
+
+    def ready(self) -> LocalChannel:
+        """Return the channel, or raise if the port cannot be used."""
+        if not self.open:
+            raise_step(self.channel, Step.PORT_CLOSED, self.reads, NEVER)
+        self.channel.usable()
+        return self.channel
+
+    def drop(self) -> None:
+        """End the port of a user that has dropped it."""
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        if self.open and self._made_in == forks():
+            self.drop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def _waited(self) -> tuple[float, float]:
+        return self.state.clock.all.seconds(), self.state.clock.turn.seconds()
+
+    def _trace(self, tracing: ItemTracing | None) -> None:
+        self.tracing = tracing
+
+    def _supervise(self) -> None:
+        """Do nothing: a thread does not end without its process."""
+
+    def _hand_over(self) -> NoReturn:
+        raise TypeError(
+            f"{self.channel.describe()} and its ports can't be sent to another process; "
+            "create it with across='processes'"
+        )
+
+    def _leave_open(self) -> None:
+        self.open = False
+
+
+class ReadingPort(_Port):
+    """A reading end of a channel. ``flowchan.In`` extends it."""
+
+    reads = True
+
+    def __init__(self, channel: LocalChannel, session: int = 0) -> None:
+        self.state, self.holds_traced = ReaderState(), False
+        self._feeds: list[weakref.ref[WritingPort]] = []
+        super().__init__(channel, session)
+
+    def feeds(self) -> list[WritingPort]:
+        """Return the writers whose outputs belong to the leased item."""
+        return [out for one in self._feeds if (out := one()) is not None]
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Take the oldest item, and wait while the channel is empty."""
+        return get_item(self.ready(), self, deadline_of(timeout))
+
+    def get_nowait(self) -> Any:
+        """Take the oldest item if there is one now."""
+        return get_item(self.ready(), self, 0)
+
+    def get_many(self, max: int, timeout: float | None = None) -> list[Any]:
+        """Take up to ``max`` items as a list."""
+        return get_all(self.ready(), self, max, deadline_of(timeout))
+
+    def get_more(self, timeout: float | None = None) -> Any:
+        """Take an item like ``get``, but keep the earlier items on lease."""
+        return get_item(self.ready(), self, deadline_of(timeout), keep=True)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return next_item(self.ready(), self)
+
+    def close(self) -> None:
+        """Close the port; its leased items count as finished."""
+        self._end(finished=True)
+
+    def _give_up(self) -> None:
+        self._end(finished=False)
+
+    drop = _give_up
+
+    def _end(self, finished: bool) -> None:
+        queue = self.channel._queue
+        if not self.open:
+            return
+        if finished:
+            pass_turns(self)
+        with queue.held():
+            if not self.open:
+                return
+            self.open = False
+            done = queue.acknowledge(self.state) if finished or queue.state is State.BROKEN else []
+            queue.give_back(self.state)
+            queue.end_port(True, self)
+        del done  # without the lock, because destructors may run any code
+
+    def __exit__(
+        self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end(finished=type is None)
+
+    @property
+    def closed(self) -> bool:
+        """Return whether no more items can come."""
+        return not self.open or self.channel.broken or self.channel.drained
+
+    def _order(self, what: int) -> None:
+        queue = self.channel._queue
+        with queue.held():
+            if self.open:
+                self.state.orders |= what
+                queue.wake_port(True, self)
+
+    def _retire(self) -> None:
+        self._order(RETIRE)
+
+    def _keep_turns(self) -> None:
+        self._order(KEEP_TURNS)
+
+    def _read_alone(self) -> None:
+        self.state.alone = True
+
+    @property
+    def _retired(self) -> bool:
+        return bool(self.state.orders & RETIRE)
+
+    @property
+    def _number(self) -> int:
+        return int(self.state.number)
+
+    def _on_poison(self, deaths: int, handler: Any) -> None:
+        """Do nothing: items of a channel between threads are not unpickled."""
+
+    def _does_nothing(self) -> None:
+        """Do nothing: this concerns processes, or is only quicker."""
+
+    _wake_lazily = _leave_alone = _begin_once = _begin_again = _remain = _does_nothing
+
+
+class WritingPort(_Port):
+    """A writing end of a channel. ``flowchan.Out`` extends it."""
+
+    reads = False
+
+    def __init__(self, channel: LocalChannel, session: int = 0) -> None:
+        self.state, self.may_have_turns, self.replays = WriterState(), False, False
+        self.reader: ReadingPort | None = None
+        super().__init__(channel, session)
+
+    def put(self, item: Any, timeout: float | None = None) -> None:
+        """Put an item, and wait while the channel is full."""
+        put_item(self.ready(), self, item, deadline_of(timeout))
+
+    def put_nowait(self, item: Any, /) -> None:
+        """Put an item if there is room now."""
+        put_item(self.ready(), self, item, 0)
+
+    def put_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
+        """Put all items of an iterable in order, and wait while the channel is full."""
+        put_all(self.ready(), self, items, deadline_of(timeout))
+
+    def close(self) -> None:
+        """Close the port; closing the last writer closes the channel."""
+        queue = self.channel._queue
+        with queue.held():
+            if self.open:
+                self.open = False
+                queue.end_port(False, self)
+
+    drop = close
+
+    def __exit__(
+        self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        WritingPort.close(self)
+
+    @property
+    def closed(self) -> bool:
+        """Return whether puts are no longer possible."""
+        return not self.open or self.channel.closed
+
+    def begin(self) -> None:
+        """Before the first output for an input item, record the item."""
+        leased = self.reader is not None and self.reader.state.leased
+        if not self.state.keyed and (self.replays or leased):
+            self.state.begin(0 if self.replays or self.reader is None else self.reader.state.number)
+
+    def _follow(self, reader: ReadingPort, ordered: bool, single: bool, later: bool = False) -> None:
+        self.reader, self.may_have_turns = reader, later
+        self.state.ordered, self.state.single = ordered, single
+        reader._feeds.append(weakref.ref(self))
+
+    def _replay(self) -> None:
+        self.replays = True
+
+    def _loan(self, size: int, timeout: float | None) -> NoReturn:
+        self.ready()._loan(size, timeout)
+
+
+# --- put ---
+
+
+def writing(out: WritingPort | None, size: int = 0) -> Waiter:
+    """Return the waiter of a put."""
+    if out is None:
+        return Waiter(False, size=size)
+    turn = out.state.number if out.state.ordered and out.state.keyed else None
+    return Waiter(False, out, writer=out.state, size=size, turn=turn)
+
+
+def put_step(
+    channel: LocalChannel, out: WritingPort | None, item: Any, deadline: float, done: list[int]
+) -> Step:
+    """Put an item. ``done`` is appended to with the put, even if a signal handler raises after it."""
+    queue = channel.usable()
+    entry = Item(item, estimate_size(item) if queue.counts_bytes else 0)
+    waiter = writing(out, entry.size)
+
+    def operation() -> Step:
+        if out is not None:
+            if not out.open:
+                return {State.OPEN: Step.PORT_CLOSED, State.CLOSED: Step.CLOSED, State.BROKEN: Step.BROKEN}[
+                    queue.state
+                ]
+            out.begin()
+            if out.state.ordered and out.state.keyed:
+                waiter.turn = out.state.number
+        step = queue.try_put(entry, out and out.state)
+        if step is Step.DONE:
+            done.append(entry.size)
+        return step
+
+    step = queue.perform(waiter, operation, deadline)
+    if step is Step.TOO_LARGE:
+        raise ValueError(
+            f"{channel.describe()}: item must have at most max_bytes={channel.max_bytes} bytes, got "
+            f"{entry.size}; use a larger max_bytes"
+        )
+    return step
+
+
+def try_put(
+    channel: LocalChannel,
+    out: WritingPort | None,
+    item: Any,
+    deadline: float = 0,
+    done: list[int] | None = None,
+) -> Step:
+    """Put an item, in a box if it is sampled. Raise unless the result is DONE or NOT_NOW."""
+    sizes: list[int] = [] if done is None else done
+
+    def put(what: Any) -> Step:
+        return put_step(channel, out, what, deadline, sizes)
+
+    step = put(item) if out is None or out.tracing is None else out.tracing.put(out, item, put)
+    if step is not Step.DONE and step is not Step.NOT_NOW:
+        raise_step(channel, step, False, deadline)
+    return step
+
+
+def put_item(
+    channel: LocalChannel, out: WritingPort | None, item: Any, deadline: float, done: list[int] | None = None
+) -> None:
+    """Put an item, or raise the channel's error."""
+    if try_put(channel, out, item, deadline, done) is Step.NOT_NOW:
+        raise_step(channel, Step.NOT_NOW, False, deadline)
+
+
+def put_all(channel: LocalChannel, out: WritingPort | None, items: Iterable[Any], deadline: float) -> None:
+    """Put all items. The error's ``items_put`` counts those that were put."""
+    done: list[int] = []
+    iterator = iter(items)
+    try:
+        for item in iterator:
+            put_item(channel, out, item, deadline, done)
+    except BaseException as error:
+        error.items_put = len(done)  # type: ignore[attr-defined]
+        raise
+
+
+# --- get ---
+
+
+def pass_turns(port: ReadingPort) -> None:
+    """Record in the ordered writers that follow the port that the leased items have no more outputs."""
+    if not port.state.leased:
+        return
+    number = port.state.number
+    for out in port.feeds():
+        queue, state = out.channel._queue, out.state
+        if state.ordered:
+            waiter = Waiter(False, out, writer=state, turn=number)
+            finish = lambda q=queue, o=out: q.finish_item(o.state, number) if o.open else Step.DONE  # noqa: E731
+            queue.perform(waiter, finish, NEVER)
+        else:
+            state.keyed = False
+        state.count = 0
+
+
+def _keep_turns(port: ReadingPort) -> None:
+    """Start to keep turns, because the stage is getting more workers. The port has no leased items."""
+    for out in port.feeds():
+        if out.may_have_turns:
+            with out.channel._queue.held():
+                out.channel._queue.start_turns_at(port.state.number + 1)
+                out.state.ordered = True
+    port.state.keeps_turns = True
+
+
+def take(
+    channel: LocalChannel, port: ReadingPort | None, deadline: float, into: list[Item], ends: bool = True
+) -> Step:
+    """Take an item. ``ends``: it ends the lease of the port's earlier items."""
+    queue, finished = channel.usable(), []
+    waiter = Waiter(True, port, reader=port and port.state)
+
+    def operation() -> Step:
+        if port is not None and not port.open:
+            return Step.BROKEN if queue.state is State.BROKEN else Step.PORT_CLOSED
+        if port is not None and ends:
+            finished.append(queue.acknowledge(port.state))
+        return queue.try_take(port and port.state, into)
+
+    while True:
+        if port is not None and ends:
+            if port.holds_traced:
+                port.holds_traced = False
+                if port.tracing is not None:
+                    port.tracing.finished(port)
+            pass_turns(port)
+        step = queue.perform(waiter, operation, deadline)
+        if step is not Step.KEEP_TURNS or port is None:
+            return step
+        _keep_turns(port)
+
+
+def return_taken(channel: LocalChannel, port: ReadingPort | None, taken: list[Item]) -> None:
+    """Put items back that a call has taken but cannot return, because a signal handler raised."""
+    if not taken:
+        return
+    queue = channel._queue
+    with queue.held():
+        back = [item for item in taken if port is None or item in port.state.leased]
+        if port is not None:
+            port.state.leased = [item for item in port.state.leased if item not in back]
+            queue.leased -= len(back)
+        taken.clear()
+        queue.untake(back)
+
+
+def try_get(
+    channel: LocalChannel,
+    port: ReadingPort | None,
+    deadline: float = 0,
+    keep: bool = False,
+    taken: list[Item] | None = None,
+) -> tuple[Step, Any]:
+    """Take an item. Raise unless the result is DONE, NOT_NOW or DRAINED."""
+    taken = [] if taken is None else taken
+    try:
+        step = take(channel, port, deadline, taken, ends=not keep)
+        result = step, unboxed(port, taken[0].object) if taken else None
+    except BaseException:
+        return_taken(channel, port, taken)
+        raise
+    if step not in (Step.DONE, Step.NOT_NOW, Step.DRAINED):
+        raise_step(channel, step, True, deadline)
+    return result
+
+
+def get_item(channel: LocalChannel, port: ReadingPort | None, deadline: float, keep: bool = False) -> Any:
+    """Take an item, or raise the channel's error."""
+    step, item = try_get(channel, port, deadline, keep)
+    if step is not Step.DONE:
+        raise_step(channel, step, True, deadline)
+    return item
+
+
+def next_item(channel: LocalChannel, port: ReadingPort | None) -> Any:
+    """Take the next item of an iteration."""
+    step, item = try_get(channel, port, NEVER)
+    if step is Step.DRAINED:
+        raise StopIteration
+    return item
+
+
+def get_all(channel: LocalChannel, port: ReadingPort | None, most: Any, deadline: float) -> list[Any]:
+    """Take up to ``most`` items, and wait only for the first."""
+    if not is_whole(most) or most < 1:
+        raise ValueError(f"get_many: max must be an int of at least 1, got {most!r}")
+    first = get_item(channel, port, deadline)
+    taken: list[Item] = []
+    try:
+        while 1 + len(taken) < most and take(channel, port, 0, taken, ends=False) is Step.DONE:
+            pass
+        return [first, *(unboxed(port, item.object) for item in taken)]
+    except BaseException as error:
+        error.items_got = [first, *(unboxed(port, item.object) for item in taken)]  # type: ignore[attr-defined]
+        raise
+
+
+# --- errors ---
+
+
+def raise_step(channel: LocalChannel, step: Step, reads: bool, deadline: float) -> NoReturn:
+    """Raise the error for a step that failed."""
+    name, queue = channel.describe(), channel._queue
+    when = "now" if deadline == 0 else "within the timeout"
+    if step is Step.CLOSED:
+        raise Closed(f"{name} is closed; no more items can be put")
+    if step is Step.DRAINED:
+        raise Drained(f"{name} is drained: it is closed, and all its items have been read")
+    if step is Step.BROKEN:
+        raise Broken(f"{name} is broken") from queue.cause
+    if step is Step.PORT_CLOSED:
+        raise ValueError(f"this port of {name} was closed; open another one")
+    if reads:
+        state = (
+            "not closed"
+            if queue.state is State.OPEN
+            else "closed, but a reader may give back its leased items"
+        )
+        raise Empty(f"{name} is empty; no item could be taken {when}; the channel is {state}")
+    fill = f"{len(queue.items)} of {queue.capacity} items inside"
+    inside = queue.bytes_in - queue.bytes_out
+    if channel.max_bytes is not None and inside >= 1000:
+        fill += f", {_amount(inside)} of max_bytes={_amount(channel.max_bytes)}"
+    raise Full(f"{name} is full; no item could be put {when}: {fill}")
+
+
+def _amount(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1_000_000 else f"{size / 1e3:.1f} KB"
