@@ -66,7 +66,8 @@ class View:
     @staticmethod
     def of(address: int, size: int, owner: Any) -> memoryview:
         """Return a read-only view of memory that ``owner`` keeps alive."""
-        memory = type("Memory", (ctypes.c_char * size,), {}).from_address(address)
+        memory: Any = type("Memory", (ctypes.c_char * size,), {})
+        memory = memory.from_address(address)
         memory.owner = owner
         return memoryview(memory).cast("B").toreadonly()
 

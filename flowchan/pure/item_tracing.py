@@ -60,7 +60,7 @@ class ItemTracing:
             return getattr(self._recorder, method)(id(port), *item)
         except Exception as error:
             sys.unraisablehook(
-                SimpleNamespace(  # type: ignore[arg-type]
+                SimpleNamespace(
                     exc_type=type(error),
                     exc_value=error,
                     exc_traceback=error.__traceback__,

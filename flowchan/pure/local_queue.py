@@ -328,7 +328,7 @@ class LocalQueue:
             able = [waiter for waiter in line.asleep if self.could_continue(waiter)]
             if self.state is State.OPEN and able:
                 starving = line.starving
-                able = [starving if starving in able else min(able, key=_by_turn)]  # type: ignore[list-item]
+                able = [starving if starving in able else min(able, key=_by_turn)]
             for waiter in able:
                 line.wake(waiter)
 

@@ -8,19 +8,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowchan.pure.call_results import deadline_of, forks, raise_step
+from flowchan.pure.local_puts import try_put, writing
 from flowchan.pure.local_queue import Step
-from flowchan.pure.pure_channel import (
-    LocalChannel,
-    ReadingPort,
-    WritingPort,
-    deadline_of,
-    forks,
-    raise_step,
-    return_taken,
-    try_get,
-    try_put,
-    writing,
-)
+from flowchan.pure.pure_channel import LocalChannel, ReadingPort, WritingPort, return_taken, try_get
 from flowchan.pure.wait_line import NEVER, Bell, Item, Waiter
 
 MOST = 128

@@ -3,54 +3,28 @@
 from __future__ import annotations
 
 import math
-import numbers
 import os
-import time
 import weakref
 from collections.abc import Iterable
-from decimal import Decimal
 from types import GenericAlias, TracebackType
 from typing import Any, NoReturn, Self
 
-from flowchan.errors import Broken, ChannelError, Closed, Drained, Empty, Full
+from flowchan.errors import ChannelError
 from flowchan.items.arguments import is_whole
 from flowchan.native import refuse
-from flowchan.pure.item_sizes import estimate_size
+from flowchan.pure.call_results import deadline_of, forks, raise_step
 from flowchan.pure.item_tracing import ItemTracing, unboxed
+from flowchan.pure.local_puts import put_all, put_item
 from flowchan.pure.local_queue import KEEP_TURNS, RETIRE, LocalQueue, State, Step
 from flowchan.pure.wait_line import NEVER, Item, ReaderState, Waiter, WriterState
 
 _NO_LIMIT = 2**64 - 1
-_LONGEST_S = 1e9
-
-_forks = [0]
-os.register_at_fork(after_in_child=lambda: _forks.append(_forks.pop() + 1))
-
-
-def forks() -> int:
-    """Return how many forks lie between this process and the program's first one."""
-    return _forks[0]
-
-
-def deadline_of(timeout: Any) -> float:
-    """Return the time at which a call gives up: 0 at once, ``NEVER`` without a timeout."""
-    if timeout is None:
-        return NEVER
-    seconds = math.nan
-    if isinstance(timeout, numbers.Real | Decimal) and not isinstance(timeout, bool):
-        try:
-            seconds = float(timeout)
-        except OverflowError:
-            seconds = math.inf if timeout > 0 else -math.inf  # type: ignore[operator]
-    if not seconds >= 0:
-        raise ValueError(f"timeout must be None or at least 0 seconds, got {timeout!r}")
-    return 0 if seconds == 0 else NEVER if seconds > _LONGEST_S else time.monotonic() + seconds
 
 
 class LocalChannel:
     """A bounded, closable FIFO between threads. ``flowchan.Channel`` checks its arguments."""
 
-    __class_getitem__ = classmethod(GenericAlias)
+    __class_getitem__: Any = classmethod(GenericAlias)
     _hosts = _elsewhere = False
     _fd = _socket = -1
 
@@ -83,8 +57,6 @@ class LocalChannel:
     def describe(self) -> str:
         """Return the words for the channel in messages."""
         return f"channel {self._name!r}" if self._name else f"Channel({self.capacity}, across='threads')"
-
-    # --- calls ---
 
     def put(self, item: Any, timeout: float | None = None) -> None:
         """Put an item, and wait while the channel is full."""
@@ -128,8 +100,6 @@ class LocalChannel:
         with queue.held():
             dropped = queue.abort(cause)
         del dropped  # without the lock, because destructors may run any code
-
-    # --- state ---
 
     @property
     def across(self) -> str:
@@ -190,17 +160,18 @@ class LocalChannel:
 
 
 class _Port:
-    """What both ports have in common. ``leave`` ends the port once."""
+    """Base of both ports."""
 
-    __class_getitem__ = classmethod(GenericAlias)
+    __class_getitem__: Any = classmethod(GenericAlias)
     reads: bool
-    state: ReaderState | WriterState
+    state: Any
 
     def __init__(self, channel: LocalChannel, session: int = 0) -> None:
         self.open = False  # for __del__, until the port counts
         if not isinstance(channel, LocalChannel):
             raise TypeError("port: channel must be a flowchan.Channel")
-        self.channel, self.tracing, self._made_in = channel, None, forks()
+        self.tracing: ItemTracing | None = None
+        self.channel, self._made_in = channel, forks()
         queue = channel.usable()
         with queue.held():
             queue.open_port(self.reads)
@@ -406,90 +377,6 @@ class WritingPort(_Port):
         self.ready()._loan(size, timeout)
 
 
-# --- put ---
-
-
-def writing(out: WritingPort | None, size: int = 0) -> Waiter:
-    """Return the waiter of a put."""
-    if out is None:
-        return Waiter(False, size=size)
-    turn = out.state.number if out.state.ordered and out.state.keyed else None
-    return Waiter(False, out, writer=out.state, size=size, turn=turn)
-
-
-def put_step(
-    channel: LocalChannel, out: WritingPort | None, item: Any, deadline: float, done: list[int]
-) -> Step:
-    """Put an item. ``done`` is appended to with the put, even if a signal handler raises after it."""
-    queue = channel.usable()
-    entry = Item(item, estimate_size(item) if queue.counts_bytes else 0)
-    waiter = writing(out, entry.size)
-
-    def operation() -> Step:
-        if out is not None:
-            if not out.open:
-                return {State.OPEN: Step.PORT_CLOSED, State.CLOSED: Step.CLOSED, State.BROKEN: Step.BROKEN}[
-                    queue.state
-                ]
-            out.begin()
-            if out.state.ordered and out.state.keyed:
-                waiter.turn = out.state.number
-        step = queue.try_put(entry, out and out.state)
-        if step is Step.DONE:
-            done.append(entry.size)
-        return step
-
-    step = queue.perform(waiter, operation, deadline)
-    if step is Step.TOO_LARGE:
-        raise ValueError(
-            f"{channel.describe()}: item must have at most max_bytes={channel.max_bytes} bytes, got "
-            f"{entry.size}; use a larger max_bytes"
-        )
-    return step
-
-
-def try_put(
-    channel: LocalChannel,
-    out: WritingPort | None,
-    item: Any,
-    deadline: float = 0,
-    done: list[int] | None = None,
-) -> Step:
-    """Put an item, in a box if it is sampled. Raise unless the result is DONE or NOT_NOW."""
-    sizes: list[int] = [] if done is None else done
-
-    def put(what: Any) -> Step:
-        return put_step(channel, out, what, deadline, sizes)
-
-    step = put(item) if out is None or out.tracing is None else out.tracing.put(out, item, put)
-    if step is not Step.DONE and step is not Step.NOT_NOW:
-        raise_step(channel, step, False, deadline)
-    return step
-
-
-def put_item(
-    channel: LocalChannel, out: WritingPort | None, item: Any, deadline: float, done: list[int] | None = None
-) -> None:
-    """Put an item, or raise the channel's error."""
-    if try_put(channel, out, item, deadline, done) is Step.NOT_NOW:
-        raise_step(channel, Step.NOT_NOW, False, deadline)
-
-
-def put_all(channel: LocalChannel, out: WritingPort | None, items: Iterable[Any], deadline: float) -> None:
-    """Put all items. The error's ``items_put`` counts those that were put."""
-    done: list[int] = []
-    iterator = iter(items)
-    try:
-        for item in iterator:
-            put_item(channel, out, item, deadline, done)
-    except BaseException as error:
-        error.items_put = len(done)  # type: ignore[attr-defined]
-        raise
-
-
-# --- get ---
-
-
 def pass_turns(port: ReadingPort) -> None:
     """Record in the ordered writers that follow the port that the leased items have no more outputs."""
     if not port.state.leased:
@@ -521,14 +408,15 @@ def take(
 ) -> Step:
     """Take an item. ``ends``: it ends the lease of the port's earlier items."""
     queue, finished = channel.usable(), []
-    waiter = Waiter(True, port, reader=port and port.state)
+    state: ReaderState | None = None if port is None else port.state
+    waiter = Waiter(True, port, reader=state)
 
     def operation() -> Step:
         if port is not None and not port.open:
             return Step.BROKEN if queue.state is State.BROKEN else Step.PORT_CLOSED
         if port is not None and ends:
             finished.append(queue.acknowledge(port.state))
-        return queue.try_take(port and port.state, into)
+        return queue.try_take(state, into)
 
     while True:
         if port is not None and ends:
@@ -606,36 +494,3 @@ def get_all(channel: LocalChannel, port: ReadingPort | None, most: Any, deadline
     except BaseException as error:
         error.items_got = [first, *(unboxed(port, item.object) for item in taken)]  # type: ignore[attr-defined]
         raise
-
-
-# --- errors ---
-
-
-def raise_step(channel: LocalChannel, step: Step, reads: bool, deadline: float) -> NoReturn:
-    """Raise the error for a step that failed."""
-    name, queue = channel.describe(), channel._queue
-    when = "now" if deadline == 0 else "within the timeout"
-    if step is Step.CLOSED:
-        raise Closed(f"{name} is closed; no more items can be put")
-    if step is Step.DRAINED:
-        raise Drained(f"{name} is drained: it is closed, and all its items have been read")
-    if step is Step.BROKEN:
-        raise Broken(f"{name} is broken") from queue.cause
-    if step is Step.PORT_CLOSED:
-        raise ValueError(f"this port of {name} was closed; open another one")
-    if reads:
-        state = (
-            "not closed"
-            if queue.state is State.OPEN
-            else "closed, but a reader may give back its leased items"
-        )
-        raise Empty(f"{name} is empty; no item could be taken {when}; the channel is {state}")
-    fill = f"{len(queue.items)} of {queue.capacity} items inside"
-    inside = queue.bytes_in - queue.bytes_out
-    if channel.max_bytes is not None and inside >= 1000:
-        fill += f", {_amount(inside)} of max_bytes={_amount(channel.max_bytes)}"
-    raise Full(f"{name} is full; no item could be put {when}: {fill}")
-
-
-def _amount(size: int) -> str:
-    return f"{size / 1e6:.1f} MB" if size >= 1_000_000 else f"{size / 1e3:.1f} KB"

@@ -125,7 +125,7 @@ class Waiter:
     @property
     def clock(self) -> PortClock | None:
         state = self.reader or self.writer
-        return state and state.clock
+        return None if state is None else state.clock
 
 
 class WaitLine:
