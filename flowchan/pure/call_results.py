@@ -57,7 +57,7 @@ def raise_step(channel: Any, step: Step, reads: bool, deadline: float) -> NoRetu
             if queue.state is State.OPEN
             else "closed, but a reader may give back its leased items"
         )
-        raise Empty(f"{name} is empty; no item could be taken {when}; the channel is {state}")
+        raise Empty(f"{name} is empty; no item could be taken {when} (the channel is {state})")
     fill = f"{len(queue.items)} of {queue.capacity} items inside"
     inside = queue.bytes_in - queue.bytes_out
     if channel.max_bytes is not None and inside >= 1000:
