@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any, NoReturn
 
 from flowchan.errors import Broken, Closed, Drained, Empty, Full
-from flowchan.pure.local_queue import State, Step
+from flowchan.pure.local_queue import QueueState, QueueStep
 from flowchan.pure.wait_line import NEVER
 
 _LONGEST_S = 1e9
@@ -39,22 +39,22 @@ def deadline_of(timeout: Any) -> float:
     return 0 if seconds == 0 else NEVER if seconds > _LONGEST_S else time.monotonic() + seconds
 
 
-def raise_step(channel: Any, step: Step, reads: bool, deadline: float) -> NoReturn:
+def raise_step(channel: Any, step: QueueStep, reads: bool, deadline: float) -> NoReturn:
     """Raise the error for a step that failed."""
     name, queue = channel.describe(), channel._queue
     when = "now" if deadline == 0 else "within the timeout"
-    if step is Step.CLOSED:
+    if step is QueueStep.CLOSED:
         raise Closed(f"{name} is closed; no more items can be put")
-    if step is Step.DRAINED:
+    if step is QueueStep.DRAINED:
         raise Drained(f"{name} is drained: it is closed, and all its items have been read")
-    if step is Step.BROKEN:
+    if step is QueueStep.BROKEN:
         raise Broken(f"{name} is broken") from queue.cause
-    if step is Step.PORT_CLOSED:
+    if step is QueueStep.PORT_CLOSED:
         raise ValueError(f"this port of {name} was closed; open another one")
     if reads:
         state = (
             "not closed"
-            if queue.state is State.OPEN
+            if queue.state is QueueState.OPEN
             else "closed, but a reader may give back its leased items"
         )
         raise Empty(f"{name} is empty; no item could be taken {when} (the channel is {state})")

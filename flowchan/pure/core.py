@@ -8,7 +8,8 @@ from typing import Any
 
 from flowchan.pure.item_sizes import estimate_size as _size_of
 from flowchan.pure.item_tracing import ItemTracing
-from flowchan.pure.local_waits import Await, Watch
+from flowchan.pure.local_waits import Await
+from flowchan.pure.local_waits import LoopWatch as Watch
 from flowchan.pure.local_waits import observe as _observe
 from flowchan.pure.local_waits import select_one as _select
 from flowchan.pure.pure_channel import LocalChannel as Channel

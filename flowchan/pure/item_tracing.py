@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from flowchan.pure.local_queue import Step
+from flowchan.pure.local_queue import QueueStep
 
 
 class ItemTracing:
@@ -35,7 +35,7 @@ class ItemTracing:
         self._held -= self._held > 0
         self._call("finished", port)
 
-    def put(self, port: Any, item: Any, put: Callable[[Any], Step]) -> Step:
+    def put(self, port: Any, item: Any, put: Callable[[Any], QueueStep]) -> QueueStep:
         """Put an item, in a box if it is sampled."""
         if self._countdown > 1:
             self._countdown -= 1
@@ -43,12 +43,12 @@ class ItemTracing:
             return self._put_boxed(port, item, put)
         return self._put_boxed(port, item, put) if self._held else put(item)
 
-    def _put_boxed(self, port: Any, item: Any, put: Callable[[Any], Step]) -> Step:
+    def _put_boxed(self, port: Any, item: Any, put: Callable[[Any], QueueStep]) -> QueueStep:
         box = self._call("boxed", port, item)
         if not is_boxed(box):
             return put(item)
         step = put(box)
-        if step is Step.DONE:
+        if step is QueueStep.DONE:
             following = self._call("sent", port)
             if self._countdown and following is not None:
                 self._countdown = following

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from flowchan.pure.wait_line import NEVER, UNNUMBERED, Item, ReaderState, Waiter, WaitLine, WriterState
+from flowchan.pure.wait_line import NEVER, UNNUMBERED, QueuedItem, ReaderState, Waiter, WaitLine, WriterState
 from flowchan.transport.interrupts import interrupts_deferred
 
 PATIENCE_NS = 20_000_000
@@ -36,7 +36,7 @@ RETIRE, KEEP_TURNS = 1, 2
 """Orders to a reader: to find the channel drained, and to let its outputs keep turns from now on."""
 
 
-class State(Enum):
+class QueueState(Enum):
     """State of a channel; a drained channel is ``CLOSED``."""
 
     OPEN = auto()
@@ -44,7 +44,7 @@ class State(Enum):
     BROKEN = auto()
 
 
-class Step(Enum):
+class QueueStep(Enum):
     """Result of one try of an operation."""
 
     DONE = auto()
@@ -62,7 +62,7 @@ class Step(Enum):
 class _Group:
     """Parked outputs of one input item. ``complete``: the item has no more outputs."""
 
-    items: list[Item] = field(default_factory=list)
+    items: list[QueuedItem] = field(default_factory=list)
     complete: bool = False
 
 
@@ -71,9 +71,9 @@ class LocalQueue:
 
     def __init__(self, capacity: int, max_bytes: float) -> None:
         self.capacity, self.max_bytes, self.share = capacity, max_bytes, 0
-        self.state = State.OPEN
+        self.state = QueueState.OPEN
         self.cause: BaseException | None = None
-        self.items: deque[Item] = deque()
+        self.items: deque[QueuedItem] = deque()
         self.puts = self.takes = self.bytes_in = self.bytes_out = 0
         self.leased = self.parked = self.readers = self.writers = 0
         self.turn: float = 0
@@ -97,7 +97,7 @@ class LocalQueue:
 
     @property
     def exhausted(self) -> bool:
-        return self.state is State.CLOSED and not self.items and not self.parked
+        return self.state is QueueState.CLOSED and not self.items and not self.parked
 
     @property
     def drained(self) -> bool:
@@ -117,18 +117,18 @@ class LocalQueue:
             return self._room() > 0
         return number - self.turn < MOST_PARKED_GROUPS and self._room() > 1
 
-    def try_put(self, item: Item, writer: WriterState | None) -> Step:
+    def try_put(self, item: QueuedItem, writer: WriterState | None) -> QueueStep:
         """Put an item, or park it until its turn."""
-        if self.state is not State.OPEN:
-            return Step.BROKEN if self.state is State.BROKEN else Step.CLOSED
+        if self.state is not QueueState.OPEN:
+            return QueueStep.BROKEN if self.state is QueueState.BROKEN else QueueStep.CLOSED
         if item.size > self.max_bytes:
-            return Step.TOO_LARGE
+            return QueueStep.TOO_LARGE
         parks = writer is not None and writer.keyed and writer.ordered and writer.number > self.turn
         if not self._fits(item.size, parks):
             self.short_of_bytes = True
-            return Step.WAIT
+            return QueueStep.WAIT
         if not (self._has_turn(writer.number) if writer and parks else self._room()):
-            return Step.WAIT
+            return QueueStep.WAIT
         if writer and parks:
             self._group(writer.number).items.append(item)
             self.parked += 1
@@ -142,23 +142,23 @@ class LocalQueue:
             if writer.single and writer.ordered:
                 self.item_done(writer)
         self.wake()
-        return Step.DONE
+        return QueueStep.DONE
 
-    def _push(self, item: Item) -> None:
+    def _push(self, item: QueuedItem) -> None:
         self.items.append(item)
         self.puts += 1
 
-    def try_take(self, reader: ReaderState | None, into: list[Item]) -> Step:
+    def try_take(self, reader: ReaderState | None, into: list[QueuedItem]) -> QueueStep:
         """Take the oldest item, append it to ``into``, and lease it to ``reader``."""
-        if self.state is State.BROKEN:
-            return Step.BROKEN
+        if self.state is QueueState.BROKEN:
+            return QueueStep.BROKEN
         if reader and reader.orders and not reader.leased:
             if reader.orders & KEEP_TURNS and not reader.keeps_turns:
-                return Step.KEEP_TURNS
+                return QueueStep.KEEP_TURNS
             if reader.orders & RETIRE:
-                return Step.DRAINED
+                return QueueStep.DRAINED
         if not self.items:
-            return Step.DRAINED if self._ends_for(reader) else Step.WAIT
+            return QueueStep.DRAINED if self._ends_for(reader) else QueueStep.WAIT
         item = self.items.popleft()
         into.append(item)
         self.bytes_out += item.size
@@ -174,7 +174,7 @@ class LocalQueue:
         if self._lines[False].asleep:
             self.short_of_bytes = False
         self.wake()
-        return Step.DONE
+        return QueueStep.DONE
 
     def _ends_for(self, reader: ReaderState | None) -> bool:
         """Return whether the reader gets no more items. Items on lease to other readers may come back."""
@@ -182,7 +182,7 @@ class LocalQueue:
             not self.leased or (reader is not None and bool(reader.alone or reader.leased))
         )
 
-    def acknowledge(self, reader: ReaderState) -> list[Item]:
+    def acknowledge(self, reader: ReaderState) -> list[QueuedItem]:
         """Finish the leased items. The caller drops them after it has released the lock."""
         finished, reader.leased = reader.leased, []
         self.leased -= len(finished)
@@ -195,9 +195,9 @@ class LocalQueue:
         self.leased -= len(items)
         self.untake(items)
 
-    def untake(self, items: list[Item]) -> None:
+    def untake(self, items: list[QueuedItem]) -> None:
         """Return taken items to the front of the queue."""
-        if self.state is State.BROKEN:
+        if self.state is QueueState.BROKEN:
             return
         self.takes -= len(items)
         for item in reversed(items):
@@ -216,31 +216,31 @@ class LocalQueue:
             self._groups.append(_Group())
         return self._groups[ahead]
 
-    def item_done(self, writer: WriterState) -> Step:
+    def item_done(self, writer: WriterState) -> QueueStep:
         """Record that the writer's input item has no more outputs. WAIT: it is too far ahead of its turn."""
-        behind = not writer.ordered or self.state is not State.OPEN or writer.number < self.turn
+        behind = not writer.ordered or self.state is not QueueState.OPEN or writer.number < self.turn
         if not behind and writer.number - self.turn >= MOST_PARKED_GROUPS:
-            return Step.WAIT
+            return QueueStep.WAIT
         writer.keyed = False
         if not behind:
             self._group(writer.number).complete = True
             self._advance()
-        return Step.DONE
+        return QueueStep.DONE
 
-    def finish_item(self, writer: WriterState, number: float) -> Step:
+    def finish_item(self, writer: WriterState, number: float) -> QueueStep:
         """Do the same for input item ``number``, unless its only output has already finished it."""
         if not writer.ordered:
             writer.keyed = False
-            return Step.DONE
+            return QueueStep.DONE
         if not writer.keyed and writer.count and writer.number == number:
-            return Step.DONE
+            return QueueStep.DONE
         if not writer.keyed:
             writer.begin(number)
         return self.item_done(writer)
 
     def start_turns_at(self, number: float) -> None:
         """Let the turns begin at an input item, because the outputs of all earlier ones have been put."""
-        if self.state is not State.OPEN or number <= self.turn:
+        if self.state is not QueueState.OPEN or number <= self.turn:
             return
         for group in list(self._groups)[: int(number - self.turn)]:
             group.complete = True
@@ -257,7 +257,7 @@ class LocalQueue:
                 self._push(item)
             self.parked -= len(group.items)
             group.items = []
-            if not group.complete and self.state is State.OPEN:
+            if not group.complete and self.state is QueueState.OPEN:
                 break
             self._groups.popleft()
             self.turn += 1
@@ -267,15 +267,15 @@ class LocalQueue:
 
     def close(self) -> None:
         """Accept no more items."""
-        if self.state is State.OPEN:
-            self.state = State.CLOSED
+        if self.state is QueueState.OPEN:
+            self.state = QueueState.CLOSED
             self._advance()
 
     def abort(self, cause: BaseException | None) -> list[Any]:
         """Break the channel. Return the items inside, which the caller drops without the lock."""
-        if self.state is State.BROKEN or self.drained:
+        if self.state is QueueState.BROKEN or self.drained:
             return []
-        self.state, self.cause = State.BROKEN, cause
+        self.state, self.cause = QueueState.BROKEN, cause
         dropped: list[Any] = [self.items, self._groups]
         self.items, self._groups, self.parked = deque(), deque(), 0
         self.wake()
@@ -308,13 +308,13 @@ class LocalQueue:
 
     def could_continue(self, waiter: Waiter) -> bool:
         """Return whether the waiter's operation would succeed or fail now."""
-        if self.state is State.BROKEN:
+        if self.state is QueueState.BROKEN:
             return True
         if waiter.reads:
             reader = waiter.reader
             ordered = reader is not None and bool(reader.orders) and not reader.leased
             return bool(self.items) or ordered or self._ends_for(reader)
-        if self.state is State.CLOSED:
+        if self.state is QueueState.CLOSED:
             return True
         if waiter.turn is not None:
             return self._has_turn(waiter.turn)
@@ -323,10 +323,10 @@ class LocalQueue:
     def wake(self) -> None:
         """Wake the first sleeper of each side that could continue, or all such sleepers after the end."""
         for line in self._lines.values():
-            if not line.asleep or (line.woken and self.state is State.OPEN):
+            if not line.asleep or (line.woken and self.state is QueueState.OPEN):
                 continue
             able = [waiter for waiter in line.asleep if self.could_continue(waiter)]
-            if self.state is State.OPEN and able:
+            if self.state is QueueState.OPEN and able:
                 starving = line.starving
                 able = [starving if starving in able else min(able, key=_by_turn)]
             for waiter in able:
@@ -349,7 +349,7 @@ class LocalQueue:
             return True
         return bool(waiter.reader and waiter.reader.orders) or not self.could_continue(first)
 
-    def perform(self, waiter: Waiter, operation: Callable[[], Step], deadline: float) -> Step:
+    def perform(self, waiter: Waiter, operation: Callable[[], QueueStep], deadline: float) -> QueueStep:
         """Do the operation as soon as it is possible. The caller does not hold the lock.
 
         An exception of a signal handler may leave this call after the operation has been done.
@@ -357,20 +357,20 @@ class LocalQueue:
         line, vain, since, waiter.selecting = self._lines[waiter.reads], 0, 0, deadline != NEVER
         try:
             with self.held():
-                passes = deadline == 0 or self.state is not State.OPEN or self._may_pass(waiter)
-                step = operation() if passes else Step.WAIT
-                if step is Step.WAIT and deadline != 0:
+                passes = deadline == 0 or self.state is not QueueState.OPEN or self._may_pass(waiter)
+                step = operation() if passes else QueueStep.WAIT
+                if step is QueueStep.WAIT and deadline != 0:
                     since = time.monotonic_ns()
                     self.enter(waiter, again=False)
-            while step is Step.WAIT and deadline != 0:
+            while step is QueueStep.WAIT and deadline != 0:
                 waiter.bell.sleep(deadline)
                 late = time.monotonic() >= deadline
                 with self.held():
                     woken = line.leave(waiter)
                     vain += woken
-                    if not woken or self.state is not State.OPEN or self._may_pass(waiter):
+                    if not woken or self.state is not QueueState.OPEN or self._may_pass(waiter):
                         step = operation()
-                    if step is Step.WAIT and not late:
+                    if step is QueueStep.WAIT and not late:
                         if vain >= 2 and time.monotonic_ns() - since > PATIENCE_NS and waiter.turn is None:
                             line.starving = line.starving or waiter
                         self.enter(waiter, again=True)
@@ -383,7 +383,7 @@ class LocalQueue:
                 line.leave(waiter)
                 self._end_wait(waiter)
             raise
-        return Step.NOT_NOW if step is Step.WAIT else step
+        return QueueStep.NOT_NOW if step is QueueStep.WAIT else step
 
     def _end_wait(self, waiter: Waiter) -> None:
         line = self._lines[waiter.reads]

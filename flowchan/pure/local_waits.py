@@ -10,9 +10,9 @@ from typing import Any
 
 from flowchan.pure.call_results import deadline_of, forks, raise_step
 from flowchan.pure.local_puts import try_put, writing
-from flowchan.pure.local_queue import Step
+from flowchan.pure.local_queue import QueueStep
 from flowchan.pure.pure_channel import LocalChannel, ReadingPort, WritingPort, return_taken, try_get
-from flowchan.pure.wait_line import NEVER, Bell, Item, Waiter
+from flowchan.pure.wait_line import NEVER, Bell, QueuedItem, Waiter
 
 MOST = 128
 """Largest number of operations of one ``select``, as in the native core."""
@@ -28,14 +28,14 @@ class _Operation:
     port: Any = None
     item: Any = None
     checks_only: bool = False
-    taken: list[Item] = field(default_factory=list)
+    taken: list[QueuedItem] = field(default_factory=list)
 
-    def attempt(self) -> tuple[Step, Any]:
+    def attempt(self) -> tuple[QueueStep, Any]:
         if self.checks_only:
             queue = self.channel.usable()
             if self.channel.broken:
-                raise_step(self.channel, Step.BROKEN, True, 0)
-            return Step.DONE if queue.items or queue.drained else Step.NOT_NOW, None
+                raise_step(self.channel, QueueStep.BROKEN, True, 0)
+            return QueueStep.DONE if queue.items or queue.drained else QueueStep.NOT_NOW, None
         if self.reads:
             return try_get(self.channel, self.port, taken=self.taken)
         return try_put(self.channel, self.port, self.item), None
@@ -93,9 +93,9 @@ def _try_each(operations: list[_Operation]) -> tuple[int, Any]:
     drained = 0
     for index in random.sample(range(len(operations)), len(operations)):
         step, item = operations[index].attempt()
-        if step is Step.DONE:
+        if step is QueueStep.DONE:
             return index, item
-        drained += step is Step.DRAINED
+        drained += step is QueueStep.DRAINED
     return (ALL_DRAINED if drained == len(operations) else ALL_WAIT), None
 
 
@@ -169,7 +169,7 @@ class Await:
                 self._queue.wake()
 
 
-class Watch:
+class LoopWatch:
     """Sleep of the thread that waits on behalf of coroutines."""
 
     def __init__(self) -> None:

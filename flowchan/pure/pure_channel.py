@@ -15,8 +15,8 @@ from flowchan.native import refuse
 from flowchan.pure.call_results import deadline_of, forks, raise_step
 from flowchan.pure.item_tracing import ItemTracing, unboxed
 from flowchan.pure.local_puts import put_all, put_item
-from flowchan.pure.local_queue import KEEP_TURNS, RETIRE, LocalQueue, State, Step
-from flowchan.pure.wait_line import NEVER, Item, ReaderState, Waiter, WriterState
+from flowchan.pure.local_queue import KEEP_TURNS, RETIRE, LocalQueue, QueueState, QueueStep
+from flowchan.pure.wait_line import NEVER, QueuedItem, ReaderState, Waiter, WriterState
 
 _NO_LIMIT = 2**64 - 1
 
@@ -122,7 +122,7 @@ class LocalChannel:
     @property
     def closed(self) -> bool:
         """Return whether puts are no longer possible."""
-        return self.usable().state is not State.OPEN
+        return self.usable().state is not QueueState.OPEN
 
     @property
     def drained(self) -> bool:
@@ -132,7 +132,7 @@ class LocalChannel:
     @property
     def broken(self) -> bool:
         """Return whether the channel was aborted."""
-        return self.usable().state is State.BROKEN
+        return self.usable().state is QueueState.BROKEN
 
     @property
     def _share(self) -> int:
@@ -180,7 +180,7 @@ class _Port:
     def ready(self) -> LocalChannel:
         """Return the channel, or raise if the port cannot be used."""
         if not self.open:
-            raise_step(self.channel, Step.PORT_CLOSED, self.reads, NEVER)
+            raise_step(self.channel, QueueStep.PORT_CLOSED, self.reads, NEVER)
         self.channel.usable()
         return self.channel
 
@@ -269,7 +269,7 @@ class ReadingPort(_Port):
             if not self.open:
                 return
             self.open = False
-            done = queue.acknowledge(self.state) if finished or queue.state is State.BROKEN else []
+            done = queue.acknowledge(self.state) if finished or queue.state is QueueState.BROKEN else []
             queue.give_back(self.state)
             queue.end_port(True, self)
         del done  # without the lock, because destructors may run any code
@@ -386,7 +386,7 @@ def pass_turns(port: ReadingPort) -> None:
         queue, state = out.channel._queue, out.state
         if state.ordered:
             waiter = Waiter(False, out, writer=state, turn=number)
-            finish = lambda q=queue, o=out: q.finish_item(o.state, number) if o.open else Step.DONE  # noqa: E731
+            finish = lambda q=queue, o=out: q.finish_item(o.state, number) if o.open else QueueStep.DONE  # noqa: E731
             queue.perform(waiter, finish, NEVER)
         else:
             state.keyed = False
@@ -404,16 +404,20 @@ def _keep_turns(port: ReadingPort) -> None:
 
 
 def take(
-    channel: LocalChannel, port: ReadingPort | None, deadline: float, into: list[Item], ends: bool = True
-) -> Step:
+    channel: LocalChannel,
+    port: ReadingPort | None,
+    deadline: float,
+    into: list[QueuedItem],
+    ends: bool = True,
+) -> QueueStep:
     """Take an item. ``ends``: it ends the lease of the port's earlier items."""
     queue, finished = channel.usable(), []
     state: ReaderState | None = None if port is None else port.state
     waiter = Waiter(True, port, reader=state)
 
-    def operation() -> Step:
+    def operation() -> QueueStep:
         if port is not None and not port.open:
-            return Step.BROKEN if queue.state is State.BROKEN else Step.PORT_CLOSED
+            return QueueStep.BROKEN if queue.state is QueueState.BROKEN else QueueStep.PORT_CLOSED
         if port is not None and ends:
             finished.append(queue.acknowledge(port.state))
         return queue.try_take(state, into)
@@ -426,12 +430,12 @@ def take(
                     port.tracing.finished(port)
             pass_turns(port)
         step = queue.perform(waiter, operation, deadline)
-        if step is not Step.KEEP_TURNS or port is None:
+        if step is not QueueStep.KEEP_TURNS or port is None:
             return step
         _keep_turns(port)
 
 
-def return_taken(channel: LocalChannel, port: ReadingPort | None, taken: list[Item]) -> None:
+def return_taken(channel: LocalChannel, port: ReadingPort | None, taken: list[QueuedItem]) -> None:
     """Put items back that a call has taken but cannot return, because a signal handler raised."""
     if not taken:
         return
@@ -450,8 +454,8 @@ def try_get(
     port: ReadingPort | None,
     deadline: float = 0,
     keep: bool = False,
-    taken: list[Item] | None = None,
-) -> tuple[Step, Any]:
+    taken: list[QueuedItem] | None = None,
+) -> tuple[QueueStep, Any]:
     """Take an item. Raise unless the result is DONE, NOT_NOW or DRAINED."""
     taken = [] if taken is None else taken
     try:
@@ -460,7 +464,7 @@ def try_get(
     except BaseException:
         return_taken(channel, port, taken)
         raise
-    if step not in (Step.DONE, Step.NOT_NOW, Step.DRAINED):
+    if step not in (QueueStep.DONE, QueueStep.NOT_NOW, QueueStep.DRAINED):
         raise_step(channel, step, True, deadline)
     return result
 
@@ -468,7 +472,7 @@ def try_get(
 def get_item(channel: LocalChannel, port: ReadingPort | None, deadline: float, keep: bool = False) -> Any:
     """Take an item, or raise the channel's error."""
     step, item = try_get(channel, port, deadline, keep)
-    if step is not Step.DONE:
+    if step is not QueueStep.DONE:
         raise_step(channel, step, True, deadline)
     return item
 
@@ -476,7 +480,7 @@ def get_item(channel: LocalChannel, port: ReadingPort | None, deadline: float, k
 def next_item(channel: LocalChannel, port: ReadingPort | None) -> Any:
     """Take the next item of an iteration."""
     step, item = try_get(channel, port, NEVER)
-    if step is Step.DRAINED:
+    if step is QueueStep.DRAINED:
         raise StopIteration
     return item
 
@@ -486,9 +490,9 @@ def get_all(channel: LocalChannel, port: ReadingPort | None, most: Any, deadline
     if not is_whole(most) or most < 1:
         raise ValueError(f"get_many: max must be an int of at least 1, got {most!r}")
     first = get_item(channel, port, deadline)
-    taken: list[Item] = []
+    taken: list[QueuedItem] = []
     try:
-        while 1 + len(taken) < most and take(channel, port, 0, taken, ends=False) is Step.DONE:
+        while 1 + len(taken) < most and take(channel, port, 0, taken, ends=False) is QueueStep.DONE:
             pass
         return [first, *(unboxed(port, item.object) for item in taken)]
     except BaseException as error:

@@ -17,7 +17,7 @@ UNNUMBERED = math.inf
 
 
 @dataclass(eq=False, slots=True)
-class Item:
+class QueuedItem:
     """An item inside. ``size`` is 0 unless the channel counts bytes; the number is set at the first take."""
 
     object: Any
@@ -53,7 +53,7 @@ class ReaderState:
     """State of a reading port. ``number`` is that of its first leased item, or of the last one before."""
 
     number: float = -1
-    leased: list[Item] = field(default_factory=list)
+    leased: list[QueuedItem] = field(default_factory=list)
     orders: int = 0
     keeps_turns: bool = False
     alone: bool = False
