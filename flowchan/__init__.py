@@ -1,5 +1,8 @@
 """Run graphs of stages joined by closable channels that span threads, processes and hosts."""
 
+from flowchan import native as _native  # first, because all other modules need its choice # noqa: F401
+
+# isort: split
 from flowchan.channel.channel import Channel, ChannelStats, Holder, In, Out
 from flowchan.channel.select import NothingReady, Selected, select
 from flowchan.declare.auto_workers import AutoWorkers, auto
