@@ -78,7 +78,7 @@ nb::tuple tuple_of(const LinkEvent& event) {
     return nb::make_tuple("closed");
 }
 
-// Only the main thread handles signals. Other threads sleep until an event comes: a driver has such a thread
+// Only the main thread handles signals. Other threads sleep until an event comes. A driver has such a thread
 // for each agent, and with 1,000 agents their slices would keep the GIL busy.
 int64_t slice_here(Deadline deadline) {
     return thread_number() == uint32_t(getpid()) ? deadline.slice()

@@ -169,8 +169,9 @@ class HostsPart:
         This takes no lock, because the listener's thread would then compete with the threads of all agents.
         """
         number, epoch = hello.get("number"), hello.get("epoch")
-        is_known = isinstance(number, int) and 0 <= number < len(self._numbered)
-        agent = self._numbered[number].agent if is_known else None
+        agent = None
+        if isinstance(number, int) and 0 <= number < len(self._numbered):
+            agent = self._numbered[number].agent
         if agent is not None and agent.epoch != epoch:
             agent = None  # the hello of an earlier agent on this host
         if agent is not None and (why := differs(hello)):
