@@ -22,9 +22,9 @@ from flowchan.hosts.host_pool import Pool
 
 ISOLATES = (
     "A graph maps one item per agent, and then waits. Each size runs in a new program. Only the program is "
-    "measured: the growth of its memory, descriptors and threads, and its CPU time. The idle CPU time is that "
-    "of one second after all workers are ready. Local agents are processes with one worker each. Up to 250 "
-    "simulated agents share a process, and their workers are threads. The agents use the program's cores."
+    "measured: the growth of its memory, descriptors and threads, and its CPU time. The idle CPU time is "
+    "that of one second after all workers are ready. Local agents are processes with one worker each. Up to "
+    "250 simulated agents share a process, and their workers are threads. The agents use the program's cores."
 )
 LOCAL = (8, 16, 32, 64)
 SIMULATED = (64, 250, 500, 1000)
