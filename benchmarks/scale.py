@@ -1,4 +1,4 @@
-"""Measure what a driver needs for each host of a pool, from 8 agents to 1,000 simulated ones."""
+"""Measure what a driver needs for each host of a pool, from 8 agents to 500 simulated ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ISOLATES = (
     "250 simulated agents share a process, and their workers are threads. The agents use the program's cores."
 )
 LOCAL = (8, 16, 32, 64)
-SIMULATED = (64, 250, 500, 1000)
+SIMULATED = (64, 250, 500)
 UNITS = {"memory": "MB", "descriptors": "", "threads": "", "start": "s", "start CPU": "s", "idle CPU": "s/s"}
 
 

@@ -79,7 +79,7 @@ nb::tuple tuple_of(const LinkEvent& event) {
 }
 
 // Only the main thread handles signals. Other threads sleep until an event comes. A driver has such a thread
-// for each agent, and with 1,000 agents their slices would keep the GIL busy.
+// for each agent, and each slice would take the GIL.
 int64_t slice_here(Deadline deadline) {
     return thread_number() == uint32_t(getpid()) ? deadline.slice()
                                                  : std::min<int64_t>(deadline.left(), 3600'000'000'000);

@@ -230,7 +230,7 @@ def _on_hosts(
         return Fraction(taken[counted, host] + 1, weights.get(host, 1))
 
     least = [(load(host), place, host) for place, host in enumerate(placement.hosts)]
-    heapq.heapify(least)  # a search through all hosts for each worker would take a second for 1,000 of each
+    heapq.heapify(least)  # so that no worker needs a search through all hosts
     for worker in workers:
         if placement.hosts:
             _, place, host = least[0]
