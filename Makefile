@@ -34,7 +34,7 @@ NATIVE := $(MAKE) --no-print-directory --silent --jobs=$(shell nproc) --file=tes
 # Twice: processes that have not loaded torch are forked at a quarter of the cost.
 test: .venv/installed-test
 	$(NATIVE)
-	$(BIN)/python -c "from flowchan_torch import native; native.load()"
+	$(BIN)/python -c "from flowchan_torch import native; native.load(); native.load(native.COMMANDS)"
 	$(RUN_TESTS) --part="--large without" --part="--large with"
 
 # On every Python that is here, or on those named: PYTHONS="python3.13 python3.14t" TESTS=tests/run. The rest needs torch.

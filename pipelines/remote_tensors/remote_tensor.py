@@ -16,7 +16,8 @@ import torch
 from flowchan.pipelines.remote_tensors.command_format import Slot, flat_results
 from flowchan.pipelines.remote_tensors.device_table import client_at
 from flowchan.pipelines.remote_tensors.local_forms import LocalForms
-from flowchan.pipelines.remote_tensors.node_client import LIMIT, NodeClient, TensorHandle
+from flowchan.pipelines.remote_tensors.node_client import LIMIT, HandleRef, NodeClient, TensorHandle
+from flowchan.pipelines.remote_tensors.remote_failures import SITES, is_library_code
 from flowchan.pipelines.remote_tensors.templates import (
     NUMBERS,
     OpPlan,
@@ -134,7 +135,7 @@ def new_tensor(meta: TensorMeta, id: int) -> RemoteTensor:
 def call_key(
     plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any] | None, inputs: list[Any], scalars: list[Any]
 ) -> tuple[Any, ...]:
-    """Return the key of a call, and append its tensors and scalars."""
+    """Return the key of a call, and append its tensors and scalars. The C++ part builds equal keys."""
     # the default dtype decides the dtype of an int tensor divided by a number
     key = _default_dtype(), *_key_of(plan.scalars, args, inputs, scalars)
     if kwargs:
@@ -227,7 +228,20 @@ def plan_of(op: Any) -> OpPlan:
         plan: OpPlan = op._remote_plan
     except AttributeError:
         plan = op._remote_plan = OpPlan(op)
+        if _native is not None and plan.handler is None and not plan.dynamic:
+            _native.accelerate(plan.name, plan.templates, plan.scalars)
     return plan
+
+
+_native: Any = None
+
+
+def use_native(module: Any) -> None:
+    """Let the C++ part issue the commands whose templates are known. None changes nothing."""
+    global _native
+    if module is not None:
+        module.start(RemoteTensor, TensorHandle, HandleRef, is_library_code, LIMIT, SITES)
+        _native = module
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:

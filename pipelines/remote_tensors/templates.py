@@ -121,6 +121,7 @@ class Template:
     Attributes:
         client: Node that runs the commands.
         id: Number of the template on the node.
+        native: What the C++ part keeps about the template; None before its first use.
         single: Metadata of the result, if the only result is one new tensor; else None.
         outputs: Metadata of the new tensors, in the order of their ids.
         results: Structure of the results. An int is the place of an input, and a :class:`Slot` that of a new
@@ -128,10 +129,11 @@ class Template:
         changed: Places of inputs whose metadata the operation changes, with the new metadata.
     """
 
-    __slots__ = ("changed", "client", "id", "outputs", "results", "single")
+    __slots__ = ("changed", "client", "id", "native", "outputs", "results", "single")
 
     def __init__(self, client: NodeClient, id: int) -> None:
         self.client, self.id = client, id
+        self.native: Any = None
         self.single: TensorMeta | None = None
         self.outputs: tuple[TensorMeta, ...] = ()
         self.results: Any = None
