@@ -76,7 +76,7 @@ size_t site_mask = 0;
 
 Object attribute(PyObject* object, PyObject* key) { return checked(PyObject_GetAttr(object, key)); }
 
-// Whether code belongs to torch or to flowchan, by the address of the code, which is never freed.
+// True for each code object of torch or flowchan. The code objects are never freed.
 std::unordered_map<PyCodeObject*, bool>* known_codes = nullptr;
 
 bool belongs_to_library(PyCodeObject* code) {
@@ -168,7 +168,7 @@ struct Layout {
     }
 };
 
-// What this file needs of a Template. It is kept in the attribute ``native`` of the template.
+// Copy of a Template for this file, kept in the template's attribute ``native``.
 struct Known {
     Object id;
     Client client;
@@ -347,7 +347,7 @@ struct Kernel final : c10::OperatorKernel {
         leave_to_python(op, keys, stack);
     }
 
-    // What torch's fallback for the dispatch key Python does.
+    // Do the same as torch's fallback for the dispatch key Python.
     static void leave_to_python(const c10::OperatorHandle& op, DispatchKeySet keys,
                                 torch::jit::Stack* stack) {
         static const DispatchKeySet above_python =

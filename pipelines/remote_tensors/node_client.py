@@ -47,8 +47,8 @@ class TensorHandle:
 class HandleRef(weakref.ref[TensorHandle]):
     """Weak reference that appends itself to the frees of its client when the handle is gone.
 
-    The callback is the C method ``list.append``. Python ignores an exception that a signal handler raises in
-    a finaliser, so a ``__del__`` would sometimes swallow Ctrl-C.
+    The callback is the C method ``list.append``. Python ignores exceptions of signal handlers in finalisers,
+    so a ``__del__`` would sometimes swallow Ctrl-C.
     """
 
     __slots__ = ("id",)

@@ -292,7 +292,7 @@ def written_values(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def spec_of(plan: OpPlan, shape: CallShape) -> TemplateSpec:
-    """Return the template of a call for the node, as if its only result were one new tensor."""
+    """Return the template of a call for the node. Its ``kept`` is that of a single new tensor."""
     return TemplateSpec(
         plan.name,
         shape.args,
