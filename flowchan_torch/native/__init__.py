@@ -29,7 +29,7 @@ _WITHOUT = {
     SOURCE: "an operation that fails in a backward pass ends the process",
     COMMANDS: "the program issues operations more slowly",
 }
-"""What happens if a file cannot be compiled."""
+"""Consequence of a missing compiler, by file."""
 
 _log = logging.getLogger("flowchan.remote_tensors")
 _loading = threading.Lock()
