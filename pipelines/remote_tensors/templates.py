@@ -121,7 +121,7 @@ class Template:
     Attributes:
         client: Node that runs the commands.
         id: Number of the template on the node.
-        native: What the C++ part keeps about the template; None before its first use.
+        native: Copy of the template in the C++ part; None before its first use.
         single: Metadata of the result, if the only result is one new tensor; else None.
         outputs: Metadata of the new tensors, in the order of their ids.
         results: Structure of the results. An int is the place of an input, and a :class:`Slot` that of a new
