@@ -34,7 +34,7 @@ NATIVE := $(MAKE) --no-print-directory --silent --jobs=$(shell nproc) --file=tes
 # Twice: processes that have not loaded torch are forked at a quarter of the cost.
 test: .venv/installed-test
 	$(NATIVE)
-	$(BIN)/python -c "from flowchan_torch import native; native.load()"
+	$(BIN)/python -c "from flowchan_torch import native; native.load(); native.load(native.COMMANDS)"
 	$(RUN_TESTS) --part="--large without" --part="--large with"
 
 # Without the native module, as on macOS: the contract suite on channels between threads, and graphs of threads.
