@@ -1,4 +1,4 @@
-# make demo | test | test-pythons | test-hosts | lint | docs | coverage | soak | bench | fresh | clean. Each installs what it needs into .venv first, once.
+# make demo | test | test-pure | test-pythons | test-hosts | lint | docs | coverage | soak | bench | fresh | clean. Each installs what it needs into .venv first, once.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-pythons test-hosts lint docs coverage soak soak-graphs soak-hosts bench fresh clean
+.PHONY: help demo test test-pure test-pythons test-hosts lint docs coverage soak soak-graphs soak-hosts bench fresh clean
 
 help:
 	@sed -n 1p Makefile
@@ -34,8 +34,12 @@ NATIVE := $(MAKE) --no-print-directory --silent --jobs=$(shell nproc) --file=tes
 # Twice: processes that have not loaded torch are forked at a quarter of the cost.
 test: .venv/installed-test
 	$(NATIVE)
-	$(BIN)/python -c "from flowchan_torch import native; native.load()"
+	$(BIN)/python -c "from flowchan_torch import native; native.load(); native.load(native.COMMANDS)"
 	$(RUN_TESTS) --part="--large without" --part="--large with"
+
+# Without the native module, as on macOS: the contract suite on channels between threads, and graphs of threads.
+test-pure: .venv/installed-test
+	$(BIN)/python -m pytest tests/pure tests/fresh/test_other_systems.py
 
 # On every Python that is here, or on those named: PYTHONS="python3.13 python3.14t" TESTS=tests/run. The rest needs torch.
 test-pythons:

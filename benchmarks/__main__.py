@@ -23,6 +23,7 @@ NAMES = (
     "links",
     "collectives",
     "hosts",
+    "scale",
     "round_trip",
     "maps",
     "wordcount",

@@ -150,7 +150,7 @@ def _has_native() -> bool:
         return False
     import flowchan_torch.native
 
-    return flowchan_torch.native.load() is not None
+    return flowchan_torch.native.load(flowchan_torch.native.COMMANDS) is not None
 
 
 def _can_run(system: str) -> bool:

@@ -1,5 +1,8 @@
 """Run graphs of stages joined by closable channels that span threads, processes and hosts."""
 
+from flowchan import native as _native  # first, because all other modules need its choice # noqa: F401
+
+# isort: split
 from flowchan.channel.channel import Channel, ChannelStats, Holder, In, Out
 from flowchan.channel.select import NothingReady, Selected, select
 from flowchan.declare.auto_workers import AutoWorkers, auto
@@ -34,6 +37,7 @@ from flowchan.errors import (
 from flowchan.items.codec import Unreadable, pack, unpack
 from flowchan.items.combining import Reduced
 from flowchan.items.keyed_state import KeyedState
+from flowchan.items.recording import Recording
 from flowchan.items.window import Window
 from flowchan.run import (
     Cause,
@@ -91,6 +95,7 @@ __all__ = [
     "Out",
     "Prediction",
     "Problem",
+    "Recording",
     "Reduced",
     "Refused",
     "Results",

@@ -32,6 +32,7 @@ from flowchan.pipelines.task_calls import (
     initializer_failed,
 )
 from flowchan.pipelines.user_calls import name_of
+from flowchan.run.observe.cgroups import affinity_cores
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -279,7 +280,7 @@ def _usual_workers(placement: Placement) -> int:
     """Return the default number of workers."""
     if placement.hosts:
         raise TypeError("TaskPool: workers must be the total number of workers on all hosts, got None")
-    cores = len(os.sched_getaffinity(0))
+    cores = affinity_cores()
     return cores if placement.own_process else min(MOST_THREADS, cores + 4)
 
 

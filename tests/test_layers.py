@@ -29,12 +29,12 @@ PACKAGES = {
 # import each other. "flowchan" is the public package, flowchan/__init__.py: lower parts never import it, and
 # higher parts may.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "native"),
     ("_core",),
     ("transport",),
     ("transport.device",),
     ("items",),
-    ("channel", "transport front"),
+    ("channel", "transport front", "pure"),
     ("declare",),
     ("check",),
     ("run.policy",),

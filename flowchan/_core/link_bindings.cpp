@@ -6,6 +6,8 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <unistd.h>
+#include <algorithm>
 
 namespace flowchan {
 
@@ -81,6 +83,13 @@ nb::tuple tuple_of(const LinkEvent& event) {
     return nb::make_tuple("closed");
 }
 
+// Only the main thread handles signals. Other threads sleep until an event comes. A driver has such a thread
+// for each agent, and each slice would take the GIL.
+int64_t slice_here(Deadline deadline) {
+    return thread_number() == uint32_t(getpid()) ? deadline.slice()
+                                                 : std::min<int64_t>(deadline.left(), 3600'000'000'000);
+}
+
 nb::tuple wait_for_event(PyLink& link, nb::handle timeout) {
     Deadline deadline;
     if (!parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
@@ -88,7 +97,7 @@ nb::tuple wait_for_event(PyLink& link, nb::handle timeout) {
         LinkEvent event;
         {
             WithoutGil without;
-            event = link.next_event(now_ns() + deadline.slice());
+            event = link.next_event(now_ns() + slice_here(deadline));
         }
         if (event.kind != LinkEvent::Kind::None || deadline.now_only() || deadline.passed())
             return tuple_of(event);
@@ -103,7 +112,7 @@ nb::object await_used(PyLink& link, uint32_t number, uint64_t count, nb::handle 
         std::optional<bool> used;
         {
             WithoutGil without;
-            used = link.await_used(number, count, now_ns() + deadline.slice());
+            used = link.await_used(number, count, now_ns() + slice_here(deadline));
         }
         if (used) return nb::bool_(*used);
         if (deadline.now_only() || deadline.passed()) return nb::none();

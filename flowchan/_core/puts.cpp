@@ -27,11 +27,23 @@ void begin(M& m, Out& out) {
     out.state.keyed = true;
 }
 
+// Inlined into each put, so that a put that need not wait does not build the identity of its call.
+[[gnu::always_inline]] inline Caller writing_inlined(Channel& ch, const Out* out, uint64_t size, bool waits) {
+    Caller caller{Side::Writer, out, 0, size};
+    caller.clock = out ? &out->state.clock : nullptr;
+    if (waits) caller.session = out ? out->state.session : ch.plain_session();
+    if (out && out->state.ordered && out->state.keyed) {
+        caller.ordered = true;
+        caller.number = out->state.number;
+    }
+    return caller;
+}
+
 Step put(LocalQueue& queue, Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
     if (queue.counts_bytes()) size = size_of(item);
     LocalQueue::Item entry{Py_NewRef(item), size};
     Step step = perform(
-        queue, [&](bool waits) { return writing(ch, out, size, waits); },
+        queue, [&](bool waits) { return writing_inlined(ch, out, size, waits); },
         [&](Wakes& wakes) {
             if (out && !out->open) return left(queue.state);
             if (out) begin(queue, *out);
@@ -235,14 +247,7 @@ bool has_its_output(In& in) {
 }
 
 Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits) {
-    Caller caller{Side::Writer, out, 0, size};
-    caller.clock = out ? &out->state.clock : nullptr;
-    if (waits) caller.session = out ? out->state.session : ch.plain_session();
-    if (out && out->state.ordered && out->state.keyed) {
-        caller.ordered = true;
-        caller.number = out->state.number;
-    }
-    return caller;
+    return writing_inlined(ch, out, size, waits);
 }
 
 static nb::object lend(LocalQueue&, Channel& ch, Out*, uint64_t, Deadline) {

@@ -46,6 +46,8 @@ hears_aborts = ContextVar("hears_aborts", default=None)
 
 _NO_LIMIT = 2**64 - 1
 LARGEST = 10**15
+_BY_TRANSPORT: Any = object()
+"""The default of ``capacity``, because ``None`` means no limit."""
 _UNBOUNDED = 2 * LARGEST  # more than memory can hold, and more than a caller may pass
 _MOST_BY_DEFAULT = 16 << 30
 
@@ -162,8 +164,8 @@ class Channel(_core.Channel[T]):
     contract (docs/explanation/contract.md).
 
     Args:
-        capacity: Number of items at which ``put`` waits (default 64). ``None`` sets no limit and is allowed
-            only for threads.
+        capacity: Number of items at which ``put`` waits (default: 4,096 for threads, otherwise 64). ``None``
+            sets no limit and is allowed only for threads.
         across: ``"threads"`` (the default) passes references within one process. ``"processes"`` passes
             copies through shared memory. ``"hosts"`` does the same, and programs on other hosts can also open
             the channel (docs/hosts.md).
@@ -188,7 +190,7 @@ class Channel(_core.Channel[T]):
     @refuses_misspelt("Channel")
     def __init__(
         self,
-        capacity: int | None = 64,
+        capacity: int | None = _BY_TRANSPORT,
         across: Across = "threads",
         max_bytes: int | None = None,
     ) -> None:
@@ -391,6 +393,8 @@ class Channel(_core.Channel[T]):
 
 def _places(capacity: int | None, transport: Transport) -> int:
     """Check ``capacity``, and return the number of items for which the queue has room."""
+    if capacity is _BY_TRANSPORT:
+        return transport.capacity
     if capacity is None:
         if transport.copies:
             raise ValueError(

@@ -18,21 +18,24 @@ class Transport:
         name: The value of ``across=``.
         copies: True if a reader gets a copy of each item rather than a reference. Items then occupy shared
             memory while they are in the channel.
+        capacity: Default number of items at which ``put`` waits. Threads need more room, because they switch
+            about twice for each full channel, and a switch costs as much as dozens of items.
         reached_by: Module that serves the channel to processes that cannot receive its descriptors. Empty
             if the transport has none.
     """
 
     name: Across
     copies: bool
+    capacity: int
     reached_by: str = ""
 
     def __str__(self) -> str:
         return self.name
 
 
-THREADS = Transport("threads", copies=False)
-PROCESSES = Transport("processes", copies=True)
-HOSTS = Transport("hosts", copies=True, reached_by="flowchan.remote.serving")
+THREADS = Transport("threads", copies=False, capacity=4096)
+PROCESSES = Transport("processes", copies=True, capacity=64)
+HOSTS = Transport("hosts", copies=True, capacity=64, reached_by="flowchan.remote.serving")
 
 TRANSPORTS: Mapping[str, Transport] = MappingProxyType(
     {transport.name: transport for transport in (THREADS, PROCESSES, HOSTS)}

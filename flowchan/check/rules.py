@@ -47,6 +47,7 @@ from flowchan.declare.operators import OPERATORS
 from flowchan.declare.values import Edge, Origin, Stage
 from flowchan.errors import GraphError, Problem
 from flowchan.items.arguments import is_whole
+from flowchan.native import is_compiled
 
 MEMINFO = Path("/proc/meminfo")
 _BYTES_PER_ITEM = 64
@@ -272,7 +273,7 @@ def free_memory() -> float:
 
 def _system(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     shared = next((edge for edge in graph.edges if edge.transport.copies), None)
-    if shared is None:
+    if shared is None or not is_compiled():  # a graph is written here and runs on another machine
         return
     try:
         _core.Channel(capacity=1, processes=True, max_bytes=4096, name="")

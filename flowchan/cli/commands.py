@@ -12,29 +12,32 @@ import errno
 import functools
 import io
 import os
-import shutil
-import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import click
 
-from flowchan.cli.conversion import port_option
+from flowchan.cli.conversion import port_option, size_option
+from flowchan.cli.run_graph import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    TERMINATED,
+    Interrupts,
+    number_of,
+    print_failures,
+    run_graph,
+    width,
+)
 
 if TYPE_CHECKING:
-    from flowchan.cli.json_lines import JsonLines
     from flowchan.declare.blueprint import Blueprint
-    from flowchan.errors import Problem, RunError
-    from flowchan.viz.live.terminal import LiveView
+    from flowchan.errors import Problem
 
-DONE, FAILED, WRONG, INTERRUPTED, NO_READER, TERMINATED = 0, 1, 2, 130, 141, 143
-REFRESH = 0.25
-MOST_FAILURES = 10
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+WRONG, NO_READER = 2, 141
 
 P = ParamSpec("P")
 
@@ -62,21 +65,38 @@ class _Targeted(click.Command):
         return super().parse_args(ctx, [f"./{one}" if one.startswith("-:") else one for one in args])
 
 
-def _command(function: Callable[P, int]) -> Callable[..., None]:
-    """Make a subcommand from a function that returns the exit code.
+def _command(*arguments: str) -> Callable[[Callable[P, int]], Callable[..., None]]:
+    """Return a decorator that makes a subcommand from a function that returns the exit code.
 
-    The subcommand also accepts FILE, ARGS and --debug, and reports the user's errors in one line.
+    The subcommand accepts ``arguments``, of which the first is FILE, and also ARGS and --debug. It reports
+    the user's errors in one line.
     """
 
-    @main.command(cls=_Targeted)
-    @click.argument("file")
-    @click.argument("args", nargs=-1)
-    @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-    @functools.wraps(function)
-    def command(*args: P.args, **kwargs: P.kwargs) -> None:
-        raise SystemExit(_exit_code(functools.partial(function, *args, **kwargs), bool(kwargs["debug"])))
+    def decorated(function: Callable[P, int]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(*args: P.args, **kwargs: P.kwargs) -> None:
+            raise SystemExit(_exit_code(functools.partial(function, *args, **kwargs), bool(kwargs["debug"])))
 
-    return command
+        command = click.option("--debug", is_flag=True, help="Show the traceback of an error.")(command)
+        command = click.argument("args", nargs=-1)(command)
+        for argument in reversed(arguments):
+            command = click.argument(argument)(command)
+        return main.command(cls=_Targeted)(command)
+
+    return decorated
+
+
+_seed_option = click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Random seed for all workers (shown in the report).",
+)
+_hosts_option = click.option(
+    "--hosts",
+    metavar="local:2|ssh:a,b|slurm|ray:4",
+    help='Hosts for stages declared with on="hosts".',
+)
 
 
 def _exit_code(function: Callable[[], int], debug: bool) -> int:
@@ -106,7 +126,7 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
         if debug:
             traceback.print_exception(error)
         elif isinstance(error, RunError):
-            _print_failures(error)
+            print_failures(error)
         elif isinstance(error, GraphError):
             _print_problems(error.graph, error.problems, err=True)
         else:
@@ -137,18 +157,9 @@ def _trace_path(context: click.Context, option: click.Parameter, path: str | Non
     return path
 
 
-@_command
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Random seed for all workers (shown in the report).",
-)
-@click.option(
-    "--hosts",
-    metavar="local:2|ssh:a,b|slurm|ray:4",
-    help='Hosts for stages declared with on="hosts".',
-)
+@_command("file")
+@_seed_option
+@_hosts_option
 @click.option(
     "--resume",
     type=click.Path(dir_okay=False),
@@ -181,76 +192,136 @@ def run(
     Press Ctrl-C to stop the sources and finish the items in flight; press it again to end the run at once.
     Press Ctrl-\ (SIGQUIT) to see which channel each stage is waiting for.
     """
-    from flowchan.cli.json_lines import JsonLines
-    from flowchan.cli.loading import LoadError, load
-    from flowchan.cli.result_lines import result_lines
-    from flowchan.errors import RunError
-    from flowchan.run.observe.report import render
-    from flowchan.viz.live.terminal import LiveView
+    return run_graph(lambda: _loaded(file, args, hosts), as_json, debug, **options)
 
-    with (
-        _Interrupts() as interrupts,
-        _logging(),
-        JsonLines() if as_json else contextlib.nullcontext() as lines,
-    ):
-        graph: Any = load(file, args)
-        inputs = [stage.name for stage in graph.stages if stage.operator.outside and not stage.service]
-        if inputs:
-            raise LoadError(
-                f"{file}: graph {graph.name!r} has the input {inputs[0]!r}, so only the program that fills "
-                f"this input can run the graph; use python {file.partition(':')[0]}"
-            )
+
+def _loaded(file: str, args: Sequence[str], hosts: str | None) -> Any:
+    """Load a graph that this command can run, with its hosts."""
+    from flowchan.cli.loading import LoadError, load
+
+    graph: Any = load(file, args)
+    inputs = [stage.name for stage in graph.stages if stage.operator.outside and not stage.service]
+    if inputs:
+        raise LoadError(
+            f"{file}: graph {graph.name!r} has the input {inputs[0]!r}, so only the program that fills "
+            f"this input can run the graph; use python {file.partition(':')[0]}"
+        )
+    if hosts is not None:
+        graph._give_hosts(_pool(hosts))
+    return graph
+
+
+@_command("file", "channel")
+@click.option(
+    "-o",
+    "output",
+    type=click.Path(dir_okay=False),
+    default="items.rec",
+    show_default=True,
+    help="File to write the items to. An existing file is replaced.",
+)
+@click.option(
+    "--most",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=1_000_000,
+    show_default=True,
+    help="Maximum number of items in the file.",
+)
+@click.option(
+    "--max-bytes",
+    callback=size_option,
+    metavar="SIZE",
+    default="1GB",
+    show_default=True,
+    help="Maximum size of the file, such as 500MB.",
+)
+@_seed_option
+@_hosts_option
+def record(
+    file: str, channel: str, args: tuple[str, ...], debug: bool, hosts: str | None, **options: Any
+) -> int:
+    """Run the graph in FILE, and write the items of CHANNEL to a file.
+
+    The names of the channels are those in the report of a run. If the file reaches a limit, the recording
+    ends and the run continues. "flowchan peek" shows the items, and "flowchan replay" feeds them to a stage.
+
+    The file contains pickles, so use it only if you trust it as you trust code.
+    """
+    from flowchan.cli.loading import LoadError
+    from flowchan.cli.recordings import summary
+
+    output = options.pop("output")
+    most, max_bytes = options.pop("most"), options.pop("max_bytes")
+
+    def load() -> Any:
+        graph = _loaded(file, args, hosts)
+        try:
+            graph.record(channel, output, most=most, max_bytes=max_bytes)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+        return graph
+
+    code = run_graph(load, debug=debug, **options)
+    with contextlib.suppress(LoadError):  # the run failed before it wrote the file
+        click.echo(f"\n{summary(output)}")
+    return code
+
+
+@_command("file", "stage", "recording")
+@click.option(
+    "--item", type=click.IntRange(min=0), metavar="N", help="Feed only the item with this number, from 0."
+)
+@_seed_option
+@_hosts_option
+def replay(
+    file: str,
+    stage: str,
+    recording: str,
+    args: tuple[str, ...],
+    debug: bool,
+    hosts: str | None,
+    item: int | None,
+    **options: Any,
+) -> int:
+    """Feed the items of RECORDING to one STAGE of the graph in FILE, and print its outputs.
+
+    The other stages of the graph do not run. The stage has the same workers and options as in the graph, so
+    a sink repeats its side effects. If an item fails, the command shows the traceback. --item N feeds only
+    the failed item; "flowchan peek" shows the numbers of the items.
+
+    Replaying unpickles the items, so RECORDING must be a file that you trust as you trust code.
+    """
+    from flowchan.cli.loading import load
+    from flowchan.cli.recordings import replayed
+
+    def load_stage() -> Any:
+        graph = replayed(load(file, args), stage, recording, item)
         if hosts is not None:
             graph._give_hosts(_pool(hosts))
-        interrupts.hold = True
-        failure: RunError | None = None
-        results: Any = {}
-        try:
-            with (
-                LiveView() if lines is None else contextlib.nullcontext(lines) as view,
-                graph.start(**options) as running,
-                running.subscribe(stats=view.show, every=REFRESH) if lines is None else lines.follow(running),
-            ):
-                for name in ("page", "metrics"):
-                    if address := getattr(running, name):
-                        view.print_line(f"{name}: {address}")
-                results = _follow(running, view, interrupts, lines)
-        except RunError as error:
-            failure = error
-        if lines is not None:
-            lines.end(running.stats(), results, failure)
-        else:
-            click.echo(render(running.stats(), _width()))
-            for line in result_lines(results):
-                click.echo(line)
-    if failure is not None:
-        _print_failures(failure, debug)
-    if interrupts.count:
-        return TERMINATED if interrupts.first == signal.SIGTERM else INTERRUPTED
-    return DONE if failure is None else FAILED
+        return graph
+
+    return run_graph(load_stage, debug=debug, **options)
 
 
-def _width() -> int:
-    """Return the width of the terminal, or a very large number if standard output is not a terminal."""
-    shown = sys.stdout is not None and sys.stdout.isatty()  # stdout is None if it is closed
-    return shutil.get_terminal_size().columns if shown else 10**6
+@main.command()
+@click.argument("recording")
+@click.option(
+    *("-n", "count"),
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="Number of items to show.",
+)
+def peek(recording: str, count: int) -> None:
+    """Show the first items of RECORDING, a file that "flowchan record" wrote, without running a graph.
 
+    Showing an item unpickles it, so RECORDING must be a file that you trust as you trust code.
+    """
+    from flowchan.cli.recordings import peek
 
-@contextlib.contextmanager
-def _logging() -> Iterator[None]:
-    """Show flowchan's warnings about deaths and suspected causes, unless the file configures logging."""
-    import logging
-
-    handler = logging.StreamHandler()
-    handler.setLevel(logging.WARNING)
-    handler.setFormatter(logging.Formatter("flowchan: %(message)s"))
-    handler.addFilter(lambda record: not logging.root.handlers)
-    logger = logging.getLogger("flowchan")
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
+    raise SystemExit(_exit_code(lambda: DONE if peek(recording, count, width()) else FAILED, debug=False))
 
 
 def _pool(hosts: str) -> Any:
@@ -263,7 +334,7 @@ def _pool(hosts: str) -> Any:
         raise click.BadParameter(str(error), param_hint="--hosts") from None
 
 
-@_command
+@_command("file")
 def check(file: str, args: tuple[str, ...], debug: bool) -> int:
     """Check the graph in FILE without running it, and print every problem."""
     from flowchan.check.rules import check as problems_of
@@ -278,7 +349,7 @@ def check(file: str, args: tuple[str, ...], debug: bool) -> int:
     return DONE
 
 
-@_command
+@_command("file")
 @click.option(
     "-o",
     "output",
@@ -341,8 +412,8 @@ def top(run: str | None) -> None:
     """
     from flowchan.cli.top import top
 
-    with _Interrupts():
-        raise SystemExit(_exit_code(lambda: top(run, _width()), debug=False))
+    with Interrupts():
+        raise SystemExit(_exit_code(lambda: top(run, width()), debug=False))
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
@@ -440,88 +511,6 @@ def check_hosts(spec: str, debug: bool) -> None:
     raise SystemExit(_exit_code(lambda: DONE if hosts.check(spec) else FAILED, debug))
 
 
-class _Interrupts:
-    r"""Handler of Ctrl-C and SIGTERM while the command runs.
-
-    While the file is being loaded, the signals raise ``KeyboardInterrupt``. After ``hold`` is set, they are
-    only counted for :func:`_follow`, but the third signal still raises. SIGQUIT (Ctrl-\) requests an
-    explanation that names the channel that each stage is waiting for.
-    """
-
-    def __init__(self) -> None:
-        self.hold = False
-        self.count = 0
-        self.first = 0  # number of the first signal
-        self.stop_requested = False
-
-    def __enter__(self) -> _Interrupts:
-        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGQUIT:
-            self.stop_requested = True
-            return
-        from flowchan.transport.interrupts import Termination
-
-        self.count += 1
-        self.first = self.first or number
-        if not self.hold or self.count > 2:
-            raise Termination if number == signal.SIGTERM else KeyboardInterrupt
-
-
-def _follow(
-    running: Any, view: LiveView | JsonLines, interrupts: _Interrupts, lines: JsonLines | None
-) -> Any:
-    """Wait until the run ends, pass interrupts on to the run, and return its results."""
-    handled = 0
-    while True:
-        if lines is not None:
-            lines.write()
-        if interrupts.count > handled:
-            handled = interrupts.count
-            _interrupt(running, view, handled, interrupts.first)
-        if interrupts.stop_requested:
-            interrupts.stop_requested = False
-            view.print_line(running.explain())
-        with contextlib.suppress(TimeoutError):
-            return running.wait(timeout=REFRESH)
-
-
-def _interrupt(running: Any, view: LiveView | JsonLines, times: int, number: int) -> None:
-    if times == 1:
-        key = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
-        view.print_line(f"stopping: finishing the items in flight; press {key} again to discard them")
-        running.stop()
-    else:
-        view.print_line("run ended: items in flight were discarded")
-        running.abort()
-
-
-def _print_failures(error: RunError, debug: bool = False) -> None:
-    """Print one line for each failure, and the traceback of the first failure.
-
-    If ``debug`` is true, print all tracebacks instead.
-    """
-    if debug:
-        traceback.print_exception(error)
-        return
-    first, *others = error.exceptions
-    click.echo(f"flowchan: {first}", err=True)
-    if first.__cause__ is not None:
-        click.echo("".join(traceback.format_exception(first.__cause__)).rstrip(), err=True)
-    for other in others[: MOST_FAILURES - 1]:
-        click.echo(f"flowchan: {other}", err=True)
-    if len(others) >= MOST_FAILURES:
-        click.echo(f"flowchan: and {_number(len(others) - MOST_FAILURES + 1, 'more failure')}", err=True)
-
-
 def _print_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
     from flowchan.errors import Where
     from flowchan.viz.labels import relative
@@ -529,7 +518,7 @@ def _print_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
     for problem in problems:
         where = Where(relative(problem.where.file), problem.where.line)
         click.echo(str(dataclasses.replace(problem, where=where)), err=err)
-    click.echo(f"{graph}: {_number(len(problems), 'problem')}", err=err)
+    click.echo(f"{graph}: {number_of(len(problems), 'problem')}", err=err)
 
 
 def _counts(graph: Blueprint) -> str:
@@ -538,13 +527,9 @@ def _counts(graph: Blueprint) -> str:
     on_hosts = sum(stage.workers for stage in remote_stages)
     own_process = sum(stage.workers for stage in graph.stages if stage.placement.own_process) - on_hosts
     return (
-        f"{_number(len(graph.stages), 'stage')}, {_number(len(graph.edges), 'channel')}, "
-        f"{_number(workers, 'worker')}"
+        f"{number_of(len(graph.stages), 'stage')}, {number_of(len(graph.edges), 'channel')}, "
+        f"{number_of(workers, 'worker')}"
         + (" at the start" if any(stage.auto for stage in graph.stages) else "")
         + (f", {own_process} of them in processes" if own_process else "")
         + (f", {on_hosts} on hosts" if on_hosts else "")
     )
-
-
-def _number(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import inspect
+import re
 import types
 import typing
 from typing import Any
@@ -95,3 +96,18 @@ def port_option(context: click.Context, parameter: click.Parameter, value: str |
     except ValueError as error:
         raise click.BadParameter(str(error), context, parameter) from None
     return port
+
+
+def size_option(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    """Return the number of bytes that an option gives, such as 4096, 500MB or 2GiB."""
+    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    units |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "B": 1}
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Z]*)", value.strip().upper())
+    size = int(float(found[1]) * units[found[2]]) if found is not None and found[2] in units else 0
+    if size < 1:
+        raise click.BadParameter(
+            f"the size must be a number of bytes such as 4096, 500MB or 2GiB, got {value!r}",
+            context,
+            parameter,
+        )
+    return size

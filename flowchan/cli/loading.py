@@ -116,7 +116,7 @@ def load_module(path: Path) -> ModuleType:
     if not path.is_file():
         raise LoadError(f"{path}: not a file")
     file = path.resolve()
-    _find_in(str(file.parent))
+    find_in(str(file.parent))
     name = _module_name(file)
     loader = _Loader(name, str(file))
     module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=str(file)))
@@ -131,7 +131,8 @@ def load_module(path: Path) -> ModuleType:
     return _by_value(module)
 
 
-def _find_in(folder: str) -> None:
+def find_in(folder: str) -> None:
+    """Let the program import modules from a folder."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
@@ -151,7 +152,7 @@ def _names_module(path: Path) -> bool:
 
 
 def _import(name: str) -> ModuleType:
-    _find_in(os.getcwd())
+    find_in(os.getcwd())
     with _one_line(Path(name)):
         try:
             spec = importlib.util.find_spec(name)
@@ -166,7 +167,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _from_stdin() -> ModuleType:
-    _find_in(os.getcwd())
+    find_in(os.getcwd())
     text, file = sys.stdin.read(), "<stdin>"
     # lets tracebacks show the source lines
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)

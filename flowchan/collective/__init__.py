@@ -21,6 +21,7 @@ from flowchan.collective.rendezvous.host import meet
 from flowchan.collective.rendezvous.membership import Membership
 from flowchan.errors import GroupError
 from flowchan.items.arguments import refuses_misspelt, secret_bytes, text, whole
+from flowchan.native import need_native
 
 __all__ = [
     "ConnectionStats",
@@ -97,6 +98,7 @@ def group(
     seconds_argument("group", "timeout", timeout)
     if publish is not None and (at is None or secret is None):
         raise ValueError("group: publish needs at= and secret=, because it publishes an address")
+    need_native("group: a group is not available")
     if at is None and rank is None and size is None and secret is None:
         return _launched(place(), name, timeout)
     if at is None or size is None:

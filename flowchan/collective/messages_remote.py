@@ -208,7 +208,7 @@ class RemotePeer:
             if len(message) <= SENT_AT_ONCE and not self._waiting and self._send_now(b"".join(framed)):
                 return
             if self._out is None:
-                messages: Channel[Framed] = Channel()
+                messages: Channel[Framed] = Channel(capacity=64)
                 writer = messages.writer()
                 sender = start("send", self._pass_on, messages)
                 # A single assignment. If Ctrl-C comes before it, the channel lacks a writer, and the thread

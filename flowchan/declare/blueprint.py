@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Any, TypeVar, Unpack
 
@@ -15,8 +16,9 @@ from flowchan.declare.placements import PlacementOption
 from flowchan.declare.shapes import Many, SourceObject
 from flowchan.declare.stream import Stream, streams_of
 from flowchan.declare.stream_handle import origins, streams_argument
-from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
+from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS, Edge
 from flowchan.items.arguments import known_options, no_misspelt_option, refuses_misspelt, text
+from flowchan.items.recording import MAX_BYTES, MOST, recording_options
 from flowchan.items.text import shown
 from flowchan.items.tracebacks import methods_end_at_caller
 
@@ -241,3 +243,55 @@ class Blueprint(General):
             1
         """
         return Feedback(self, *self._leads_back(text("feedback", "name", name)), name)
+
+    @refuses_misspelt("record")
+    def record(
+        self, channel: str, path: str | os.PathLike[str], *, most: int = MOST, max_bytes: int = MAX_BYTES
+    ) -> None:
+        """Write the items of one channel to a file in each later run, which replaces the file.
+
+        This inserts a stage between the writer and the reader of the channel. The stage is a thread of the
+        program. It writes each item to the file and then passes it on. At a limit, or if an item cannot be
+        written, the recording ends with a warning and the run continues. Declare all other stages before.
+
+        Args:
+            channel: Name of the channel, as in pictures and in ``run.stats()``.
+            path: Path of the file. :class:`Recording` reads it.
+            most: Maximum number of items in the file (default: 1,000,000).
+            max_bytes: Maximum size of the file in bytes (default: 1,000,000,000).
+
+        Raises:
+            TypeError: An argument has the wrong type or an unknown name.
+            ValueError: No stage reads a channel with this name, or single workers write or read it. The path
+                cannot be written, or a limit is out of range.
+
+        Example:
+            >>> import os, tempfile
+            >>> from flowchan import Graph, Recording
+            >>> path = os.path.join(tempfile.mkdtemp(), "words.rec")
+            >>> graph = Graph()
+            >>> lengths = graph.source(["a", "bb", "ccc"], name="words").map(len).collect()
+            >>> graph.record("words", path, most=2)
+            >>> graph.run()[lengths]
+            [1, 2, 3]
+            >>> list(Recording(path))
+            ['a', 'bb']
+        """
+        edge = self._recordable(text("record", "channel", channel))
+        recording = recording_options(path, self.name, channel, most, max_bytes)
+        self._insert("record", edge, {"recording": recording})
+
+    def _recordable(self, channel: str) -> Edge:
+        edges = {edge.name: edge for edge in self.edges if edge.reader is not None and self._is_shared(edge)}
+        if channel not in edges:
+            names = ", ".join(map(repr, edges)) or "none"
+            raise ValueError(
+                f"record: channel must be one of {names}, the channels that all workers of their stages "
+                f"share, got {channel!r}"
+            )
+        return edges[channel]
+
+    def _is_shared(self, edge: Edge) -> bool:
+        """Return whether all workers of the stages at both ends of a channel share it."""
+        writer, reader = self.stage_named(edge.writer), self.stage_named(edge.reader or "")
+        return not (edge.to_worker or writer.output_per_worker or writer.service or reader.service)

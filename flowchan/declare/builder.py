@@ -222,11 +222,33 @@ class Builder:
     def _feed(self, feedback: Origin, by: Origin) -> None:
         """Close a loop: replace ``feedback`` with ``by`` in the inputs of every stage."""
         self._loops[feedback] = dataclasses.replace(self._loops[feedback], fed_by=by)
+        self._redirect(feedback, by)
+
+    def _redirect(self, read: Origin, by: Origin) -> None:
+        """Replace ``read`` with ``by`` in the inputs of every stage."""
         for index, stage in enumerate(self._stages):
-            if feedback in stage.inputs:
-                inputs = tuple(by if origin == feedback else origin for origin in stage.inputs)
+            if read in stage.inputs:
+                inputs = tuple(by if origin == read else origin for origin in stage.inputs)
                 self._stages[index] = dataclasses.replace(stage, inputs=inputs)
         self._edges = None
+
+    def _insert(self, kind: str, edge: Edge, options: Mapping[str, Any]) -> None:
+        """Insert a stage with one input and one output between the writer and the reader of a channel."""
+        origin = Origin(edge.writer, edge.writer_port)
+        self._declare(
+            kind, inputs=(origin,), outputs=[("out", edge.item)], capacity=edge.capacity, options=options
+        )
+        inserted = dataclasses.replace(self._stages.pop(), where=edge.where)
+        by = Origin(inserted.name, "out")
+        self._redirect(origin, by)
+        for feedback, loop in self._loops.items():
+            if loop.fed_by == origin:
+                self._loops[feedback] = dataclasses.replace(loop, fed_by=by)
+        after = self._by_name[edge.writer] + 1
+        stages = [*self._stages[:after], inserted, *self._stages[after:]]
+        self._stages, self._by_name, self._by_port = [], {}, {}
+        for stage in stages:
+            self._add(stage)
 
     def _give_hosts(self, pool: Placement) -> None:
         """Place the stages with ``on="hosts"`` on the hosts of ``pool``."""

@@ -272,6 +272,15 @@ _ROWS = (
         expects=_as_many,
     ),
     Operator(
+        name="record",
+        resumable=True,
+        answers=True,
+        body=f"{_BODIES}:record",
+        one_output=True,
+        owes=True,
+        expects=_as_many,
+    ),
+    Operator(
         name="stage",
         body=f"{_BODIES}:stage",
         async_body=f"{_ASYNC_BODIES}:stage",

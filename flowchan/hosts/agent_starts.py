@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import secrets
 import time
 from collections.abc import Callable
 from typing import Any
 
+from flowchan.errors import HostError
 from flowchan.hosts.agent_handle import AgentCallbacks, AgentHandle
 from flowchan.hosts.driver_listener import DriverListener
 from flowchan.hosts.providers.provider import Provider
@@ -15,6 +18,30 @@ from flowchan.run.worker import logs
 from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import joined, listen
 from flowchan.transport.versions import versions
+
+DESCRIPTORS_PER_AGENT = 6
+"""Descriptors of this process for each agent: four for two channels, one for the connection, and one for the
+provider."""
+SPARE_DESCRIPTORS = 32
+"""Descriptors for handshakes and other short uses."""
+
+
+def must_have_descriptors(agents: int) -> None:
+    """Check that this process may open the descriptors for this number of agents.
+
+    Args:
+        agents: Number of agents.
+
+    Raises:
+        HostError: The limit is too low.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + DESCRIPTORS_PER_AGENT * agents + SPARE_DESCRIPTORS
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise HostError(
+            f"hosts: the limit on descriptors must be at least {needed} for {agents} agents, got {limit}; "
+            f"raise it (ulimit -n {needed})"
+        )
 
 
 class AgentStarts:

@@ -14,6 +14,7 @@ from flowchan.hosts.capacity import deal, keep_speeds, known_cores, known_speeds
 from flowchan.hosts.providers.provider import Provider
 from flowchan.items.arguments import finite_seconds, flag, seconds, whole
 from flowchan.items.text import shown
+from flowchan.native import need_native
 from flowchan.transport.link_events import PEER_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ class Pool(Placement):
     def _ask(self, hosts: Sequence[str], timeout: float | None = None, *, speed: bool = False) -> list[Facts]:
         from flowchan.hosts.probe import HOST_TIMEOUT_S, ask_hosts
 
+        need_native(f"{self!r}: a pool is not available")
         return ask_hosts(self.provider, hosts, timeout or HOST_TIMEOUT_S, speed=speed)
 
     def has_same_host(self, other: Placement) -> bool:

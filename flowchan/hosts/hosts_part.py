@@ -44,14 +44,14 @@ from flowchan.hosts.agent_messages import (
     refusal,
 )
 from flowchan.hosts.agent_questions import AgentQuestions
-from flowchan.hosts.agent_starts import AgentStarts
+from flowchan.hosts.agent_starts import AgentStarts, must_have_descriptors
 from flowchan.hosts.capacity import report_cores
 from flowchan.hosts.code import PackedStages
 from flowchan.hosts.host_gangs import HostGangs
 from flowchan.hosts.kept_outputs import keeps_outputs
 from flowchan.hosts.providers.provider import Provider
 from flowchan.hosts.stack_requests import StackRequests
-from flowchan.hosts.worker_ports import HostWorkers, WorkerPorts, host_for, together
+from flowchan.hosts.worker_ports import HostWorkers, WorkerPorts, WorkerStreams, host_for, together
 from flowchan.items.text import shown
 from flowchan.run.crew.death_log import DeathLog
 from flowchan.run.crew.mail import run_helper, run_is_over
@@ -105,7 +105,8 @@ class HostsPart:
         self._starts = AgentStarts(provider, peer_timeout, tls, f"flowchan {ports.plan.graph.name}")
         self._workers = {worker.id: worker for worker in workers}
         self._hosts = {name: HostWorkers(name, number) for number, name in enumerate(provider.hosts)}
-        self._streams: dict[WorkerId, WorkerPorts] = {}
+        self._numbered = tuple(self._hosts.values())
+        self._streams = WorkerStreams()
         self._stream_numbers = 0
         self._deaths = DeathLog(ports.plan)
         self._packed = PackedStages()
@@ -131,8 +132,9 @@ class HostsPart:
             if stage.gang is not None:
                 self._gangs.form([id for id in self._workers if id.stage == stage.name])
         used = [self._hosts[name] for name in dict.fromkeys(worker.host for worker in self._workers.values())]
-        with self._lock:
-            agents = [self._start_agent(host) for host in used]
+        must_have_descriptors(len(used))
+        # without the lock: no other thread starts agents before the first worker has a stream
+        agents = [self._start_agent(host) for host in used]
         for worker in self._workers.values():
             self._packed.get(worker.stage)  # pickle while the agents are starting
         for agent in agents:
@@ -165,11 +167,16 @@ class HostsPart:
         )
 
     def _let_in(self, sock: socket.socket, hello: dict[str, Any]) -> None:
-        """Accept the connection of an agent."""
-        with self._lock:
-            agents = [host.agent for host in self._hosts.values() if host.agent is not None]
-        claimed = (hello.get("number"), hello.get("epoch"))
-        agent = next((agent for agent in agents if (agent.number, agent.epoch) == claimed), None)
+        """Accept the connection of an agent.
+
+        This takes no lock, because the listener's thread would then compete with the threads of all agents.
+        """
+        number, epoch = hello.get("number"), hello.get("epoch")
+        agent = None
+        if isinstance(number, int) and 0 <= number < len(self._numbered):
+            agent = self._numbered[number].agent
+        if agent is not None and agent.epoch != epoch:
+            agent = None  # the hello of an earlier agent on this host
         if agent is not None and (why := differs(hello)):
             agent.end(why)
         elif agent is not None:
@@ -298,8 +305,8 @@ class HostsPart:
     def _finished(self, agent: AgentHandle, number: int) -> None:
         """Record that the link has put all outputs of a stream and closed its ports in this process."""
         with self._lock:
-            for stream in self._streams.values():
-                stream.finished |= stream.agent is agent and stream.number == number
+            for stream in self._streams.of(agent).values():
+                stream.finished |= stream.number == number
         self._ends(agent)
 
     def _refused(self, agent: AgentHandle, number: int, port: int) -> None:
@@ -314,11 +321,7 @@ class HostsPart:
 
     def _on_stream(self, agent: AgentHandle, number: int) -> WorkerId | None:
         with self._lock:
-            found = (
-                id
-                for id, stream in self._streams.items()
-                if stream.agent is agent and stream.number == number
-            )
+            found = (id for id, stream in self._streams.of(agent).items() if stream.number == number)
             return next(found, None)
 
     def _ends(self, agent: AgentHandle) -> bool:
@@ -327,9 +330,7 @@ class HostsPart:
         Return whether more workers are ending.
         """
         with self._lock:
-            ending = [
-                (id, stream) for id, stream in self._streams.items() if stream.ended and stream.agent is agent
-            ]
+            ending = [(id, stream) for id, stream in self._streams.of(agent).items() if stream.ended]
             done = [(id, stream) for id, stream in ending if self._is_done(id)]
             for id, _ in done:
                 self._streams.pop(id)
@@ -341,10 +342,12 @@ class HostsPart:
         return len(ending) > len(done)
 
     def _is_late(self, agent: AgentHandle) -> bool:
-        """Return whether an agent has not killed a worker in time."""
+        """Return whether an agent has not killed a worker in time.
+
+        Each agent's thread asks this often, so it takes no lock, for which all these threads would compete.
+        """
         now = time.monotonic()
-        with self._lock:
-            return any(stream.agent is agent and stream.kill_by < now for stream in self._streams.values())
+        return any(stream.kill_by < now for stream in list(self._streams.of(agent).values()))
 
     def _is_done(self, id: WorkerId) -> bool:
         """Return whether all outputs of a worker have arrived, or are useless because a channel is broken."""
@@ -356,11 +359,7 @@ class HostsPart:
         with self._lock:
             host = self._hosts[agent.host]
             host.agent_died(agent)
-            lost = [
-                id
-                for id, stream in self._streams.items()
-                if stream.agent is agent and not stream.process_ended
-            ]
+            lost = [id for id, stream in self._streams.of(agent).items() if not stream.process_ended]
             how = f"was lost with host {agent.host!r}: {agent.why}"
             events = []
             for id in lost:

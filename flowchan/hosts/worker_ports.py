@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +43,30 @@ class WorkerPorts:
     ended: Ended | None = None
     finished: bool = False
     kill_by: float = math.inf
+
+
+class WorkerStreams(UserDict[WorkerId, WorkerPorts]):
+    """The streams of a run's workers on hosts, by worker and by agent."""
+
+    def __init__(self) -> None:
+        self._by_agent: dict[AgentHandle, dict[WorkerId, WorkerPorts]] = {}
+        super().__init__()
+
+    def __setitem__(self, id: WorkerId, stream: WorkerPorts) -> None:
+        self.pop(id, None)
+        super().__setitem__(id, stream)
+        self._by_agent.setdefault(stream.agent, {})[id] = stream
+
+    def __delitem__(self, id: WorkerId) -> None:
+        agent = self[id].agent
+        super().__delitem__(id)
+        del self._by_agent[agent][id]
+        if not self._by_agent[agent]:
+            del self._by_agent[agent]
+
+    def of(self, agent: AgentHandle) -> Mapping[WorkerId, WorkerPorts]:
+        """Return the streams of the workers on an agent, without a look at those of other agents."""
+        return self._by_agent.get(agent, {})
 
 
 MOST_AGENTS, WITHIN_S, MAX_UNCONNECTED = 10, 60.0, 3
@@ -120,8 +144,8 @@ def host_for(
         raise HostError(f"no host is left for worker {worker.id}: {why}")
     if usable[0].name == worker.host:
         return usable[0]
-    taken = [stream.agent.host for stream in streams]
-    return min(usable, key=lambda host: taken.count(host.name))
+    taken = Counter(stream.agent.host for stream in streams)
+    return min(usable, key=lambda host: taken[host.name])
 
 
 def together(agents: Sequence[AgentHandle], streams: Mapping[WorkerId, WorkerPorts | None]) -> Waits:

@@ -158,7 +158,10 @@ def parts_of(value: Any) -> list[memoryview]:
     parts = [packed] if isinstance(packed, bytes) else packed
     if any(isinstance(part, _core.Channel) for part in parts):
         raise TypeError(f"value must not contain channels, got {shown(value)}; pass channels as items")
-    return [memoryview(part).cast("B") for part in parts]
+    # memoryview cannot cast an array without elements
+    return [
+        view.cast("B") if view.nbytes else memoryview(b"") for view in [memoryview(part) for part in parts]
+    ]
 
 
 def _mapped_word(fd: int) -> memoryview:

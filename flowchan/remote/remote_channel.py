@@ -33,6 +33,7 @@ from flowchan.channel.ports import In, Out
 from flowchan.channel.transports import HOSTS
 from flowchan.errors import Broken, ChannelError, Closed, FlowchanError, HostError
 from flowchan.items.arguments import flag, refuses_misspelt, secret_bytes
+from flowchan.native import need_native
 from flowchan.remote.channel_server import server_at, server_of
 from flowchan.remote.connection import PEER_TIMEOUT_S, Connection, using
 from flowchan.remote.messages import Reply, sealed_cause
@@ -427,6 +428,7 @@ def open_channel(
         'a'
     """
     place, number = place_in(address), number_in(address)
+    need_native("open_channel: a channel across hosts is not available")
     secret_bytes("open_channel", secret, "pass the secret of the owner, channel.secret")
     flag("open_channel", "tls", tls)
     wait = seconds(timeout)

@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Mapping
@@ -162,6 +163,10 @@ def _begin(graph: Blueprint, file: int) -> None:
 
 def _reserve(file: int, length: int) -> int:
     """Reserve space for at least ``length`` bytes of the file, and return its new length."""
-    pages = -(-length // PAGE_BYTES)
-    os.posix_fallocate(file, 0, pages * PAGE_BYTES)
-    return pages * PAGE_BYTES
+    total = -(-length // PAGE_BYTES) * PAGE_BYTES
+    if sys.platform == "linux":
+        os.posix_fallocate(file, 0, total)
+    else:
+        size = os.fstat(file).st_size
+        os.pwrite(file, bytes(max(total - size, 0)), size)
+    return total

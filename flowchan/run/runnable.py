@@ -15,6 +15,7 @@ from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import Interrupted
 from flowchan.items.arguments import flag, refuses_misspelt, whole
 from flowchan.items.tracebacks import methods_end_at_caller
+from flowchan.native import need_native
 from flowchan.run.crew.main_guard import leave_if_unguarded
 from flowchan.run.crew.memory import budget
 from flowchan.run.observe.run_trace import RunTrace
@@ -95,6 +96,7 @@ class Runnable(ABC):
         chosen = int.from_bytes(os.urandom(6)) if seed is None else whole("run", "seed", seed, 0)
         leave_if_unguarded(graph)
         raise_for(graph)
+        _refuse_processes(graph)
         _refuse_ended_services(graph)
         with terminate_as_interrupt():
             return self._start(graph, _StartOptions(chosen, memory, resume, trace, page, metrics))
@@ -219,6 +221,13 @@ class Runnable(ABC):
                 if run is not None and not isinstance(interrupt, Interrupted):
                     run._interruption.end(signal_of(interrupt), again=deferral.deferred > 1)
                 raise
+
+
+def _refuse_processes(graph: Blueprint) -> None:
+    for stage in graph.stages:
+        if stage.placement.own_process:
+            given = stage.placement.name
+            need_native(f"{stage.where}: stage {stage.name!r}: on must be 'thread', got {given!r}")
 
 
 def _refuse_ended_services(graph: Blueprint) -> None:

@@ -123,14 +123,20 @@ def watch(link: Any, wait: float, wait_unconnected: float | None = None) -> Iter
     Args:
         link: The native link.
         wait: Seconds without an event after which :class:`LinkIdle` is yielded.
-        wait_unconnected: The same for a link that is not connected (default: ``wait``).
+        wait_unconnected: The same for a link that has just lost its connection, or has just begun to wait for
+            its first one (default: ``wait``). The longer the link has no connection, the longer are the
+            pauses: a tenth of that time, up to ``wait``.
     """
     connected_at = time.monotonic()
     while True:
         connected = bool(link.state()["connected"])
         if connected:
             connected_at = time.monotonic()
-        event = next_event(link, wait if connected or wait_unconnected is None else wait_unconnected)
+        pause = wait
+        if not connected and wait_unconnected is not None:
+            # many links that wait for slow hosts must not keep this process busy
+            pause = min(wait, max(wait_unconnected, (time.monotonic() - connected_at) / 10))
+        event = next_event(link, pause)
         if event is None:
             silent = link.state()["heard_ago"] if connected else time.monotonic() - connected_at
             yield LinkIdle(connected, silent)

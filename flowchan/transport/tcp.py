@@ -25,7 +25,15 @@ UNREAD = 128 * 1024
 has just freed. Sending 1 MB over a bare socket costs each end 100 µs of CPU time; with 256 KB, it costs 190
 and 120 µs. With 32 KB, which is less than one segment, each segment would wait for a timer."""
 UNHEARD = 15_000  # milliseconds until unacknowledged bytes end a connection
-KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
+# macOS calls TCP_KEEPIDLE by another name, and does not have TCP_USER_TIMEOUT.
+_TIMEOUTS = {
+    "TCP_USER_TIMEOUT": UNHEARD,
+    "TCP_KEEPIDLE": 5,
+    "TCP_KEEPALIVE": 5,
+    "TCP_KEEPINTVL": 3,
+    "TCP_KEEPCNT": 3,
+}
+TIMEOUTS = {getattr(socket, name): limit for name, limit in _TIMEOUTS.items() if hasattr(socket, name)}
 BACKLOG = 256
 ENDED_EARLY = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM}
 """Errors of accept() for a connection that ended before it was accepted. The next call may succeed."""
@@ -186,9 +194,8 @@ def prepare(sock: socket.socket, peer: str) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
     else:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEP_ALIVE.items():
+    for option, value in TIMEOUTS.items():
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 

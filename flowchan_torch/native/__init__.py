@@ -1,7 +1,7 @@
-"""The C++ part of remote tensors, which is compiled against the installed torch at its first use.
+"""The C++ files of remote tensors, which are compiled against the installed torch at their first use.
 
-The compiled file is kept in torch's folder for extensions: ``TORCH_EXTENSIONS_DIR``, else
-``~/.cache/torch_extensions``. Its name depends on the source, on torch and on Python. Without a compiler
+The compiled files are kept in torch's folder for extensions: ``TORCH_EXTENSIONS_DIR``, else
+``~/.cache/torch_extensions``. Their names depend on the source, on torch and on Python. Without a compiler
 :func:`load` returns None and logs the reason once.
 """
 
@@ -24,41 +24,50 @@ from types import ModuleType
 from typing import Any
 
 SOURCE = Path(__file__).with_name("device_guard.cpp")
+COMMANDS = Path(__file__).with_name("command_path.cpp")
+_WITHOUT = {
+    SOURCE: "an operation that fails in a backward pass ends the process",
+    COMMANDS: "the program issues operations more slowly",
+}
+"""Consequence of a missing compiler, by file."""
 
 _log = logging.getLogger("flowchan.remote_tensors")
 _loading = threading.Lock()
-_loaded: list[ModuleType | None] = []
+_loaded: dict[Path, ModuleType | None] = {}
 
 
-def load() -> ModuleType | None:
-    """Load the C++ part; compile it first if that has not been done.
+def load(source: Path = SOURCE) -> ModuleType | None:
+    """Load a C++ file; compile it first if that has not been done.
+
+    Args:
+        source: The file, ``SOURCE`` (default) or ``COMMANDS``.
 
     Returns:
         The extension module, or None if it cannot be compiled here.
     """
     with _loading:
-        if not _loaded:
+        if source not in _loaded:
             try:
-                _loaded.append(load_file(_compiled()))
+                _loaded[source] = load_file(_compiled(source), source)
             except (OSError, RuntimeError, ImportError) as error:
-                _log.warning("remote tensors use no C++ part, so that an operation that fails in a "
-                             "backward pass ends the process: %s", error)  # fmt: skip
-                _loaded.append(None)
-        return _loaded[0]
+                _log.warning("remote tensors do not use %s, so %s: %s", source.name, _WITHOUT[source], error)
+                _loaded[source] = None
+        return _loaded[source]
 
 
-def load_file(path: Path) -> ModuleType:
-    """Load a compiled file.
+def load_file(path: Path, source: Path = SOURCE) -> ModuleType:
+    """Load a compiled file, after torch's autograd engine has started.
 
-    torch's autograd engine starts before that, if it has not. It makes a thread for each device that it finds
-    then, and a process with such threads cannot run backward passes in its forks.
+    Args:
+        path: The compiled file.
+        source: Its source.
+
+    Returns:
+        The extension module.
     """
-    # A fresh thread has no modes of torch such as no_grad.
-    thread = threading.Thread(target=_start_engine)
-    thread.start()
-    thread.join()
-    loader = importlib.machinery.ExtensionFileLoader(SOURCE.stem, str(path))
-    spec = importlib.util.spec_from_loader(SOURCE.stem, loader)
+    start_engine()
+    loader = importlib.machinery.ExtensionFileLoader(source.stem, str(path))
+    spec = importlib.util.spec_from_loader(source.stem, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
@@ -66,7 +75,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 def compile_to(path: Path, flags: Sequence[str] = ("-O2",), source: Path = SOURCE) -> None:
-    """Compile the C++ part.
+    """Compile a C++ file.
 
     Args:
         path: The file to write. It appears when it is complete.
@@ -89,7 +98,7 @@ def compile_to(path: Path, flags: Sequence[str] = ("-O2",), source: Path = SOURC
         compiler, "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", *flags,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(abi._GLIBCXX_USE_CXX11_ABI)}",
         "-isystem", str(root / "include"), "-isystem", sysconfig.get_path("include"),
-        str(source), "-o", str(own), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu",
+        str(source), "-o", str(own), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python",
     ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -100,25 +109,37 @@ def compile_to(path: Path, flags: Sequence[str] = ("-O2",), source: Path = SOURC
         own.unlink(missing_ok=True)
 
 
-def _compiled() -> Path:
+def _compiled(source: Path) -> Path:
     """Return the path of the compiled file for this torch and this Python."""
     import torch
 
-    key = "|".join((torch.__version__, str(sysconfig.get_config_var("SOABI")), SOURCE.read_text()))
+    key = "|".join((torch.__version__, str(sysconfig.get_config_var("SOABI")), source.read_text()))
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
     folder = Path(root) / "flowchan"
-    path = folder / f"{SOURCE.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    path = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            compile_to(path)
+            compile_to(path, source=source)
     return path
 
 
-def _start_engine() -> None:
+def start_engine() -> None:
+    """Start torch's autograd engine, if it has not started.
+
+    It makes a thread for each device that it finds then. A process with such threads cannot run backward
+    passes in its forks, so the engine starts before the device type of the nodes exists.
+    """
+    # A fresh thread has no modes of torch such as no_grad.
+    thread = threading.Thread(target=_first_pass)
+    thread.start()
+    thread.join()
+
+
+def _first_pass() -> None:
     import torch
 
     # A child of a process whose engine has threads cannot run backward passes at all.

@@ -10,10 +10,13 @@ Modules:
 - :mod:`remote_device`, :mod:`device_table`: the device type, ``torch.remote``, and the clients by index.
 - :mod:`remote_tensor`, :mod:`special_ops`, :mod:`remote_composites`: called by torch for each operation.
 - :mod:`templates`: cache of commands.
-- :mod:`node_client`, :mod:`node_worker`: the two ends of the command channel.
+- :mod:`remote_streams`, :mod:`local_forms`: streams and events; text, copies and pickles of tensors.
+- :mod:`backward_thread`: backward passes without the C++ device guard.
+- :mod:`node_client`, :mod:`flusher`, :mod:`node_worker`: the two ends of the command channel.
+- :mod:`sent_commands`, :mod:`command_progress`: find the first operation that a dead node has lost.
 - :mod:`node_copies`, :mod:`introductions`: copies from node to node.
 - :mod:`handle_transfer`, :mod:`lease_watch`: remote tensors in items.
-- :mod:`command_format`, :mod:`remote_failures`: used by both ends.
+- :mod:`command_format`, :mod:`remote_failures`, :mod:`remote_errors`: used by both ends.
 """
 
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError

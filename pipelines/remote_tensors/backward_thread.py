@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from flowchan_torch.native import start_engine
+
 
 def stay_in_calling_thread() -> None:
     """Replace the function by which ``torch.autograd`` starts the engine, once."""
@@ -19,11 +21,7 @@ def stay_in_calling_thread() -> None:
     engine = autograd._engine_run_backward
     if getattr(engine, "_remote", False):
         return
-    # Start the engine before the device type exists: forks of a process that has
-    # device threads cannot run backward passes.
-    with torch.inference_mode(False), torch.enable_grad():
-        loss: Any = torch.ones(1, device="cpu", requires_grad=True).sum()
-        loss.backward()
+    start_engine()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.set_multithreading_enabled(False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Batch = tuple[int, list[Any], list[int]]
@@ -27,17 +28,20 @@ def unpack_batch(data: bytes) -> Batch:
     return batch
 
 
-class NodeDevice(NamedTuple):
+@dataclass(frozen=True)
+class NodeDevice:
     """Placeholder for the device on which a node runs its kernels."""
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True)
+class Slot:
     """Placeholder for an input tensor of a command, by its position."""
 
     place: int
 
 
-class Payload(NamedTuple):
+@dataclass(frozen=True)
+class Payload:
     """Placeholder for a scalar of a command, by its position."""
 
     place: int
@@ -72,6 +76,11 @@ class TemplateSpec(NamedTuple):
     def outputs(self) -> int:
         """Number of new tensors."""
         return 1 if self.kept is None else len(self.kept)
+
+    @property
+    def size(self) -> int:
+        """Number of values in a command."""
+        return 2 + self.outputs + self.inputs + self.scalars
 
 
 class NodeReply(NamedTuple):

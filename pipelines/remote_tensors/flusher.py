@@ -19,13 +19,13 @@ class Flushable(Protocol):
 
     Attributes:
         buffer: Position of the buffer in the stream, and commands that were not sent.
-        frees: Ids to free.
+        frees: References to handles whose ids are free.
         idle: True if the thread sleeps.
     """
 
     buffer: list[Any]
     death: BaseException | None
-    frees: list[int]
+    frees: list[Any]
     idle: bool
 
     def try_flush(self) -> None:

@@ -30,10 +30,10 @@ import torch
 from flowchan import Channel, ChannelError, _core
 from flowchan.pipelines.children.child_state import released
 from flowchan.pipelines.remote_tensors import device_table, remote_device
-from flowchan.pipelines.remote_tensors.node_client import NodeClient, TensorHandle
+from flowchan.pipelines.remote_tensors.node_client import NodeClient
 from flowchan.pipelines.remote_tensors.node_copies import NodePlace
 from flowchan.pipelines.remote_tensors.remote_errors import RemoteError
-from flowchan.pipelines.remote_tensors.remote_tensor import RemoteTensor, wrapped
+from flowchan.pipelines.remote_tensors.remote_tensor import RemoteTensor, new_tensor
 from flowchan.pipelines.remote_tensors.templates import interned
 from flowchan.run.crew.at_exit import before_exit
 from flowchan.transport import descriptors
@@ -96,7 +96,7 @@ class Route:
         self._entrance, self.place = None, self.place._replace(inbox=None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return client_of, (self.nodes, self.number, self.commands, self.leases, self.place)
+        return received_client, (self.nodes, self.number, self.commands, self.leases, self.place)
 
 
 class Export:
@@ -153,7 +153,7 @@ def arrive(
         client.route.commands.flush()
     # so that a worker that ends after the item does not lose operations on the tensor
     _core._when_finished(functools.partial(_sent, client))
-    tensor: Any = wrapped(interned(client, *form), TensorHandle(id, client.frees))
+    tensor: Any = new_tensor(interned(client, *form), id)
     requires_grad, is_parameter = marks
     if is_parameter:
         tensor._is_param = True
@@ -189,7 +189,7 @@ def remove_client(route: Route) -> None:
     route.close()
 
 
-def client_of(
+def received_client(
     nodes: str, number: int, commands: Channel[Any], leases: Channel[Any], place: NodePlace
 ) -> NodeClient:
     """Return this process's client of a node, which becomes a new device if it is unknown."""

@@ -19,8 +19,9 @@ def introduce(sender: NodeClient, receiver: NodeClient) -> None:
     reach = receiver.place.reach or sender.place.reach
     if reach is None:
         assert receiver.place.inbox is not None
-        sender.introduced[receiver.place.id] = receiver.place.inbox
+        # Sent first: if a signal handler raises in between, the node gets the inbox again.
         sender.send("peer", receiver.place.id, receiver.place.inbox)
+        sender.introduced[receiver.place.id] = receiver.place.inbox
     else:
         try:
             at = receiver.ask("inbox", reach)
@@ -37,7 +38,8 @@ def introduce(sender: NodeClient, receiver: NodeClient) -> None:
                 str(error.__cause__ or error),
             )
             if receiver.relay is None:
-                receiver.relay = reach.channel()
-                receiver.send("relay", receiver.relay)
-            sender.introduced[receiver.place.id] = receiver.relay
+                relay = reach.channel()
+                receiver.send("relay", relay)
+                receiver.relay = relay
             sender.send("peer", receiver.place.id, receiver.relay)
+            sender.introduced[receiver.place.id] = receiver.relay

@@ -40,13 +40,19 @@ _by_id: weakref.WeakValueDictionary[str, NodeClient] = weakref.WeakValueDictiona
 class TensorHandle:
     """Entry in the table of a node. When the last reference is gone, the id is freed with the next batch."""
 
-    __slots__ = ("_frees", "id")
+    __slots__ = ("__weakref__", "id")
+    id: int
 
-    def __init__(self, id: int, frees: list[int]) -> None:
-        self.id, self._frees = id, frees
 
-    def __del__(self) -> None:
-        self._frees.append(self.id)
+class HandleRef(weakref.ref[TensorHandle]):
+    """Weak reference that appends itself to the frees of its client when the handle is gone.
+
+    The callback is the C method ``list.append``. Python ignores exceptions of signal handlers in finalisers,
+    so a ``__del__`` would sometimes swallow Ctrl-C.
+    """
+
+    __slots__ = ("id",)
+    id: int
 
 
 class NodeClient:
@@ -65,7 +71,9 @@ class NodeClient:
         relay: Channel through which the node receives tensors of nodes that cannot connect to its inbox.
         kernels: Type of the device on which the node runs its kernels.
         buffer: Position of the first unsent command in the client's stream, then the unsent commands.
-        frees: Ids to free with the next batch.
+        refs: References to the living handles, by id.
+        frees: References to handles that are gone. The next batch frees their ids.
+        freed: Callback of the references.
         numbers: Counter of command numbers and ids.
         sites: Lines of the program that issued the latest commands.
         idle: True if the background thread does not watch the buffer.
@@ -95,7 +103,9 @@ class NodeClient:
         self.id = uuid.uuid4().hex
         self.pid = os.getpid()
         self.buffer: list[Any] = [0]
-        self.frees: list[int] = []
+        self.refs: dict[int, HandleRef] = {}
+        self.frees: list[HandleRef] = []
+        self.freed = self.frees.append
         self.numbers = itertools.count(1)
         self.sites = CallSites()
         self.idle = True
@@ -121,6 +131,14 @@ class NodeClient:
         flusher.flusher.add(self)
 
     # --- commands ---
+
+    def handle(self, id: int) -> TensorHandle:
+        """Return a new handle for an entry in the node's table."""
+        handle = TensorHandle()
+        handle.id = id
+        ref = self.refs[id] = HandleRef(handle, self.freed)
+        ref.id = id
+        return handle
 
     def next_template(self) -> int:
         """Return the number of a new template."""
@@ -165,7 +183,7 @@ class NodeClient:
         self._flushing = True
         try:
             # The frees first: each command that uses one of these ids is already in the buffer or was sent.
-            frees = self.frees[:]
+            frees = [ref.id for ref in self.frees]
             position, *commands = self.buffer
             if not commands and not frees:
                 return
@@ -179,6 +197,8 @@ class NodeClient:
                 raise
             self.buffer[: 1 + len(commands)] = [position + len(commands)]
             del self.frees[: len(frees)]
+            for id in frees:
+                self.refs.pop(id, None)
         finally:
             self._flushing = False
 
@@ -409,6 +429,7 @@ class NodeClient:
         """Close the command channel, which ends the node after its last command."""
         self.closed = True
         self.forget()
+        self.refs.clear()
         self._commands.close()
         self._replies.close()
         self.close_inbox()

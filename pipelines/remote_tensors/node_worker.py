@@ -8,6 +8,7 @@ and their aliases behave as they do locally.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 import pickle
@@ -46,11 +47,9 @@ class Compiled:
 
     __slots__ = ("function", "inputs", "kept", "mutated", "name", "outputs", "size")
 
-    def __init__(self, spec: TemplateSpec, device: torch.device) -> None:
+    def __init__(self, spec: TemplateSpec, function: Callable[[Sequence[Any]], Any]) -> None:
         self.name, self.inputs, self.kept, self.mutated = spec.operation, spec.inputs, spec.kept, spec.mutated
-        self.outputs = spec.outputs
-        self.size = 2 + spec.outputs + spec.inputs + spec.scalars
-        self.function = compiled(spec, device)
+        self.outputs, self.size, self.function = spec.outputs, spec.size, function
 
 
 def _zeros(size: Sequence[int], **options: Any) -> torch.Tensor:
@@ -114,6 +113,10 @@ def compiled(spec: TemplateSpec, device: torch.device) -> Callable[[Sequence[Any
         call = (torch.enable_grad() if spec.args[-1] else torch.no_grad())(call)
     plain: Callable[[Sequence[Any]], Any] = call
     return plain if spec.dtype is torch.get_default_dtype() else with_dtype
+
+
+def _fail(error: Exception, values: Sequence[Any]) -> Any:
+    raise error
 
 
 class ClientTable:
@@ -258,23 +261,14 @@ class Node:
 
     # --- messages ---
 
-    def on_template(self, client: str, table: ClientTable, id: int, spec: bytes) -> None:
-        """Add a template."""
+    def on_template(self, client: str, table: ClientTable, id: int, data: bytes) -> None:
+        """Add a template. Its commands fail if this node does not have the operator."""
+        spec = pickle.loads(data)
         try:
-            table.templates[id] = Compiled(pickle.loads(spec), self.device)
+            function = compiled(spec, self.device)
         except Exception as error:
-            table.templates[id] = self._unknown(pickle.loads(spec), error)
-
-    def _unknown(self, spec: TemplateSpec, error: Exception) -> Compiled:
-        """Return a template whose commands fail, for an operator that this node does not have."""
-        known = Compiled(spec._replace(operation="aten::add.Tensor", module=""), self.device)
-        known.name = spec.operation
-
-        def fail(values: Sequence[Any]) -> Any:
-            raise error
-
-        known.function = fail
-        return known
+            function = functools.partial(_fail, error)
+        table.templates[id] = Compiled(spec, function)
 
     def on_upload(self, client: str, table: ClientTable, id: int, tensor: Any) -> None:
         """Store a tensor of the client."""

@@ -13,6 +13,7 @@ from flowchan.pipelines.remote_tensors import (
     device_table,
     local_forms,
     remote_composites,
+    remote_tensor,
     special_ops,
 )
 from flowchan.pipelines.remote_tensors.device_table import client_at, clients, device_count
@@ -123,6 +124,7 @@ def register() -> None:
             device_table.guard = guard
         setup("remote", torch_module)
         special_ops.register()
+        remote_tensor.use_native(flowchan_torch.native.load(flowchan_torch.native.COMMANDS))
         local_forms.register_loading()
         remote_composites.register()
         _registered = True

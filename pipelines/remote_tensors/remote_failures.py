@@ -12,6 +12,7 @@ from flowchan.pipelines.remote_tensors.remote_errors import RemoteError
 
 SITES = 1 << 16
 """Number of the latest commands whose lines in the program are known."""
+_MASK = SITES - 1
 
 
 class RemoteFailure(NamedTuple):
@@ -70,6 +71,23 @@ class CallSites:
         self.codes: list[CodeType | None] = [None] * SITES
         self.offsets = [0] * SITES
         self.numbers = [0] * SITES
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Record the innermost frame of the program as the issuer of a command.
+
+        Args:
+            number: Number of the command.
+            frame: The innermost frame that may be the program's.
+        """
+        while frame is not None and id(frame.f_code) not in program_codes and is_library_code(frame.f_code):
+            frame = frame.f_back
+        place = number & _MASK
+        self.numbers[place] = number
+        if frame is None:
+            self.codes[place] = None
+        else:
+            self.codes[place] = frame.f_code
+            self.offsets[place] = frame.f_lasti
 
     def line_of(self, number: int) -> str:
         """Return the file, line and function that issued a command."""

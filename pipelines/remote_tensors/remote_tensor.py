@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 
-from flowchan.pipelines.remote_tensors.command_format import Payload, Slot, TemplateSpec, flat_results
+from flowchan.pipelines.remote_tensors.command_format import Slot, flat_results
 from flowchan.pipelines.remote_tensors.device_table import client_at
 from flowchan.pipelines.remote_tensors.local_forms import LocalForms
-from flowchan.pipelines.remote_tensors.node_client import LIMIT, NodeClient, TensorHandle
-from flowchan.pipelines.remote_tensors.remote_failures import SITES, is_library_code, program_codes
+from flowchan.pipelines.remote_tensors.node_client import LIMIT, HandleRef, NodeClient, TensorHandle
+from flowchan.pipelines.remote_tensors.remote_failures import SITES, is_library_code
 from flowchan.pipelines.remote_tensors.templates import (
     NUMBERS,
     OpPlan,
     Template,
     TensorMeta,
     interned,
-    module_of,
-    mutated_inputs,
     new_template,
-    on_device,
     only_strided,
     shape_of_call,
+    spec_of,
+    written_values,
 )
 
 _getframe = sys._getframe
 _default_dtype = torch.get_default_dtype
-_MASK = SITES - 1
 
 
 class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
@@ -69,27 +68,10 @@ class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
             plan = plan_of(func)
         if plan.handler is not None:
             return plan.handler(plan, args, kwargs or {})
-        key: list[Any] = [_default_dtype()]  # it decides the dtype of an int tensor divided by a number
         inputs: list[Any] = []
         scalars: list[Any] = []
-        for scalar, value in zip(plan.scalars, args, strict=False):
-            kind = type(value)
-            if kind is RemoteTensor:
-                key.append(value._m)
-                inputs.append(value)
-            elif scalar and kind in NUMBERS:
-                key.append(kind)
-                scalars.append(value)
-            elif kind is list:
-                key.append(_key_of_list(scalar, value, inputs, scalars))
-            else:
-                key.append(exact(value) if kind is float else value)
-        if kwargs:
-            for name, value in kwargs.items():
-                key.append(name)
-                key += _key_of_list(name in plan.named, (value,), inputs, scalars)
         try:
-            template = plan.templates.get(tuple(key))
+            template = plan.templates.get(call_key(plan, args, kwargs, inputs, scalars))
         except TypeError:  # an argument that is not hashable
             template = None
         if template is None:
@@ -145,12 +127,29 @@ def wrapped(meta: TensorMeta, handle: TensorHandle) -> RemoteTensor:
     return tensor
 
 
-def _key_of_list(
-    scalar: bool, values: Sequence[Any], inputs: list[Any], scalars: list[Any]
+def new_tensor(meta: TensorMeta, id: int) -> RemoteTensor:
+    """Return a tensor for a new entry in the node's table."""
+    return wrapped(meta, meta.client.handle(id))
+
+
+def call_key(
+    plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any] | None, inputs: list[Any], scalars: list[Any]
 ) -> tuple[Any, ...]:
-    """Return the part of a key that belongs to a list, and append its tensors and scalars."""
+    """Return the key of a call, and append its tensors and scalars. The C++ part builds equal keys."""
+    # the default dtype decides the dtype of an int tensor divided by a number
+    key = _default_dtype(), *_key_of(plan.scalars, args, inputs, scalars)
+    if kwargs:
+        flags = [name in plan.named for name in kwargs]
+        key += (tuple(kwargs), *_key_of(flags, kwargs.values(), inputs, scalars))
+    return key
+
+
+def _key_of(
+    flags: Iterable[bool], values: Iterable[Any], inputs: list[Any], scalars: list[Any]
+) -> tuple[Any, ...]:
+    """Return the part of a key that belongs to values; a flag tells whether a number is a scalar."""
     key: list[Any] = []
-    for value in values:
+    for scalar, value in zip(flags, values, strict=False):
         kind = type(value)
         if kind is RemoteTensor:
             key.append(value._m)
@@ -158,8 +157,8 @@ def _key_of_list(
         elif scalar and kind in NUMBERS:
             key.append(kind)
             scalars.append(value)
-        elif kind is list:
-            key.append(_key_of_list(scalar, value, inputs, scalars))
+        elif kind is list or kind is tuple:
+            key.append(_key_of(itertools.repeat(scalar), value, inputs, scalars))
         else:
             key.append(exact(value) if kind is float else value)
     return tuple(key)
@@ -183,17 +182,17 @@ def issue(
     """
     client = template.client
     number = next(client.numbers)
-    note_site(client, number, frame or _getframe(1))
+    client.sites.note(number, frame or _getframe(1))
     single = template.single
     buffer = client.buffer
     if single is not None:
         buffer += (template.id, number, number, *[one._h.id for one in inputs], *scalars)
-        result: Any = wrapped(single, TensorHandle(number, client.frees))
+        result: Any = new_tensor(single, number)
     else:
         outputs = template.outputs
         ids = [number, *[next(client.numbers) for _ in outputs[1:]]] if outputs else ()
         buffer += (template.id, number, *ids, *[one._h.id for one in inputs], *scalars)
-        new = [wrapped(meta, TensorHandle(id, client.frees)) for meta, id in zip(outputs, ids, strict=True)]
+        new = [new_tensor(meta, id) for meta, id in zip(outputs, ids, strict=True)]
         result = _built(template.results, inputs, new)
         for slot, meta in template.changed:
             change_meta(inputs[slot], meta)
@@ -202,25 +201,6 @@ def issue(
     elif client.idle:
         client.wake()
     return result
-
-
-def note_site(client: NodeClient, number: int, frame: FrameType | None = None) -> None:
-    """Record the program's line that issues a command."""
-    frame = frame or _getframe(1)
-    code = frame.f_code
-    while id(code) not in program_codes and is_library_code(code):
-        frame = frame.f_back
-        if frame is None:
-            break
-        code = frame.f_code
-    place = number & _MASK
-    sites = client.sites
-    sites.numbers[place] = number
-    if frame is None:
-        sites.codes[place] = None
-    else:
-        sites.codes[place] = code
-        sites.offsets[place] = frame.f_lasti
 
 
 def _built(results: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Any:
@@ -248,7 +228,20 @@ def plan_of(op: Any) -> OpPlan:
         plan: OpPlan = op._remote_plan
     except AttributeError:
         plan = op._remote_plan = OpPlan(op)
+        if _native is not None and plan.handler is None and not plan.dynamic:
+            _native.accelerate(plan.name, plan.templates, plan.scalars)
     return plan
+
+
+_native: Any = None
+
+
+def use_native(module: Any) -> None:
+    """Let the C++ part issue the commands whose templates are known. None changes nothing."""
+    global _native
+    if module is not None:
+        module.start(RemoteTensor, TensorHandle, HandleRef, is_library_code, LIMIT, SITES)
+        _native = module
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -258,7 +251,7 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Handle a call by its template, which is made if the call is new."""
-    client, args, kwargs = client_of(plan, args, kwargs)
+    client, args, kwargs = on_one_node(plan, args, kwargs)
     if plan.factory:
         _check_device(plan, client, args, kwargs)
     if kwargs.get("generator") is not None:
@@ -266,21 +259,22 @@ def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             f"{plan.name}: generator must be None, got {kwargs['generator']}; "
             "seed the generator of a node with torch.remote.manual_seed"
         )
-    new_args, new_kwargs, inputs, scalars = shape_of_call(plan, RemoteTensor, args, kwargs)
-    if plan.dynamic and (plan.name != "aten::index.Tensor" or any(one.dtype in MASKS for one in inputs[1:])):
-        return run_and_ask(client, plan, new_args, new_kwargs, inputs, scalars)
-    key = (_default_dtype(), *_key(new_args, inputs, scalars), *_named_key(new_kwargs, inputs, scalars))
+    inputs: list[Any] = []
+    scalars: list[Any] = []
+    key = call_key(plan, args, kwargs, inputs, scalars)
     if not inputs:
-        key = (client, *key)
+        key = client, *key
+    if plan.dynamic and (plan.name != "aten::index.Tensor" or any(one.dtype in MASKS for one in inputs[1:])):
+        return run_and_ask(client, plan, args, kwargs)
     try:
         template = plan.templates.get(key)
     except TypeError as error:
         raise TypeError(f"{plan.name}: arguments of remote tensors must be hashable; {error}") from error
     if template is None:
         try:
-            template = new_template(client, plan, new_args, new_kwargs, inputs, scalars)
+            template = new_template(client, plan, shape_of_call(plan, RemoteTensor, args, kwargs))
         except NotImplementedError:
-            return run_and_ask(client, plan, new_args, new_kwargs, inputs, scalars)
+            return run_and_ask(client, plan, args, kwargs)
         plan.templates[key] = template
         client.remember(plan.templates, key)
     return issue(template, inputs, scalars)
@@ -298,33 +292,18 @@ def _check_device(plan: OpPlan, client: NodeClient, args: Sequence[Any], kwargs:
         )
 
 
-def _key(values: Any, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-    """Return the part of a key that belongs to arguments with placeholders."""
-    key: list[Any] = []
-    for value in values:
-        if type(value) is Slot:
-            key.append(inputs[value.place]._m)
-        elif type(value) is Payload:
-            key.append(type(scalars[value.place]))
-        elif type(value) is tuple:
-            key.append(tuple(_key(value, inputs, scalars)))
-        else:
-            key.append(exact(value) if type(value) is float else value)
-    return key
-
-
-def _named_key(values: dict[str, Any], inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-    key: list[Any] = []
-    for name, value in values.items():
-        key.append(name)
-        key.extend(_key((value,), inputs, scalars))
-    return key
-
-
-def client_of(
+def on_one_node(
     plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[NodeClient, Sequence[Any], dict[str, Any]]:
-    """Return the node of a call, and the arguments with 0-dim tensors of the CPU moved there.
+    """Return the client of a call's node, and the arguments with 0-dim tensors of the CPU moved there.
+
+    Args:
+        plan: Plan of the operator.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        The client, the positional arguments and the keyword arguments.
 
     Raises:
         RuntimeError: The tensors are on several nodes, or a tensor with dimensions is on the CPU.
@@ -347,7 +326,7 @@ def client_of(
     if len(remote) == len(tensors):
         return client, args, kwargs
 
-    written = {id(one) for one in flat_results(written_values(plan, args, kwargs))}
+    written = {id(one) for one in written_values(plan, args, kwargs)}
 
     def moved(value: Any, index: bool = False) -> Any:
         if isinstance(value, (list, tuple)):
@@ -367,15 +346,6 @@ def client_of(
     return client, moved_args, {name: moved(value) for name, value in kwargs.items()}
 
 
-def written_values(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that the operator changes, by its schema."""
-    return [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(plan.op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-
-
 MASKS = torch.bool, torch.uint8
 """Dtypes of index tensors that select as many elements as they have true values."""
 CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
@@ -392,32 +362,22 @@ def upload(client: NodeClient, value: torch.Tensor) -> RemoteTensor:
     number = next(client.numbers)
     client.send("upload", number, value)
     meta = interned(client, tuple(value.shape), value.stride(), 0, value.dtype)
-    return wrapped(meta, TensorHandle(number, client.frees))
+    return new_tensor(meta, number)
 
 
-def run_and_ask(
-    client: NodeClient,
-    plan: OpPlan,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    inputs: Sequence[Any],
-    scalars: Sequence[Any],
-) -> Any:
+def run_and_ask(client: NodeClient, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the node, and wait for the metadata of its results."""
     if not plan.dynamic and plan.name not in _noticed:
         _noticed.add(plan.name)
         _log.warning("%s has no meta kernel, so each call waits for the shapes of its results", plan.name)
     client.before_wait(plan.name)
-    args, kwargs = on_device(args, kwargs)
     number = next(client.numbers)
-    note_site(client, number)
-    spec = TemplateSpec(
-        plan.name, args, kwargs, len(inputs), len(scalars), (), mutated_inputs(plan, args, kwargs),
-        torch.get_default_dtype(), module_of(plan.name),
-    )  # fmt: skip
-    ids = [one._h.id for one in inputs]
-    answer = client.ask("run", number, pickle.dumps(spec), ids, list(scalars), operation=(number, plan.name))
-    return _restored(client, answer, inputs)
+    client.sites.note(number, _getframe(1))
+    shape = shape_of_call(plan, RemoteTensor, args, kwargs)
+    ids = [one._h.id for one in shape.inputs]
+    spec = pickle.dumps(spec_of(plan, shape))
+    answer = client.ask("run", number, spec, ids, shape.scalars, operation=(number, plan.name))
+    return _restored(client, answer, shape.inputs)
 
 
 def _restored(client: NodeClient, answer: Any, inputs: Sequence[Any]) -> Any:
@@ -425,7 +385,7 @@ def _restored(client: NodeClient, answer: Any, inputs: Sequence[Any]) -> Any:
     kind, value = answer
     if kind == "new":
         id, *meta = value
-        return wrapped(interned(client, *meta), TensorHandle(id, client.frees))
+        return new_tensor(interned(client, *meta), id)
     if kind == "input":
         place, *meta = value
         new = interned(client, *meta)

@@ -29,7 +29,7 @@ class SentCommands:
 
     def defined(self, id: int, spec: TemplateSpec) -> None:
         """Record the operation and the size of a template's commands."""
-        self._templates[id] = spec.operation, 2 + spec.outputs + spec.inputs + spec.scalars
+        self._templates[id] = spec.operation, spec.size
 
     def sent(self, message: bytes | Operation) -> None:
         """Record a packed batch or a single operation, before it is sent."""

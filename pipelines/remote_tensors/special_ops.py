@@ -10,19 +10,18 @@ import torch
 
 from flowchan.pipelines.remote_tensors.device_table import client_at
 from flowchan.pipelines.remote_tensors.introductions import introduce
-from flowchan.pipelines.remote_tensors.node_client import NodeClient, TensorHandle
+from flowchan.pipelines.remote_tensors.node_client import NodeClient
 from flowchan.pipelines.remote_tensors.node_copies import can_copy
 from flowchan.pipelines.remote_tensors.remote_tensor import (
     RemoteTensor,
     call,
-    client_of,
-    note_site,
+    new_tensor,
+    on_one_node,
     ordinary,
     run_and_ask,
     upload,
-    wrapped,
 )
-from flowchan.pipelines.remote_tensors.templates import OpPlan, handlers, interned, shape_of_call
+from flowchan.pipelines.remote_tensors.templates import OpPlan, handlers, interned
 
 aten = torch.ops.aten
 
@@ -83,17 +82,15 @@ def _to_copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     (source,) = args
     options = {name: value for name, value in kwargs.items() if value is not None}
     device = options.pop("device", None)
-    if device is not None and device != source.device:  # torch always passes the dtype and layout
-        same = {"dtype": source.dtype, "layout": torch.strided, "memory_format": torch.preserve_format}
-        options = {name: value for name, value in options.items() if value is not same.get(name)}
+    if device is not None and device != source.device:
+        options = _changes(source, options)
     if type(source) is not RemoteTensor:
-        client, options = client_at(device), _changes(source, options)
+        client = client_at(device)
         # a copy made here also gives dense strides to a tensor with gaps, and memory to a zero tensor
         plain = not options and source.is_contiguous() and not source._is_zerotensor()
         return upload(client, source if plain else aten._to_copy.default(source, **options))
     if device is None or device == source.device or (device.type == "remote" and device.index is None):
         return ordinary(plan, args, options)
-    options = _changes(source, options)
     if device.type == "remote":
         client = client_at(device)
         moved = send_to(client, source)
@@ -146,17 +143,15 @@ def send_to(client: NodeClient, source: Any) -> Any:
     if not (can_copy(sender.place) and can_copy(client.place)):
         return upload(client, download(source))
     out, number = next(sender.numbers), next(client.numbers)
-    note_site(sender, out)
-    note_site(client, number)
+    for one, issued in ((sender, out), (client, number)):
+        one.sites.note(issued, sys._getframe(1))
     key = f"{client.id}:{number}"
     # The node copies the values in the layout that clone() gives them.
     meta = source._m.empty().clone()
     introduce(sender, client)
     sender.send("send", out, source._h.id, client.place.id, key)
     client.send("receive", number, key, sender.place.id)
-    return wrapped(
-        interned(client, tuple(meta.shape), meta.stride(), 0, meta.dtype), TensorHandle(number, client.frees)
-    )
+    return new_tensor(interned(client, tuple(meta.shape), meta.stride(), 0, meta.dtype), number)
 
 
 def _pack_padded_sequence(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -166,8 +161,8 @@ def _pack_padded_sequence(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, A
 
 def _checked(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Wait for a check of values, which raises here as it does for other devices."""
-    client, args, kwargs = client_of(plan, args, kwargs)
-    return run_and_ask(client, plan, *shape_of_call(plan, RemoteTensor, args, kwargs))
+    client, args, kwargs = on_one_node(plan, args, kwargs)
+    return run_and_ask(client, plan, args, kwargs)
 
 
 def _refused(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

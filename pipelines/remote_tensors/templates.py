@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,7 +48,7 @@ handlers: dict[str, Handler] = {}
 """Functions that replace the ordinary command of an operator, by the operator's name."""
 
 
-BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
+BATCH_NORM = "aten::native_batch_norm"
 COMPOSED = "CompositeImplicitAutograd"
 """Dispatch key of the operators that torch composes of others, such as ``to``. In inference mode torch
 dispatches them whole."""
@@ -121,6 +121,7 @@ class Template:
     Attributes:
         client: Node that runs the commands.
         id: Number of the template on the node.
+        native: Copy of the template in the C++ part; None before its first use.
         single: Metadata of the result, if the only result is one new tensor; else None.
         outputs: Metadata of the new tensors, in the order of their ids.
         results: Structure of the results. An int is the place of an input, and a :class:`Slot` that of a new
@@ -128,10 +129,11 @@ class Template:
         changed: Places of inputs whose metadata the operation changes, with the new metadata.
     """
 
-    __slots__ = ("changed", "client", "id", "outputs", "results", "single")
+    __slots__ = ("changed", "client", "id", "native", "outputs", "results", "single")
 
     def __init__(self, client: NodeClient, id: int) -> None:
         self.client, self.id = client, id
+        self.native: Any = None
         self.single: TensorMeta | None = None
         self.outputs: tuple[TensorMeta, ...] = ()
         self.results: Any = None
@@ -187,22 +189,35 @@ def _takes_number(kind: Any) -> bool:
     return str(kind) in ("number", "Scalar", "Tensor")
 
 
-def shape_of_call(
-    plan: OpPlan, tensor_type: type, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], list[Any]]:
-    """Replace tensors and scalars in the arguments by placeholders, and return the tensors and scalars."""
+class CallShape(NamedTuple):
+    """A call with placeholders for its tensors, its scalars and the devices of nodes.
+
+    Attributes:
+        args: Positional arguments; lists are tuples.
+        kwargs: Keyword arguments.
+        inputs: Tensors.
+        scalars: Values of the scalars.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[Any]
+    scalars: list[Any]
+
+
+def shape_of_call(plan: OpPlan, tensor_type: type, args: Sequence[Any], kwargs: dict[str, Any]) -> CallShape:
+    """Replace the tensors, scalars and devices of nodes in the arguments by placeholders."""
     inputs: list[Any] = []
     scalars: list[Any] = []
-
     flags = plan.scalars
     replaced = functools.partial(_placeholder, tensor_type, inputs, scalars)
     new_args = tuple(replaced(value, place < len(flags) and flags[place]) for place, value in enumerate(args))
     new_kwargs = {name: replaced(value, name in plan.named) for name, value in kwargs.items()}
-    return new_args, new_kwargs, inputs, scalars
+    return CallShape(new_args, new_kwargs, inputs, scalars)
 
 
 def _placeholder(tensor_type: type, inputs: list[Any], scalars: list[Any], value: Any, scalar: bool) -> Any:
-    """Return the placeholder of a tensor or scalar. A closure would form a cycle with them."""
+    """Return the placeholder of a value, or the value. A closure would form a cycle with the tensors."""
     if type(value) is tensor_type:
         inputs.append(value)
         return Slot(len(inputs) - 1)
@@ -211,6 +226,8 @@ def _placeholder(tensor_type: type, inputs: list[Any], scalars: list[Any], value
     if scalar and type(value) in NUMBERS:
         scalars.append(value)
         return Payload(len(scalars) - 1)
+    if isinstance(value, torch.device) and value.type == "remote":
+        return NodeDevice()
     return value
 
 
@@ -225,15 +242,6 @@ def filled(value: Any, tensors: Sequence[Any], scalars: Sequence[Any], device: A
     if type(value) is tuple:
         return [filled(one, tensors, scalars, device) for one in value]
     return value
-
-
-def on_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace remote devices in the arguments by the placeholder."""
-
-    def changed(value: Any) -> Any:
-        return NodeDevice() if isinstance(value, torch.device) and value.type == "remote" else value
-
-    return tuple(changed(value) for value in args), {name: changed(value) for name, value in kwargs.items()}
 
 
 class Evaluated:
@@ -271,75 +279,56 @@ class Evaluated:
         return None
 
 
-def mutated_inputs(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Return the places of the inputs that the operator changes, by its schema."""
-    found: list[int] = []
+def written_values(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the tensors, or their placeholders, that the operator changes, by its schema."""
+    written = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(plan.op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if plan.name == BATCH_NORM and args[5]:  # its schema does not say that it changes the statistics
+        written += args[3:5]
+    return flat_results(written)
 
-    def collect(value: Any) -> None:
-        if type(value) is Slot:
-            found.append(value.place)
-        elif type(value) is tuple:
-            for one in value:
-                collect(one)
 
-    for place, argument in enumerate(plan.op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            collect(args[place] if place < len(args) else kwargs.get(argument.name))
-    if plan.name == BATCH_NORMS[0] and args[5]:  # its schema does not say that it changes the statistics
-        collect(args[3:5])
-    return tuple(found)
+def spec_of(plan: OpPlan, shape: CallShape) -> TemplateSpec:
+    """Return the template of a call for the node. Its ``kept`` is that of a single new tensor."""
+    return TemplateSpec(
+        plan.name,
+        shape.args,
+        shape.kwargs,
+        len(shape.inputs),
+        len(shape.scalars),
+        None,
+        tuple(one.place for one in written_values(plan, shape.args, shape.kwargs) if type(one) is Slot),
+        torch.get_default_dtype(),
+        module_of(plan.name),
+    )
 
 
 def evaluate(
-    client: NodeClient,
-    plan: OpPlan,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    inputs: Sequence[Any],
-    scalars: Sequence[Any],
+    client: NodeClient, plan: OpPlan, shape: CallShape, mutated: Sequence[int]
 ) -> tuple[Evaluated, list[torch.Tensor]]:
     """Run the operator on meta tensors."""
     by_tensor: dict[int, torch.Tensor] = {}
     meta = torch.device("cpu" if plan.name.startswith(RUN_FOR_METADATA) else "meta")
-    metas = [by_tensor.setdefault(id(one), one._m.empty(meta.type)) for one in inputs]
+    metas = [by_tensor.setdefault(id(one), one._m.empty(meta.type)) for one in shape.inputs]
     result = plan.op(
-        *(filled(value, metas, scalars, meta) for value in args),
-        **{name: filled(value, metas, scalars, meta) for name, value in kwargs.items()},
+        *(filled(value, metas, shape.scalars, meta) for value in shape.args),
+        **{name: filled(value, metas, shape.scalars, meta) for name, value in shape.kwargs.items()},
     )
-    if plan.name in BATCH_NORMS and client.kernels == "cpu" and not args[5]:
-        # the CPU saves no statistics in evaluation, and the meta kernel does not know that
-        result = (result[0], *(torch.empty(0, dtype=one.dtype, device="meta") for one in result[1:]))
-    return Evaluated(client, plan, result, metas, mutated_inputs(plan, args, kwargs)), metas
+    return Evaluated(client, plan, result, metas, mutated), metas
 
 
-def new_template(
-    client: NodeClient,
-    plan: OpPlan,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    inputs: Sequence[Any],
-    scalars: Sequence[Any],
-) -> Template:
+def new_template(client: NodeClient, plan: OpPlan, shape: CallShape) -> Template:
     """Make a template for a call, and send it to the node."""
-    args, kwargs = on_device(args, kwargs)
-    found, metas = evaluate(client, plan, args, kwargs, inputs, scalars)
+    spec = spec_of(plan, shape)
+    found, metas = evaluate(client, plan, shape, spec.mutated)
     template = Template(client, client.next_template())
     template.outputs, template.results = tuple(found.outputs), found.results
     if found.single:
         template.single = found.outputs[0]
-    mutated = mutated_inputs(plan, args, kwargs)
-    changed = [(place, meta_of(client, metas[place])) for place in mutated]
-    template.changed = tuple((place, meta) for place, meta in changed if meta is not inputs[place]._m)
-    spec = TemplateSpec(
-        plan.name,
-        args,
-        kwargs,
-        len(inputs),
-        len(scalars),
-        None if found.single else tuple(found.kept),
-        mutated,
-        torch.get_default_dtype(),
-        module_of(plan.name),
-    )
-    client.define(template.id, spec)
+    changed = [(place, meta_of(client, metas[place])) for place in spec.mutated]
+    template.changed = tuple((place, meta) for place, meta in changed if meta is not shape.inputs[place]._m)
+    client.define(template.id, spec if found.single else spec._replace(kept=tuple(found.kept)))
     return template

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from flowchan.pipelines.sequential.checks import check_shapes
 from flowchan.pipelines.sequential.cuda_streams import from_workers, to_workers
 from flowchan.pipelines.sequential.parts import Part, compute_threads, divided
 from flowchan.pipelines.sequential.tensor_trees import batch_size, evenly, join_checked, split
+from flowchan.run.observe.cgroups import affinity_cores
 
 CHUNKS = 8
 """Maximum number of micro-batches per batch, unless the user sets it."""
@@ -205,7 +205,7 @@ class Cut:
                 return
             ends = accumulate(counts, initial=0)
             slowest = max(sum(costs[begin:end]) for begin, end in pairwise(ends))
-            cores = len(os.sched_getaffinity(0))
+            cores = affinity_cores()
             passing = PASSING[self.on.name]
             # duration if the work were spread evenly over all cores
             busy = sum(costs) * min(threads, cores) + (number + 2) * passing

@@ -10,17 +10,30 @@ from typing import Any
 
 import pytest
 
+from flowchan.items.recording import recording_options
+
 GRAPH = "from flowchan import Graph\ngraph = Graph('numbers')\ngraph.source(range(3)).sink(abs)\n"
 
-commands = pytest.mark.parametrize("command", ["run", "check", "viz"])
+ARGUMENTS = {
+    "run": ["graph.py"],
+    "check": ["graph.py"],
+    "viz": ["graph.py"],
+    "record": ["graph.py", "source"],
+    "replay": ["graph.py", "abs", "recorded.rec"],
+    "peek": ["recorded.rec"],
+}
+
+commands = pytest.mark.parametrize("command", ARGUMENTS)
 
 
 def ended(command: str, folder: Path, **streams: Any) -> tuple[int, str]:
     """Return the exit code and the errors of ``flowchan command``."""
     (folder / "graph.py").write_text(GRAPH)
+    with recording_options(folder / "recorded.rec", "numbers", "source", 3, 1_000).opened() as writer:
+        writer.write(7)
     call = "from flowchan.cli.commands import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", call, command, "graph.py"],
+        [sys.executable, "-c", call, command, *ARGUMENTS[command]],
         cwd=folder, stderr=subprocess.PIPE, text=True, check=False, **streams,
     )  # fmt: skip
     return done.returncode, done.stderr

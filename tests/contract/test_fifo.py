@@ -113,10 +113,21 @@ def test_channel_holds_exactly_its_capacity(make, capacity):
     assert len(ch) == capacity
 
 
-def test_channel_defaults_to_capacity_64_and_threads():
+def test_channel_defaults_to_threads():
     """C2: ``Channel()`` needs no argument."""
     ch = Channel()
-    assert (ch.capacity, ch.across, ch.max_bytes) == (64, "threads", None)
+    assert (ch.across, ch.max_bytes) == ("threads", None)
+
+
+@pytest.mark.parametrize(("across", "capacity"), [("threads", 4096), ("processes", 64), ("hosts", 64)])
+def test_channel_without_capacity_has_its_transport_default(across, capacity):
+    """C2: an item copied into shared memory costs more room than a reference, so fewer fit by default."""
+    ch = Channel(across=across)
+    assert ch.capacity == capacity
+    for item in range(capacity):
+        ch.put_nowait(item)
+    with pytest.raises(Full):
+        ch.put_nowait("too many")
 
 
 def test_across_returns_the_transport(make, transport):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from flowchan import Channel
+from flowchan import Channel, native
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,10 @@ class Transport:
         return partial(Channel, across=self.across)
 
 
-TRANSPORTS = [
+ALL_TRANSPORTS = [
     Transport("threads", "threads", peers=("thread",), copies=False),
     Transport("processes", "processes", peers=("thread", "process"), copies=True, devices=True),
     Transport("hosts", "hosts", peers=("thread", "process", "host"), copies=True),
 ]
+TRANSPORTS = [transport for transport in ALL_TRANSPORTS if native.is_compiled() or not transport.copies]
+"""The transports that this Python has; without the native module, only threads."""

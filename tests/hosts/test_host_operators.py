@@ -164,7 +164,7 @@ CASES = [
 ]  # fmt: skip
 
 
-ON_THREADS = {"route", "window", "join"}
+ON_THREADS = {"route", "window", "join", "record"}
 """Operators that run only on a thread of the program."""
 
 

@@ -71,7 +71,7 @@ def backward_in_fork() -> int:
 
 def main(count: int, compiled: str | None) -> None:
     if compiled:
-        native._loaded.append(native.load_file(Path(compiled)))
+        native._loaded[native.SOURCE] = native.load_file(Path(compiled))
     outcomes: list[str] = []
     with RemoteNodes(2) as nodes:
         threads = [

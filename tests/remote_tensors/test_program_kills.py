@@ -143,13 +143,6 @@ def kill_and_check(program: Killed, phase: str, chance: random.Random, number: i
     threading.Event().wait(chance.uniform(0, 0.1))
     program.look()
     program.program.send_signal(number)
-    while number == signal.SIGINT:
-        # Python ignores an exception that a signal handler raises during ``__del__``: press Ctrl-C again.
-        try:
-            program.program.wait(2)
-            break
-        except subprocess.TimeoutExpired:
-            program.program.send_signal(number)
     program.program.wait(60)
     wait_until(lambda: not program.left(), what=program.left)
 

@@ -55,6 +55,14 @@ def test_workers_read_a_large_array_in_the_same_memory() -> None:
     assert first[2][1] == "/memfd:flowchan value (deleted)"
 
 
+def test_workers_read_an_array_without_elements() -> None:
+    numpy = optional("numpy")
+    graph = Graph()
+    value = graph.broadcast((numpy.zeros((0, 3)), numpy.arange(2)))
+    shapes = graph.source(range(1)).map(lambda _: [a.shape for a in value.get()], on="process").collect()
+    assert graph.run()[shapes] == [[(0, 3), (2,)]]
+
+
 @pytest.mark.usefixtures("one_compute_thread")
 def test_tensor_is_not_copied_until_a_worker_writes_it() -> None:
     torch = optional("torch")

@@ -153,8 +153,9 @@ class Captured:
                     fcntl.ioctl(
                         terminal_end, termios.TIOCSWINSZ, fcntl.ioctl(2, termios.TIOCGWINSZ, bytes(8))
                     )
-                self._over = os.eventfd(0, os.EFD_CLOEXEC)
+                self._over, self._end = os.pipe()
                 ends.callback(os.close, self._over)
+                ends.callback(os.close, self._end)
                 # The same encoding as standard error; characters that it lacks are shown by their number.
                 encoding = getattr(sys.stderr, "encoding", None)
                 self.terminal = open(os.dup(2), "w", 1, encoding=encoding, errors="backslashreplace")
@@ -185,7 +186,7 @@ class Captured:
 
     def _end_reader(self) -> None:
         if self._reader.ident is not None:
-            os.eventfd_write(self._over, 1)
+            os.write(self._end, b".")
             self._reader.join()
 
     def _read(self) -> None:

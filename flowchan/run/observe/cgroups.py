@@ -45,9 +45,15 @@ def most_cores() -> int | None:
     return max(1, int(min(limits))) if limits else None
 
 
+def affinity_cores() -> int:
+    """Return the number of cores on which this process may run; all if the system has no CPU affinity."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def local_cores() -> int:
     """Return the number of cores that CPU affinity and control groups allow this process to use."""
-    cores = len(os.sched_getaffinity(0))
+    cores = affinity_cores()
     return min(cores, most_cores() or cores)
 
 

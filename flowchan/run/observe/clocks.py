@@ -9,6 +9,7 @@ because it is unsafe for a thread that has ended.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -16,6 +17,9 @@ from dataclasses import dataclass, field
 
 from flowchan.run.policy.events import Started, WorkerId
 from flowchan.run.policy.stats import WorkerStats, WorkSeconds
+
+HAS_CLOCKS = sys.platform == "linux"
+"""Whether the CPU time of a thread or process can be read here; otherwise it is unknown."""
 
 
 @dataclass(slots=True)
@@ -111,7 +115,7 @@ class WorkerClocks:
             if pid is None:
                 thread = threading.get_native_id()
             shares = bool(thread) and thread in self._threads
-            clock = None if pid == 0 or shares else CpuClock(pid or os.getpid(), thread)
+            clock = None if pid == 0 or shares or not HAS_CLOCKS else CpuClock(pid or os.getpid(), thread)
             self._working[worker] = _Working(now, clock, shares)
             if clock is not None:
                 self._threads.add(thread)

@@ -83,7 +83,8 @@ class ViewSocket:
             log.debug("graph %r cannot be shown by flowchan top: %s", self._graph, text_of(error))
 
     def _listen(self) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.setblocking(False)
         self._listener = listener
         _sockets.add(listener)
         for number in range(1, MOST_RUNS):

@@ -6,6 +6,7 @@ Nothing is opened here; ``opening`` opens the channels and ports of a plan on on
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -224,14 +225,19 @@ def _on_hosts(
     """
     counted = (placement.hosts, placement.shares) if placement.shares else None
     weights = placement.weights()
+
+    def load(host: str) -> Fraction:
+        return Fraction(taken[counted, host] + 1, weights.get(host, 1))
+
+    least = [(load(host), place, host) for place, host in enumerate(placement.hosts)]
+    heapq.heapify(least)  # so that no worker needs a search through all hosts
     for worker in workers:
         if placement.hosts:
-            host = min(
-                placement.hosts, key=lambda name: Fraction(taken[counted, name] + 1, weights.get(name, 1))
-            )
+            _, place, host = least[0]
             if placement.by_worker:
                 host = placement.by_worker[(worker.id.number - 1) % len(placement.by_worker)]
             taken.update({(None, host), (counted, host)})
+            heapq.heapreplace(least, (load(host), place, host))
             worker = dataclasses.replace(worker, host=host)
         yield worker
 

@@ -354,6 +354,22 @@ def merge(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
         job.pass_on(out, item)
 
 
+def record(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Write each item to a file, and then pass it on unchanged.
+
+    The worker is a thread of the program. It writes each item once, because the channels before and after it
+    deliver each item once, and a thread does not die without the program.
+    """
+    with job.options["recording"].opened() as writer:
+        for item in items:
+            writer.write(job.bare(item))
+            try:
+                out.put(item)
+            except Exception as error:
+                job.not_sent(out, item, error)
+            del item
+
+
 def stage(job: OperatorJob, **ports: In[Any] | Out[Any]) -> None:
     """Call the function of a general stage with all its ports."""
     job.function(**ports, **job.kwargs)

@@ -13,13 +13,14 @@ import faulthandler
 import fcntl
 import os
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing import context, reduction
 from typing import Any
 
 from flowchan import _core
 
-SIGNAL = signal.SIGRTMIN + 7
+SIGNAL = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGUSR2  # only Linux has workers
 """Signal that asks a worker process for its stacks. It would kill a process that is not ready."""
 READY, REFUSED = b"+", b"-"
 _DEATH, _BEGIN, _END = b"\x01", b"\x02", b"\x03"  # the marks that the core writes

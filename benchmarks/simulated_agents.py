@@ -1,0 +1,202 @@
+"""Simulate a pool of many hosts on one machine.
+
+The driver's side is real: the listener, the handshakes, the links, the supervisor and the channels. Up to
+``AGENTS_PER_PROCESS`` agents share one process, and each worker is a thread of that process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from flowchan.channel.channel import Channel
+from flowchan.hosts.agent import Agent, Orders
+from flowchan.hosts.host_pool import Pool, pool_of
+from flowchan.hosts.providers.provider import Launch
+from flowchan.run.policy.events import WorkerId
+from flowchan.run.policy.seeds import Worker
+from flowchan.run.worker.opening import Ports
+from flowchan.run.worker.worker import work
+
+AGENTS_PER_PROCESS = 250
+PEER_TIMEOUT_S = 60.0
+"""Longer than the default, because the agents of one process take turns and may start slowly."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The provider of a pool of simulated hosts."""
+
+    count: int
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(f"simulated-{number + 1}" for number in range(self.count))
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        return (1,) * self.count
+
+    def listen_at(self, hosts: Sequence[str] | None = None) -> str:
+        return "127.0.0.1"
+
+    def start(self, number: int, launch: Launch) -> _Started:
+        return _Started(_processes[self.count], number, launch)
+
+
+class _Processes:
+    """Processes that simulate the agents of one pool."""
+
+    def __init__(self, count: int) -> None:
+        self._ended: dict[int, str] = {}
+        self._lock = threading.Lock()
+        command = (sys.executable, "-m", "benchmarks.simulated_agents")
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for _ in range(0, count, AGENTS_PER_PROCESS)
+        ]
+        self._threads = [threading.Thread(target=self._listen, args=(one,)) for one in self._processes]
+        for thread in self._threads:
+            thread.start()
+
+    def write(self, number: int, line: bytes) -> None:
+        """Send a line to the process of an agent."""
+        stdin = self._processes[number // AGENTS_PER_PROCESS].stdin
+        assert stdin is not None
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            stdin.write(line)
+            stdin.flush()
+
+    def ended(self, number: int) -> str | None:
+        """Return why an agent has ended."""
+        return self._ended.get(number)
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._ended[int(line)] = "the simulated agent has ended"
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        for process, thread in zip(self._processes, self._threads, strict=True):
+            thread.join()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+class _Started:
+    """One simulated agent."""
+
+    def __init__(self, processes: _Processes, number: int, launch: Launch) -> None:
+        self._processes, self._number = processes, number
+        processes.write(number, launch.stdin)
+
+    def ended(self) -> str | None:
+        return self._processes.ended(self._number)
+
+    def waits(self) -> bool:
+        return False
+
+    def kill(self) -> None:
+        self._processes.write(self._number, f"{self._number}\n".encode())
+
+    close = kill
+
+
+_processes: dict[int, _Processes] = {}
+"""The processes of each pool, by the number of its hosts. A provider is a value, so it cannot hold them."""
+
+
+@contextlib.contextmanager
+def simulated(count: int) -> Iterator[Pool]:
+    """Yield a pool of ``count`` simulated hosts; end their processes afterwards."""
+    _processes[count] = _Processes(count)
+    try:
+        yield pool_of("simulated", Simulated(count), PEER_TIMEOUT_S)
+    finally:
+        _processes.pop(count).close()
+
+
+class _WorkerThreads:
+    """The workers of one simulated agent. Replaces ``WorkerProcesses``."""
+
+    def __init__(self, mail: Channel[Any]) -> None:
+        self._mail = mail
+        self.known: dict[WorkerId, Any] = {}
+        self._threads: list[threading.Thread] = []
+
+    def start(self, info: Worker, stage: bytes, ports: Ports, *_: object) -> int:
+        thread = threading.Thread(target=self._work, args=(info, stage, ports), daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        return os.getpid()
+
+    def _work(self, info: Worker, stage: bytes, ports: Ports) -> None:
+        work(info, pickle.loads(stage), ports, self._mail.put, sends=True)
+
+    def watch(self) -> None:
+        """Return at once, because threads of this process do not die."""
+
+    def ended(self, id: WorkerId) -> bool:
+        return False
+
+    def give_back_gpus(self, id: WorkerId) -> None:
+        """Do nothing, because the workers have no GPUs."""
+
+    def kill(self) -> None:
+        """Do nothing: the workers end when their channels break."""
+
+    def end(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+class _SimulatedAgent(Agent):
+    """An agent whose process and workers are shared with other agents."""
+
+    def __init__(self, orders: Orders) -> None:
+        super().__init__(orders)
+        self._processes.close()
+        self._processes = _WorkerThreads(self._events)  # type: ignore[assignment]
+
+    def _end(self, code: int) -> NoReturn:
+        self.cut()
+        os.write(1, f"{self._orders.number}\n".encode())
+        sys.exit(code)
+
+    def cut(self) -> None:
+        """Close the link, as when the agent is killed."""
+        self._link.close()
+        for channel in (self._commands_writer.channel, self._events):
+            channel.abort()
+
+
+def main() -> None:
+    """Run an agent for each line of JSON on standard input; a line with a number kills that agent."""
+    agents: dict[int, _SimulatedAgent] = {}
+    for line in sys.stdin:
+        orders = json.loads(line)
+        if isinstance(orders, int):
+            if orders in agents:
+                agents.pop(orders).cut()
+            continue
+        agent = agents[orders["number"]] = _SimulatedAgent(Orders.read(line))
+        threading.Thread(target=agent.run, daemon=True).start()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Show and replay recordings: the bodies of ``flowchan peek`` and ``flowchan replay``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import reprlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flowchan import Graph, Recording
+from flowchan.cli.loading import LoadError, find_in
+from flowchan.cli.run_graph import number_of
+from flowchan.declare.blueprint import Blueprint
+from flowchan.declare.stream import streams_of
+from flowchan.declare.values import Origin, Stage
+from flowchan.items.text import short
+
+WIDEST = 200
+"""Maximum length of a line about an item."""
+MOST_ELEMENTS = 8
+"""Largest number of elements of an array that is shown with its values."""
+SOURCE = "recorded items"
+
+
+def open_recording(path: str) -> Recording:
+    """Open a recording. Raise ``LoadError`` if it cannot be read."""
+    find_in(os.getcwd())  # the items may be instances of classes from modules in this folder
+    try:
+        return Recording(path)
+    except OSError as error:
+        raise LoadError(f"can't read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise LoadError(str(error)) from error
+
+
+# --- peek ---
+
+
+def summary(path: str) -> str:
+    """Describe a recording in one line, and the reason if it does not contain all items of the channel."""
+    recording = open_recording(path)
+    line = (
+        f"{path}: {number_of(len(recording), 'item')} of channel {recording.channel!r} in graph "
+        f"{recording.graph!r}, {Path(path).stat().st_size:,} bytes"
+    )
+    if not recording.complete:
+        line += "\nit is incomplete, because its program was killed or is still running"
+    if recording.stopped:
+        line += f"\nthe recording ended before the channel: {recording.stopped}"
+    return line
+
+
+def peek(path: str, count: int, width: int) -> bool:
+    """Print the first ``count`` items of a recording, and return whether all of them could be unpickled."""
+    recording = open_recording(path)
+    click.echo(summary(path))
+    shown = min(count, len(recording))
+    failed = 0
+    for number in range(shown):
+        begin = f"{number:>{len(str(shown - 1)) + 2}}  "
+        try:
+            text = _texts.repr(recording[number])
+        except Exception as error:  # from the user's own code, which the item's pickle refers to
+            text, failed = f"<can't be unpickled: {type(error).__name__}: {error}>", failed + 1
+        line = " ".join(text.split())
+        most = max(20, min(width, WIDEST) - len(begin))
+        click.echo(begin + (line if len(line) <= most else f"{line[: most - 3]}..."))
+    if shown < len(recording):
+        click.echo(f"… {len(recording) - shown:,} more; -n {len(recording)} shows all")
+    return not failed
+
+
+class _ItemTexts(reprlib.Repr):
+    """Short texts for items. Arrays and tensors are shown with their shape and type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+        self.maxtuple = self.maxlist = self.maxdict = self.maxset = 8
+
+    def repr_ndarray(self, array: Any, level: int) -> str:
+        return _array_text(array, str(array.dtype))
+
+    def repr_Tensor(self, tensor: Any, level: int) -> str:  # noqa: N802  # reprlib looks up this name
+        return _array_text(tensor, str(tensor.dtype).removeprefix("torch."))
+
+    def repr_bytes(self, data: bytes, level: int) -> str:
+        most = self.maxstring // 2
+        return repr(data) if len(data) <= most else f"{data[:most]!r}... ({len(data):,} bytes)"
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        return short(value, WIDEST)
+
+
+_texts = _ItemTexts()
+
+
+def _array_text(array: Any, dtype: str) -> str:
+    shape = tuple(array.shape)
+    elements = 1
+    for size in shape:
+        elements *= size
+    if elements <= MOST_ELEMENTS:
+        return short(array, WIDEST)
+    return f"<{type(array).__name__} {' × '.join(map(str, shape))} {dtype}>"
+
+
+# --- replay ---
+
+
+def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Graph:
+    """Return a graph that feeds recorded items to one stage of ``graph`` and collects its outputs.
+
+    Args:
+        graph: Graph with the stage.
+        name: Name of the stage.
+        path: Path of the recording.
+        number: Number of the only item to feed; ``None`` for all.
+
+    Returns:
+        The graph.
+
+    Raises:
+        LoadError: The graph has no such stage, the stage cannot be replayed, or the recording or the item
+            cannot be read.
+    """
+    stages = _stages_of(graph, name)
+    alone = Graph(graph.name)
+    alone._broadcasts = graph._broadcasts
+    alone.source(_items(path, number), name=SOURCE)
+    origin = Origin(SOURCE, "out")
+    for stage in stages:
+        outputs = tuple(dataclasses.replace(output, channel_per_worker=False) for output in stage.outputs)
+        alone._add(
+            dataclasses.replace(
+                stage, inputs=(origin,), outputs=outputs, feedback=frozenset(), may_get_requests=False
+            )
+        )
+        origin = Origin(stage.name, "out")
+    (*_, last) = stages
+    ends = () if last.operator.result else streams_of(alone, last)
+    # Without a reader of its errors, a failed item ends the run and its traceback is shown.
+    reads_errors = number is None and any(edge.errors and edge.writer == name for edge in graph.edges)
+    for stream in (*ends, *([ends[0].errors] if ends and reads_errors else [])):
+        stream.collect(name=f"output of {stream.name}")
+    return alone
+
+
+def _stages_of(graph: Blueprint, name: str) -> list[Stage]:
+    """Return the stage, after the stage that chooses its worker by the key of an item."""
+    try:
+        stage = graph.stage_named(name)
+    except KeyError as error:
+        raise LoadError(error.args[0]) from None
+    if len(stage.inputs) != 1 or stage.operator.routes or stage.service:
+        raise LoadError(
+            f"replay: stage must have one input, which the recorded items can fill, got {name!r}, a "
+            f"{stage.kind} with {number_of(len(stage.inputs), 'input')}"
+        )
+    if not stage.per_worker:
+        return [stage]
+    writer = graph.stage_named(stage.inputs[0].stage)
+    if writer.operator.routes:
+        return [writer, stage]
+    raise LoadError(
+        f"replay: stage must be one whose workers share their input, but {writer.name!r} chooses the worker "
+        f"of {name!r} for each item"
+    )
+
+
+def _items(path: str, number: int | None) -> Iterable[Any]:
+    recording = open_recording(path)
+    if number is None:
+        if not recording.complete:
+            click.echo(f"flowchan: {summary(path)}", err=True)
+        return recording
+    try:
+        return [recording[number]]
+    except (IndexError, ValueError) as error:
+        raise LoadError(str(error)) from error

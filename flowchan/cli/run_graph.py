@@ -1,0 +1,177 @@
+"""Run a graph for the commands ``run``, ``record`` and ``replay``: progress, signals, report and failures."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from flowchan.cli.json_lines import JsonLines
+    from flowchan.errors import RunError
+    from flowchan.viz.live.terminal import LiveView
+
+DONE, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
+REFRESH = 0.25
+MOST_FAILURES = 10
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+
+
+def run_graph(load: Callable[[], Any], as_json: bool = False, debug: bool = False, **options: Any) -> int:
+    """Run the graph that ``load`` returns, print its report and results, and return the exit code.
+
+    ``options`` are those of ``Graph.start``.
+    """
+    from flowchan.cli.json_lines import JsonLines
+    from flowchan.cli.result_lines import result_lines
+    from flowchan.errors import RunError
+    from flowchan.run.observe.report import render
+    from flowchan.viz.live.terminal import LiveView
+
+    with (
+        Interrupts() as interrupts,
+        _logging(),
+        JsonLines() if as_json else contextlib.nullcontext() as lines,
+    ):
+        graph = load()
+        interrupts.hold = True
+        failure: RunError | None = None
+        results: Any = {}
+        try:
+            with (
+                LiveView() if lines is None else contextlib.nullcontext(lines) as view,
+                graph.start(**options) as running,
+                running.subscribe(stats=view.show, every=REFRESH) if lines is None else lines.follow(running),
+            ):
+                for name in ("page", "metrics"):
+                    if address := getattr(running, name):
+                        view.print_line(f"{name}: {address}")
+                results = _follow(running, view, interrupts, lines)
+        except RunError as error:
+            failure = error
+        if lines is not None:
+            lines.end(running.stats(), results, failure)
+        else:
+            click.echo(render(running.stats(), width()))
+            for line in result_lines(results):
+                click.echo(line)
+    if failure is not None:
+        print_failures(failure, debug)
+    if interrupts.count:
+        return TERMINATED if interrupts.first == signal.SIGTERM else INTERRUPTED
+    return DONE if failure is None else FAILED
+
+
+def width() -> int:
+    """Return the width of the terminal, or a very large number if standard output is not a terminal."""
+    shown = sys.stdout is not None and sys.stdout.isatty()  # stdout is None if it is closed
+    return shutil.get_terminal_size().columns if shown else 10**6
+
+
+@contextlib.contextmanager
+def _logging() -> Iterator[None]:
+    """Show flowchan's warnings about deaths and suspected causes, unless the file configures logging."""
+    import logging
+
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("flowchan: %(message)s"))
+    handler.addFilter(lambda record: not logging.root.handlers)
+    logger = logging.getLogger("flowchan")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class Interrupts:
+    r"""Handler of Ctrl-C and SIGTERM while the command runs.
+
+    While the file is being loaded, the signals raise ``KeyboardInterrupt``. After ``hold`` is set, they are
+    only counted for :func:`_follow`, but the third signal still raises. SIGQUIT (Ctrl-\) requests an
+    explanation that names the channel that each stage is waiting for.
+    """
+
+    def __init__(self) -> None:
+        self.hold = False
+        self.count = 0
+        self.first = 0  # number of the first signal
+        self.stop_requested = False
+
+    def __enter__(self) -> Interrupts:
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGQUIT:
+            self.stop_requested = True
+            return
+        from flowchan.transport.interrupts import Termination
+
+        self.count += 1
+        self.first = self.first or number
+        if not self.hold or self.count > 2:
+            raise Termination if number == signal.SIGTERM else KeyboardInterrupt
+
+
+def _follow(running: Any, view: LiveView | JsonLines, interrupts: Interrupts, lines: JsonLines | None) -> Any:
+    """Wait until the run ends, pass interrupts on to the run, and return its results."""
+    handled = 0
+    while True:
+        if lines is not None:
+            lines.write()
+        if interrupts.count > handled:
+            handled = interrupts.count
+            _interrupt(running, view, handled, interrupts.first)
+        if interrupts.stop_requested:
+            interrupts.stop_requested = False
+            view.print_line(running.explain())
+        with contextlib.suppress(TimeoutError):
+            return running.wait(timeout=REFRESH)
+
+
+def _interrupt(running: Any, view: LiveView | JsonLines, times: int, number: int) -> None:
+    if times == 1:
+        key = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
+        view.print_line(f"stopping: finishing the items in flight; press {key} again to discard them")
+        running.stop()
+    else:
+        view.print_line("run ended: items in flight were discarded")
+        running.abort()
+
+
+def print_failures(error: RunError, debug: bool = False) -> None:
+    """Print one line for each failure, and the traceback of the first failure.
+
+    If ``debug`` is true, print all tracebacks instead.
+    """
+    if debug:
+        traceback.print_exception(error)
+        return
+    first, *others = error.exceptions
+    click.echo(f"flowchan: {first}", err=True)
+    if first.__cause__ is not None:
+        click.echo("".join(traceback.format_exception(first.__cause__)).rstrip(), err=True)
+    for other in others[: MOST_FAILURES - 1]:
+        click.echo(f"flowchan: {other}", err=True)
+    if len(others) >= MOST_FAILURES:
+        click.echo(f"flowchan: and {number_of(len(others) - MOST_FAILURES + 1, 'more failure')}", err=True)
+
+
+def number_of(count: int, word: str) -> str:
+    """Return a number and a noun in the singular or plural."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"

@@ -1,0 +1,337 @@
+"""Files with the items of one channel.
+
+Format, version 1. All numbers are little-endian. The file is a header, one record for each item, and an end
+record.
+
+- Header: ``MAGIC``, the version (u32), and the length (u32) and the CRC-32 (u32) of a JSON object. The object
+  follows, with the keys "graph", "channel" and "flowchan" (the version that wrote the file).
+- Record: the number of the item, from 0 (u64), and the number of parts (u32). Then the length (u64) and the
+  CRC-32 (u32) of the body, the CRC-32 of these four fields (u32), and the body. The body contains the length
+  of each part (u64) and then the parts: a pickle and the buffers of its arrays, as from
+  :func:`flowchan.pack`.
+- End record: a record with the number ``END``, whose only part is a JSON object. Its keys are "items", the
+  number of items, and "stopped", the reason why the recording ended before the channel, or "".
+
+Invariant. A record is written before its item is passed on, and without a buffer in this process. If the
+program is killed, the file contains every whole record, and at most the last one is cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import operator
+import os
+import struct
+import zlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+from flowchan.items.arguments import whole
+from flowchan.items.codec import unpack
+from flowchan.items.latest_value import parts_of
+from flowchan.items.text import shown
+
+log = logging.getLogger("flowchan.run")
+
+MAGIC, VERSION = b"FLOWREC\n", 1
+END = 2**64 - 1
+MOST = 1_000_000
+"""Default limit on the number of items in a file."""
+MAX_BYTES = 1_000_000_000
+"""Default limit on the size of a file."""
+JOINED_BYTES = 65_536
+"""Length up to which the parts of a record are copied into one string, to write them with one call."""
+_HEAD = struct.Struct("<8sIII")
+_RECORD = struct.Struct("<QIQI")
+_CRC = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingOptions:
+    """Declared recording: its file, its limits, and the names that its header contains."""
+
+    path: str
+    graph: str
+    channel: str
+    most: int
+    max_bytes: int
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[RecordingWriter]:
+        """Create the file, or replace its contents, and complete it when the block ends."""
+        writer = RecordingWriter(self)
+        try:
+            yield writer
+        finally:
+            writer.close()
+
+
+def recording_options(
+    path: str | os.PathLike[str], graph: str, channel: str, most: int, max_bytes: int
+) -> RecordingOptions:
+    """Check the arguments of a recording."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"record: path must be a path, got {shown(path)}")
+    whole("record", "most", most, 1)
+    whole("record", "max_bytes", max_bytes, 1)
+    file = os.path.abspath(os.fsdecode(path))  # the program may change its working directory before the run
+    if os.path.isdir(file) or not os.access(os.path.dirname(file), os.W_OK):
+        raise ValueError(
+            f"record: path must name a file in a folder that exists and is writable, got {file!r}"
+        )
+    return RecordingOptions(file, graph, channel, most, max_bytes)
+
+
+class RecordingWriter:
+    """Write the items of one run to a file until a limit is reached.
+
+    The run does not depend on the recording. After an error, or at a limit, the recording ends with a warning
+    and the run continues.
+    """
+
+    def __init__(self, options: RecordingOptions) -> None:
+        from importlib.metadata import version  # slow to import, and most programs do not record
+
+        self._options = options
+        self._items = self._size = 0
+        self._file: IO[bytes] | None = _open_alone(options.path)
+        about = {"graph": options.graph, "channel": options.channel, "flowchan": version("flowchan")}
+        text = json.dumps(about).encode()
+        try:
+            self._write([_HEAD.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text])
+        except BaseException:
+            self._release()
+            raise
+
+    def write(self, item: Any) -> None:
+        """Write one item, if the recording has not ended."""
+        if self._file is None:
+            return
+        if self._items == self._options.most:
+            self._stop(f"the limit of {self._options.most:,} items was reached")
+            return
+        try:
+            parts = _record(self._items, parts_of(item))
+        except Exception as error:
+            self._stop(f"item {self._items} can't be recorded: {error}")
+            return
+        if self._size + sum(map(len, parts)) > self._options.max_bytes:
+            self._stop(f"the limit of {self._options.max_bytes:,} bytes was reached")
+            return
+        try:
+            self._write(parts)
+        except OSError as error:
+            self._stop(f"item {self._items} could not be written: {error.strerror or error}")
+        else:
+            self._items += 1
+
+    def close(self) -> None:
+        """Complete and close the file. Later calls have no effect."""
+        self._end("")
+
+    def _stop(self, reason: str) -> None:
+        log.warning(
+            "the recording %r of channel %r ended after %s items, and the run continues: %s",
+            self._options.path, self._options.channel, f"{self._items:,}", reason,
+        )  # fmt: skip
+        self._end(reason)
+
+    def _end(self, stopped: str) -> None:
+        if self._file is None:
+            return
+        text = json.dumps({"items": self._items, "stopped": stopped}).encode()
+        try:
+            with contextlib.suppress(OSError):  # without its end record, the file counts as incomplete
+                self._write(_record(END, [memoryview(text)]))
+        finally:
+            self._release()
+
+    def _write(self, parts: list[bytes | memoryview]) -> None:
+        """Write the parts. After an error, the file ends with its last whole record."""
+        assert self._file is not None
+        length = sum(map(len, parts))
+        try:
+            for part in [b"".join(parts)] if length <= JOINED_BYTES else parts:
+                rest = memoryview(part)
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
+            raise
+        self._size += length
+
+    def _release(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            fcntl.flock(file, fcntl.LOCK_UN)  # else forked children, which inherit the file, keep the lock
+            file.close()
+
+
+def _open_alone(path: str) -> IO[bytes]:
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.truncate(0)
+    except BlockingIOError as error:
+        file.close()
+        raise BlockingIOError(error.errno, "another run is writing this recording", path) from None
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _record(number: int, parts: list[memoryview]) -> list[bytes | memoryview]:
+    sizes = struct.pack(f"<{len(parts)}Q", *map(len, parts))
+    crc = zlib.crc32(sizes)
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    fields = _RECORD.pack(number, len(parts), len(sizes) + sum(map(len, parts)), crc)
+    return [fields + _CRC.pack(zlib.crc32(fields)) + sizes, *parts]
+
+
+class Recording:
+    """Items of one channel that an earlier run has recorded.
+
+    The recording is an iterable that can be iterated over any number of times, so ``graph.source(recording)``
+    emits its items. ``recording[number]`` is one item, and ``len(recording)`` is the number of items.
+
+    Items are pickles, and unpickling can run any code. Only use recordings from sources that you trust as you
+    trust their code.
+
+    Args:
+        path: Path of a file that ``graph.record`` or ``flowchan record`` has written.
+
+    Attributes:
+        path: The path.
+        graph: Name of the graph.
+        channel: Name of the channel.
+        flowchan: Version of flowchan that wrote the file.
+        complete: False if the program was killed before it completed the file, or is still running.
+        stopped: Reason why the recording ended before the channel, such as a limit; empty if it did not.
+
+    Raises:
+        OSError: The file cannot be read.
+        TypeError: ``path`` is not a path.
+        ValueError: The file is not a recording, or has another version. When an item is read: the file is
+            damaged there.
+
+    Example:
+        >>> import os, tempfile
+        >>> from flowchan import Graph, Recording
+        >>> path = os.path.join(tempfile.mkdtemp(), "words.rec")
+        >>> graph = Graph()
+        >>> graph.source(["a", "bb", "ccc"], name="words").map(len).sink(abs)
+        >>> graph.record("words", path)
+        >>> results = graph.run()
+        >>> recording = Recording(path)
+        >>> len(recording), recording[1], list(recording)
+        (3, 'bb', ['a', 'bb', 'ccc'])
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"Recording: path must be a path, got {shown(path)}")
+        self.path = os.fsdecode(path)
+        self.complete, self.stopped = False, ""
+        self._begins = array("Q")
+        self._damage = ""
+        with open(self.path, "rb") as file:
+            about = self._header(file)
+            self.graph, self.channel = str(about["graph"]), str(about["channel"])
+            self.flowchan = str(about["flowchan"])
+            self._scan(file)
+
+    def __repr__(self) -> str:
+        return f"<Recording {self.path!r} of channel {self.channel!r} with {len(self):,} items>"
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __iter__(self) -> Iterator[Any]:
+        with open(self.path, "rb") as file:
+            for number in range(len(self)):
+                yield self._item(file, number)
+        if self._damage:
+            raise ValueError(self._damage)
+
+    def __getitem__(self, number: int) -> Any:
+        index = operator.index(number)
+        if not -len(self) <= index < len(self):
+            raise IndexError(
+                f"Recording: number must be at least 0 and less than {len(self):,}, the number of items in "
+                f"{self.path!r}, got {number}"
+            )
+        with open(self.path, "rb") as file:
+            return self._item(file, index % len(self))
+
+    def _header(self, file: IO[bytes]) -> dict[str, Any]:
+        head = file.read(_HEAD.size)
+        if not head.startswith(MAGIC) or len(head) < _HEAD.size:
+            raise ValueError(
+                f"Recording: path must be a file that `flowchan record` has written, got {self.path!r}"
+            )
+        _, found, length, crc = _HEAD.unpack(head)
+        if found != VERSION:
+            raise ValueError(
+                f"Recording: {self.path!r} must have format version {VERSION}, got {found}; use the version "
+                "of flowchan that wrote it"
+            )
+        text = file.read(length)
+        if len(text) < length or zlib.crc32(text) != crc:
+            raise ValueError(f"Recording: {self.path!r} is damaged in its header; record the channel again")
+        about: dict[str, Any] = json.loads(text)
+        return about
+
+    def _scan(self, file: IO[bytes]) -> None:
+        """Find the records. A record that is cut off at the end of the file does not count."""
+        size = os.fstat(file.fileno()).st_size
+        while len(head := file.read(_RECORD.size + _CRC.size)) == _RECORD.size + _CRC.size:
+            number, _, length, _ = _RECORD.unpack_from(head)
+            begin = file.tell() - len(head)
+            if _CRC.unpack_from(head, _RECORD.size) != (zlib.crc32(head[: _RECORD.size]),) or number not in (
+                len(self),
+                END,
+            ):
+                self._damage = self._damaged(f"after item {len(self) - 1}" if len(self) else "at item 0")
+                return
+            if file.tell() + length > size:
+                return
+            if number == END:
+                self._finish(file, begin)
+                return
+            self._begins.append(begin)
+            file.seek(length, os.SEEK_CUR)
+
+    def _finish(self, file: IO[bytes], begin: int) -> None:
+        end = json.loads(self._parts(file, begin, "at its end")[0])
+        self.complete, self.stopped = True, end["stopped"]
+
+    def _item(self, file: IO[bytes], number: int) -> Any:
+        parts = self._parts(file, self._begins[number], f"at item {number}")
+        return unpack(parts if len(parts) > 1 else parts[0])
+
+    def _parts(self, file: IO[bytes], begin: int, where: str) -> list[Any]:
+        file.seek(begin)
+        _, count, length, crc = _RECORD.unpack_from(file.read(_RECORD.size + _CRC.size))
+        table = file.read(8 * count)
+        sizes = struct.unpack(f"<{len(table) // 8}Q", table)
+        parts: list[Any] = []
+        found = zlib.crc32(table)
+        if len(table) + sum(sizes) == length:  # else the table is damaged, and its sizes may be huge
+            for size in sizes:  # each part is read separately, because arrays need memory that is aligned
+                parts.append(file.read(size))
+                found = zlib.crc32(parts[-1], found)
+        if not parts or found != crc:
+            raise ValueError(self._damaged(where))
+        return parts
+
+    def _damaged(self, where: str) -> str:
+        return f"Recording: {self.path!r} is damaged {where}; record the channel again"

@@ -1,0 +1,500 @@
+"""Channels between threads and their ports, with the methods of the native core."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Iterable
+from types import GenericAlias, TracebackType
+from typing import Any, NoReturn, Self
+
+from flowchan.errors import ChannelError
+from flowchan.items.arguments import is_whole
+from flowchan.native import refuse
+from flowchan.pure.call_results import deadline_of, forks, raise_step
+from flowchan.pure.item_tracing import ItemTracing, unboxed
+from flowchan.pure.local_puts import put_all, put_item
+from flowchan.pure.local_queue import KEEP_TURNS, RETIRE, LocalQueue, QueueState, QueueStep
+from flowchan.pure.wait_line import NEVER, QueuedItem, ReaderState, Waiter, WriterState
+
+_NO_LIMIT = 2**64 - 1
+
+
+class LocalChannel:
+    """A bounded, closable FIFO between threads. ``flowchan.Channel`` checks its arguments."""
+
+    __class_getitem__: Any = classmethod(GenericAlias)
+    _hosts = _elsewhere = False
+    _fd = _socket = -1
+
+    def __init__(
+        self,
+        capacity: int = 0,
+        processes: bool = False,
+        max_bytes: int = 0,
+        name: str = "",
+        fd: int = -1,
+        socket: int = -1,
+    ) -> None:
+        if processes or fd >= 0:
+            refuse("Channel: across must be 'threads', got a channel that copies")
+        self._name, self._queue = (
+            name,
+            LocalQueue(capacity, math.inf if max_bytes == _NO_LIMIT else max_bytes),
+        )
+        self._made_in, self.awaiting = forks(), 0
+
+    def usable(self) -> LocalQueue:
+        """Return the queue, or raise ``ChannelError`` in a forked child."""
+        if self._made_in != forks():
+            raise ChannelError(
+                f"{self.describe()} was created in another process (this is process {os.getpid()}), and "
+                "across='threads' does not reach a forked child; create it with across='processes'"
+            )
+        return self._queue
+
+    def describe(self) -> str:
+        """Return the words for the channel in messages."""
+        return f"channel {self._name!r}" if self._name else f"Channel({self.capacity}, across='threads')"
+
+    def put(self, item: Any, timeout: float | None = None) -> None:
+        """Put an item, and wait while the channel is full."""
+        put_item(self, None, item, deadline_of(timeout))
+
+    def put_nowait(self, item: Any, /) -> None:
+        """Put an item if there is room now."""
+        put_item(self, None, item, 0)
+
+    def put_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
+        """Put all items of an iterable in order, and wait while the channel is full."""
+        put_all(self, None, items, deadline_of(timeout))
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Take the oldest item, and wait while the channel is empty."""
+        return get_item(self, None, deadline_of(timeout))
+
+    def get_nowait(self) -> Any:
+        """Take the oldest item if there is one now."""
+        return get_item(self, None, 0)
+
+    def get_many(self, max: int, timeout: float | None = None) -> list[Any]:
+        """Take up to ``max`` items as a list."""
+        return get_all(self, None, max, deadline_of(timeout))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return next_item(self, None)
+
+    def close(self) -> None:
+        """Close the channel: later puts raise ``Closed``."""
+        queue = self.usable()
+        with queue.held():
+            queue.close()
+
+    def abort(self, cause: BaseException | None = None) -> None:
+        """Break the channel and discard its items."""
+        queue = self.usable()
+        with queue.held():
+            dropped = queue.abort(cause)
+        del dropped  # without the lock, because destructors may run any code
+
+    @property
+    def across(self) -> str:
+        """Return the transport."""
+        return "threads"
+
+    def __len__(self) -> int:
+        return len(self.usable().items)
+
+    @property
+    def capacity(self) -> int:
+        """Return the number of items at which ``put`` waits."""
+        return self._queue.capacity
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Return the number of bytes at which ``put`` waits, or None without a limit."""
+        return None if self._queue.max_bytes == math.inf else int(self._queue.max_bytes)
+
+    @property
+    def closed(self) -> bool:
+        """Return whether puts are no longer possible."""
+        return self.usable().state is not QueueState.OPEN
+
+    @property
+    def drained(self) -> bool:
+        """Return whether the channel is closed and empty, and no item is on lease."""
+        return self.usable().drained
+
+    @property
+    def broken(self) -> bool:
+        """Return whether the channel was aborted."""
+        return self.usable().state is QueueState.BROKEN
+
+    @property
+    def _share(self) -> int:
+        return self._queue.share
+
+    @_share.setter
+    def _share(self, size: int) -> None:
+        self._queue.share = size
+
+    def _keep_numbers(self) -> None:
+        self._queue.keeps_numbers = True
+
+    def _stats(self) -> dict[str, Any]:
+        queue = self.usable()
+        with queue.held():
+            return {**queue.stats(), "awaiting": self.awaiting}
+
+    def _pinned(self) -> list[int]:
+        return []
+
+    def _loan(self, size: int, timeout: float | None) -> NoReturn:
+        raise TypeError(
+            f"{self.describe()} has no shared memory for a loan; create it with across='processes'"
+        )
+
+
+class _Port:
+    """Base of both ports."""
+
+    __class_getitem__: Any = classmethod(GenericAlias)
+    reads: bool
+    state: Any
+
+    def __init__(self, channel: LocalChannel, session: int = 0) -> None:
+        self.open = False  # for __del__, until the port counts
+        if not isinstance(channel, LocalChannel):
+            raise TypeError("port: channel must be a flowchan.Channel")
+        self.tracing: ItemTracing | None = None
+        self.channel, self._made_in = channel, forks()
+        queue = channel.usable()
+        with queue.held():
+            queue.open_port(self.reads)
+            self.open = True
+
+    def ready(self) -> LocalChannel:
+        """Return the channel, or raise if the port cannot be used."""
+        if not self.open:
+            raise_step(self.channel, QueueStep.PORT_CLOSED, self.reads, NEVER)
+        self.channel.usable()
+        return self.channel
+
+    def drop(self) -> None:
+        """End the port of a user that has dropped it."""
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        if self.open and self._made_in == forks():
+            self.drop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def _waited(self) -> tuple[float, float]:
+        return self.state.clock.all.seconds(), self.state.clock.turn.seconds()
+
+    def _trace(self, tracing: ItemTracing | None) -> None:
+        self.tracing = tracing
+
+    def _supervise(self) -> None:
+        """Do nothing: a thread does not end without its process."""
+
+    def _hand_over(self) -> NoReturn:
+        raise TypeError(
+            f"{self.channel.describe()} and its ports can't be sent to another process; "
+            "create it with across='processes'"
+        )
+
+    def _leave_open(self) -> None:
+        self.open = False
+
+
+class ReadingPort(_Port):
+    """A reading end of a channel. ``flowchan.In`` extends it."""
+
+    reads = True
+
+    def __init__(self, channel: LocalChannel, session: int = 0) -> None:
+        self.state, self.holds_traced = ReaderState(), False
+        self._feeds: list[weakref.ref[WritingPort]] = []
+        super().__init__(channel, session)
+
+    def feeds(self) -> list[WritingPort]:
+        """Return the writers whose outputs belong to the leased item."""
+        return [out for one in self._feeds if (out := one()) is not None]
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Take the oldest item, and wait while the channel is empty."""
+        return get_item(self.ready(), self, deadline_of(timeout))
+
+    def get_nowait(self) -> Any:
+        """Take the oldest item if there is one now."""
+        return get_item(self.ready(), self, 0)
+
+    def get_many(self, max: int, timeout: float | None = None) -> list[Any]:
+        """Take up to ``max`` items as a list."""
+        return get_all(self.ready(), self, max, deadline_of(timeout))
+
+    def get_more(self, timeout: float | None = None) -> Any:
+        """Take an item like ``get``, but keep the earlier items on lease."""
+        return get_item(self.ready(), self, deadline_of(timeout), keep=True)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return next_item(self.ready(), self)
+
+    def close(self) -> None:
+        """Close the port; its leased items count as finished."""
+        self._end(finished=True)
+
+    def _give_up(self) -> None:
+        self._end(finished=False)
+
+    drop = _give_up
+
+    def _end(self, finished: bool) -> None:
+        queue = self.channel._queue
+        if not self.open:
+            return
+        if finished:
+            pass_turns(self)
+        with queue.held():
+            if not self.open:
+                return
+            self.open = False
+            done = queue.acknowledge(self.state) if finished or queue.state is QueueState.BROKEN else []
+            queue.give_back(self.state)
+            queue.end_port(True, self)
+        del done  # without the lock, because destructors may run any code
+
+    def __exit__(
+        self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end(finished=type is None)
+
+    @property
+    def closed(self) -> bool:
+        """Return whether no more items can come."""
+        return not self.open or self.channel.broken or self.channel.drained
+
+    def _order(self, what: int) -> None:
+        queue = self.channel._queue
+        with queue.held():
+            if self.open:
+                self.state.orders |= what
+                queue.wake_port(True, self)
+
+    def _retire(self) -> None:
+        self._order(RETIRE)
+
+    def _keep_turns(self) -> None:
+        self._order(KEEP_TURNS)
+
+    def _read_alone(self) -> None:
+        self.state.alone = True
+
+    @property
+    def _retired(self) -> bool:
+        return bool(self.state.orders & RETIRE)
+
+    @property
+    def _number(self) -> int:
+        return int(self.state.number)
+
+    def _on_poison(self, deaths: int, handler: Any) -> None:
+        """Do nothing: items of a channel between threads are not unpickled."""
+
+    def _does_nothing(self) -> None:
+        """Do nothing: this concerns processes, or is only quicker."""
+
+    _wake_lazily = _leave_alone = _begin_once = _begin_again = _remain = _does_nothing
+
+
+class WritingPort(_Port):
+    """A writing end of a channel. ``flowchan.Out`` extends it."""
+
+    reads = False
+
+    def __init__(self, channel: LocalChannel, session: int = 0) -> None:
+        self.state, self.may_have_turns, self.replays = WriterState(), False, False
+        self.reader: ReadingPort | None = None
+        super().__init__(channel, session)
+
+    def put(self, item: Any, timeout: float | None = None) -> None:
+        """Put an item, and wait while the channel is full."""
+        put_item(self.ready(), self, item, deadline_of(timeout))
+
+    def put_nowait(self, item: Any, /) -> None:
+        """Put an item if there is room now."""
+        put_item(self.ready(), self, item, 0)
+
+    def put_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
+        """Put all items of an iterable in order, and wait while the channel is full."""
+        put_all(self.ready(), self, items, deadline_of(timeout))
+
+    def close(self) -> None:
+        """Close the port; closing the last writer closes the channel."""
+        queue = self.channel._queue
+        with queue.held():
+            if self.open:
+                self.open = False
+                queue.end_port(False, self)
+
+    drop = close
+
+    def __exit__(
+        self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        WritingPort.close(self)
+
+    @property
+    def closed(self) -> bool:
+        """Return whether puts are no longer possible."""
+        return not self.open or self.channel.closed
+
+    def begin(self) -> None:
+        """Before the first output for an input item, record the item."""
+        leased = self.reader is not None and self.reader.state.leased
+        if not self.state.keyed and (self.replays or leased):
+            self.state.begin(0 if self.replays or self.reader is None else self.reader.state.number)
+
+    def _follow(self, reader: ReadingPort, ordered: bool, single: bool, later: bool = False) -> None:
+        self.reader, self.may_have_turns = reader, later
+        self.state.ordered, self.state.single = ordered, single
+        reader._feeds.append(weakref.ref(self))
+
+    def _replay(self) -> None:
+        self.replays = True
+
+    def _loan(self, size: int, timeout: float | None) -> NoReturn:
+        self.ready()._loan(size, timeout)
+
+
+def pass_turns(port: ReadingPort) -> None:
+    """Record in the ordered writers that follow the port that the leased items have no more outputs."""
+    if not port.state.leased:
+        return
+    number = port.state.number
+    for out in port.feeds():
+        queue, state = out.channel._queue, out.state
+        if state.ordered:
+            waiter = Waiter(False, out, writer=state, turn=number)
+            finish = lambda q=queue, o=out: q.finish_item(o.state, number) if o.open else QueueStep.DONE  # noqa: E731
+            queue.perform(waiter, finish, NEVER)
+        else:
+            state.keyed = False
+        state.count = 0
+
+
+def _keep_turns(port: ReadingPort) -> None:
+    """Start to keep turns, because the stage is getting more workers. The port has no leased items."""
+    for out in port.feeds():
+        if out.may_have_turns:
+            with out.channel._queue.held():
+                out.channel._queue.start_turns_at(port.state.number + 1)
+                out.state.ordered = True
+    port.state.keeps_turns = True
+
+
+def take(
+    channel: LocalChannel,
+    port: ReadingPort | None,
+    deadline: float,
+    into: list[QueuedItem],
+    ends: bool = True,
+) -> QueueStep:
+    """Take an item. ``ends``: it ends the lease of the port's earlier items."""
+    queue, finished = channel.usable(), []
+    state: ReaderState | None = None if port is None else port.state
+    waiter = Waiter(True, port, reader=state)
+
+    def operation() -> QueueStep:
+        if port is not None and not port.open:
+            return QueueStep.BROKEN if queue.state is QueueState.BROKEN else QueueStep.PORT_CLOSED
+        if port is not None and ends:
+            finished.append(queue.acknowledge(port.state))
+        return queue.try_take(state, into)
+
+    while True:
+        if port is not None and ends:
+            if port.holds_traced:
+                port.holds_traced = False
+                if port.tracing is not None:
+                    port.tracing.finished(port)
+            pass_turns(port)
+        step = queue.perform(waiter, operation, deadline)
+        if step is not QueueStep.KEEP_TURNS or port is None:
+            return step
+        _keep_turns(port)
+
+
+def return_taken(channel: LocalChannel, port: ReadingPort | None, taken: list[QueuedItem]) -> None:
+    """Put items back that a call has taken but cannot return, because a signal handler raised."""
+    if not taken:
+        return
+    queue = channel._queue
+    with queue.held():
+        back = [item for item in taken if port is None or item in port.state.leased]
+        if port is not None:
+            port.state.leased = [item for item in port.state.leased if item not in back]
+            queue.leased -= len(back)
+        taken.clear()
+        queue.untake(back)
+
+
+def try_get(
+    channel: LocalChannel,
+    port: ReadingPort | None,
+    deadline: float = 0,
+    keep: bool = False,
+    taken: list[QueuedItem] | None = None,
+) -> tuple[QueueStep, Any]:
+    """Take an item. Raise unless the result is DONE, NOT_NOW or DRAINED."""
+    taken = [] if taken is None else taken
+    try:
+        step = take(channel, port, deadline, taken, ends=not keep)
+        result = step, unboxed(port, taken[0].object) if taken else None
+    except BaseException:
+        return_taken(channel, port, taken)
+        raise
+    if step not in (QueueStep.DONE, QueueStep.NOT_NOW, QueueStep.DRAINED):
+        raise_step(channel, step, True, deadline)
+    return result
+
+
+def get_item(channel: LocalChannel, port: ReadingPort | None, deadline: float, keep: bool = False) -> Any:
+    """Take an item, or raise the channel's error."""
+    step, item = try_get(channel, port, deadline, keep)
+    if step is not QueueStep.DONE:
+        raise_step(channel, step, True, deadline)
+    return item
+
+
+def next_item(channel: LocalChannel, port: ReadingPort | None) -> Any:
+    """Take the next item of an iteration."""
+    step, item = try_get(channel, port, NEVER)
+    if step is QueueStep.DRAINED:
+        raise StopIteration
+    return item
+
+
+def get_all(channel: LocalChannel, port: ReadingPort | None, most: Any, deadline: float) -> list[Any]:
+    """Take up to ``most`` items, and wait only for the first."""
+    if not is_whole(most) or most < 1:
+        raise ValueError(f"get_many: max must be an int of at least 1, got {most!r}")
+    first = get_item(channel, port, deadline)
+    taken: list[QueuedItem] = []
+    try:
+        while 1 + len(taken) < most and take(channel, port, 0, taken, ends=False) is QueueStep.DONE:
+            pass
+        return [first, *(unboxed(port, item.object) for item in taken)]
+    except BaseException as error:
+        error.items_got = [first, *(unboxed(port, item.object) for item in taken)]  # type: ignore[attr-defined]
+        raise

@@ -1,0 +1,22 @@
+"""Names of the native core that raise, because they need the compiled module."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from flowchan.native import refuse
+
+
+def missing_class(name: str) -> Any:
+    """Return a class that can be extended. Creating an instance raises."""
+    fails = missing_function(name)
+    return type(name, (), {"__init__": fails, "_make": staticmethod(fails)})
+
+
+def missing_function(name: str) -> Any:
+    """Return a function that raises."""
+
+    def fails(*args: Any, **options: Any) -> NoReturn:
+        refuse(f"{name} is not available")
+
+    return fails

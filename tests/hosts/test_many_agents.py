@@ -1,0 +1,66 @@
+"""Test what a program holds for each agent, with simulated agents."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from benchmarks.simulated_agents import simulated
+from flowchan import Graph, HostError
+from flowchan.hosts import local
+
+THREADS_PER_AGENT = 4
+"""Two in Python, which watch the agent and receive its reports, and the two native ones of the link."""
+DESCRIPTORS_PER_AGENT = 5
+"""Two for each of the two channels of the control stream, and the connection."""
+
+
+def used_with(agents: int) -> tuple[int, int]:
+    """Return the numbers of threads and descriptors of this process during a run over ``agents`` agents."""
+    gc.collect()  # an earlier run may have left channels in cycles
+    may_end = threading.Event()
+
+    def items() -> Iterator[int]:
+        yield from range(agents)
+        may_end.wait()
+
+    with simulated(agents) as pool:
+        graph = Graph("many agents")
+        results = graph.source(items()).map(abs, on=pool, workers=agents).collect()
+        run = graph.start()
+        try:
+            run.ready()
+            used = psutil.Process().num_threads(), len(os.listdir("/proc/self/fd"))
+        finally:
+            may_end.set()
+            found = run.wait()
+    assert found[results] == list(range(agents))
+    return used
+
+
+def test_agent_costs_a_constant_number_of_threads_and_descriptors():
+    used_with(1)  # opens what the process then keeps
+    few, many = used_with(8), used_with(64)
+    assert many[0] - few[0] == 56 * THREADS_PER_AGENT
+    assert many[1] - few[1] == 56 * DESCRIPTORS_PER_AGENT
+
+
+def test_pool_rejects_a_low_descriptor_limit():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    graph = Graph("too many")
+    graph.source(range(64)).map(abs, on=local(64), workers=64).collect()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        with pytest.raises(
+            HostError,
+            match=r"the limit on descriptors must be at least \d+ for 64 agents, got 256; raise",
+        ):
+            graph.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
