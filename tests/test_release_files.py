@@ -82,6 +82,7 @@ def made_wheel(
     path = folder / f"flowchan-{version}-{tag or 'cp313-cp313-manylinux_2_28_x86_64'}.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{INFO}/METADATA", f"Metadata-Version: 2.4\nName: flowchan\nVersion: {version}\n")
+        archive.writestr("flowchan/_core.pyi", "")
         archive.writestr(core or f"flowchan/_core{TARGET.suffix}", binary)
         for file in [ROOT / "LICENSE", *ROOT.glob("licenses/*.txt")]:
             archive.write(file, f"{INFO}/licenses/{file.relative_to(ROOT)}")

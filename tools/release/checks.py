@@ -85,7 +85,7 @@ def check_wheel(path: Path, target: Target, project: Path, build_paths: Iterable
         info = f"flowchan-{version}.dist-info"
         metadata = email.message_from_bytes(opened.read(f"{info}/METADATA"))
         names = set(opened.namelist())
-        (core,) = (name for name in names if name.startswith("flowchan/_core."))
+        (core,) = (name for name in names if name.startswith("flowchan/_core.") and name.endswith(".so"))
         binary = opened.read(core)
     tags = path.stem.split("-", 2)[2]
     if not tags.startswith(f"{target.abi.rstrip('t')}-{target.abi}-") or target.platform not in tags:
