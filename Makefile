@@ -1,4 +1,4 @@
-# make demo | test | test-pure | test-pythons | test-hosts | lint | docs | coverage | soak | bench | fresh | clean. Each installs what it needs into .venv first, once.
+# make demo | test | test-pure | test-pythons | test-hosts | lint | docs | coverage | soak | bench | fresh | release | clean. Each installs what it needs into .venv first, once.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-pure test-pythons test-hosts lint docs coverage soak soak-graphs soak-hosts bench fresh clean
+.PHONY: help demo test test-pure test-pythons test-hosts lint docs coverage soak soak-graphs soak-hosts bench fresh release clean
 
 help:
 	@sed -n 1p Makefile
@@ -108,8 +108,14 @@ bench: .venv/installed-bench
 fresh:
 	tests/fresh/fresh.sh
 
+# The source distribution and the wheels, in dist; WHEELS="cp311-manylinux* *t-*" selects some. Each wheel is built twice.
+# Testing the wheels needs root, debootstrap and a mirror.
+WHEELS ?=
+release: .venv/installed-release
+	$(BIN)/python -m tools.release $(foreach pattern,$(WHEELS),'$(pattern)')
+
 clean:
-	rm -rf .venv build out .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist out .mypy_cache .ruff_cache .hypothesis
 
 # What is missing is named with its Debian package. Nothing half-made is left, so the next try begins anew.
 NEEDS = @sh tools/needs.sh
@@ -139,6 +145,11 @@ always:
 .venv/installed-docs: $(BUILD_INPUTS) | $(BIN)/python
 	$(NEEDS) $(BIN)/python
 	$(PIP_INSTALL) -e ".[docs]"
+	touch $@ .venv/installed
+
+.venv/installed-release: $(BUILD_INPUTS) | $(BIN)/python
+	$(NEEDS) $(BIN)/python
+	$(PIP_INSTALL) -e ".[release]"
 	touch $@ .venv/installed
 
 .venv/installed-hosts: $(BUILD_INPUTS) | $(BIN)/python

@@ -339,13 +339,13 @@ def check(file: str, args: tuple[str, ...], debug: bool) -> int:
     """Check the graph in FILE without running it, and print every problem."""
     from flowchan.check.rules import check as problems_of
     from flowchan.cli.loading import load
+    from flowchan.cli.parallel_threads import threads_line
 
     graph = load(file, args)
-    problems = problems_of(graph)
-    if problems:
+    if problems := problems_of(graph):
         _print_problems(graph.name, problems, err=False)
         return WRONG
-    click.echo(f"{graph.name}: all clear: {_counts(graph)}")
+    click.echo(f"{graph.name}: all clear: {_counts(graph)}\n{threads_line()}")
     return DONE
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from flowchan.cli.commands import main
+from tests.support.waiting import GIL
 
 HEAD = """
 from flowchan.declare.blueprint import Blueprint as Graph
@@ -57,13 +59,29 @@ def refused(result: Result) -> str:
 
 def test_check_counts_initial_workers_of_auto_stage() -> None:
     result = call("check", "mine.py", file=ONE.replace("workers=2", "workers='auto'"))
-    assert result.stdout.endswith("2 channels, 3 workers at the start, 1 of them in processes\n")
+    assert "2 channels, 3 workers at the start, 1 of them in processes\n" in result.stdout
 
 
 def test_check_prints_counts_if_there_are_no_problems() -> None:
     result = call("check", "mine.py", file=ONE)
     assert result.exit_code == 0
-    assert result.stdout == "halves: all clear: 3 stages, 2 channels, 4 workers, 2 of them in processes\n"
+    assert result.stdout.splitlines()[0] == (
+        "halves: all clear: 3 stages, 2 channels, 4 workers, 2 of them in processes"
+    )
+
+
+def test_check_says_whether_threads_run_in_parallel() -> None:
+    line = call("check", "mine.py", file=ONE).stdout.splitlines()[1]
+    assert ("in parallel on this CPython" in line) is not GIL
+    assert line.startswith(f"threads run Python code {'one at a time' if GIL else 'in parallel'}")
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has the GIL")
+def test_check_names_variable_if_gil_is_enabled_again() -> None:
+    Path("mine.py").write_text(ONE)
+    command = [sys.executable, "-c", "from flowchan.cli.commands import main; main()", "check", "mine.py"]
+    result = subprocess.run(command, env={**os.environ, "PYTHON_GIL": "1"}, capture_output=True, text=True)
+    assert result.stdout.splitlines()[1].endswith("; set PYTHON_GIL=0"), result
 
 
 def test_check_lists_all_problems_with_the_users_file_and_line() -> None:

