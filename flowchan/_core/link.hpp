@@ -240,8 +240,9 @@ class Link {
         LinkStream* stream = nullptr;
         Sink* sink = nullptr;  // null: the item has no receiver
         Slot* slot = nullptr;  // null: the item has no room yet
-        bool skips = false;    // a worker that has died had already put the item
-        uint64_t index = 0;    // if it is skipped: its index among the outputs for its input item
+        // Whether a worker that has died had already put the item, and its index among the outputs for its input.
+        bool skips = false;
+        uint64_t index = 0;
         bool is_of_replay = false;
         std::vector<char> buffer;
         std::vector<char> part;  // what has arrived over earlier connections

@@ -126,10 +126,14 @@ class Source {
         const char* at;
         uint64_t size, number, key;
         uint8_t kind, deaths;
-        bool is_replay = false;   // owner side: its outputs replace lost ones (references.hpp)
-        uint32_t outputs = 0;     // owner side, of a replay: number of its outputs that have arrived
-        uint32_t references = 0;  // owner side: number of its outputs that are on the worker's host
-        uint64_t moves = 0;       // owner side, of a reference: number of its moves that the other side knows
+        // The owner side uses these for outputs that stay on the worker's host (references.hpp). If `is_replay`
+        // is set, the outputs of the item replace lost ones, and `outputs` of them have arrived.
+        bool is_replay = false;
+        uint32_t outputs = 0;
+        // number of its outputs that are on the worker's host
+        uint32_t references = 0;
+        // If the item is itself a reference, the other side knows this many of its moves.
+        uint64_t moves = 0;
 
         uint64_t reference() const {
             uint64_t id;
@@ -185,8 +189,8 @@ class Source {
     // number of leased items that are not settled, and of those that are
     uint64_t active() const { return entries.size() - held(); }
     uint64_t held() const { return settled > base ? settled - base : 0; }
-    void release(uint64_t key);  // an output of item `key` has left the worker's host
-    void give_back_replays();    // owner side: the outputs on the worker's host are lost
+    void release(uint64_t key);  // An output of item `key` has left the worker's host.
+    void give_back_replays();    // Owner side: the outputs on the worker's host are lost.
     void leave();                // called when the reader is gone; the remaining items go back
     // Start over on a new connection. No item counts as sent until the other side has reported what it has
     // received.
@@ -214,8 +218,8 @@ class Source {
         // Outputs are fetched from several hosts at the same time. One host alone may be slow, because others
         // fetch from it as well.
         const uint64_t fetches = active() && entries.back().kind == REFERENCE ? FETCHES : 0;
-        // A replay is always taken: the worker's other outputs may be waiting for room, and the readers that
-        // would make room may be waiting for the outputs of the replay.
+        // A replay is always taken. The worker's other outputs may be waiting for room. The readers that would
+        // make room may be waiting for the outputs of the replay.
         const uint64_t replays = ring->is_replay_next() ? active() + 1 : 0;
         return std::max({window.size(), fetches, replays, gathers ? started + MORE : 0});
     }
@@ -240,9 +244,9 @@ class Source {
     KeptPlace queue_place;
     Entries entries;  // on lease here, starting with item `base`; those before `sent` are in transit
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
-    uint64_t settled = 0;         // owner side: see settle()
-    bool lends = false;           // worker side: large outputs stay here, and references to them are sent
-    std::vector<uint64_t> pulls;  // worker side: outputs that the owner side wants after all
+    uint64_t settled = 0;         // Owner side: see settle().
+    bool lends = false;           // Worker side: large outputs stay here, and references to them are sent.
+    std::vector<uint64_t> pulls;  // Worker side: outputs that the owner side wants after all.
     Window window;                // owner side
     Allowance allowance;          // worker side
     ByteWindow byte_window;
@@ -305,7 +309,7 @@ class Sink {
     // item).
     Step put(const Received& item, uint64_t number, Wakes& wakes);
     Step begin(uint64_t number);  // Done: skip this output
-    // Of the last put: whether it was skipped, and its index among the item's outputs.
+    // Whether the last put was skipped, and its index among the item's outputs.
     bool skipped = false;
     uint64_t index = 0;
     Step done_with(uint64_t number, Wakes& wakes);
@@ -351,7 +355,7 @@ class Sink {
     uint64_t released = 0;
     uint64_t freed() const { return is_lent ? released : used; }
     void begin_lending();
-    // Count output `output`, which was put, or which nobody will read.
+    // Count output `output`, which was put, or which has no reader.
     void count_used(uint64_t output, uint64_t reference, uint64_t key);
     void forget_reference(uint64_t reference);
     bool has_readers() const {

@@ -63,8 +63,8 @@ bool parse(const std::string& text, Location& location) {
 
 // --- the owner ---
 
-// Put output or item number `output`. On the owner side, it may be an output that a dead worker had already
-// put: then it replaces that output if it was on the host of that worker.
+// Put item number `output` of a port. On the owner side, a dead worker may have put the same output already.
+// If that output was on the worker's host, this one replaces it.
 Step Link::put(LinkStream& stream, Sink& sink, const Received& item, uint64_t output, Wakes& wakes) {
     const uint64_t number = number_for(stream, sink, item.key);
     const Step step = sink.put(item, number, wakes);

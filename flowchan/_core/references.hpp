@@ -32,8 +32,8 @@ namespace flowchan {
 class Link;
 class Ring;
 
-// How a remote host finds an output: the payload of a reference on its way to the reader's host, followed by
-// the address of the host that has the output.
+// The place where a remote host finds an output. A reference has this payload on its way to the reader's
+// host. The address of the host that has the output follows.
 struct Location {
     uint64_t id;      // of the reference
     uint64_t size;    // of the output, in bytes
@@ -80,7 +80,7 @@ class References {
     // Do the same with an output that has arrived here.
     void repair(const Ring* ring, uint64_t number, uint64_t index, uint64_t kind, std::string bytes);
     bool is_any_lost(const Ring* ring, uint64_t number);
-    // its reader has finished the item, or nobody will read it
+    // Its reader has finished the item, or will never read it.
     void release(uint64_t id);
     void lose(Link* link, uint32_t stream);  // the outputs of this stream are gone
     std::optional<Seen> look(uint64_t id);

@@ -36,13 +36,23 @@ enum class FrameType : uint8_t {
     PART = 11,
     // Items may be references to outputs that stay where they were made (references.hpp). The payload of such
     // an OUT frame is a `Kept`, and that of an ITEM frame is a `Location` with an address.
-    // owner side -> worker side, of an input port: the output behind item n is now at the location in the
-    // payload; or it is the payload, and the flags are its kind
+
+    // owner side -> worker side, of an input port: the output behind item n is at the location in the payload, or
+    // is itself the payload
+
     MOVED = 12,
+
     // worker side -> owner side, of an input port: the output behind item n cannot be fetched
+
     UNREACHABLE = 13,
-    PULL = 14,    // owner side -> worker side, of an output port: send output n itself
-    PULLED = 15,  // worker side -> owner side, of an output port: output n; the flags are its kind
+
+    // owner side -> worker side, of an output port: send output n itself
+
+    PULL = 14,
+
+    // worker side -> owner side, of an output port: output n, with its kind as flags
+
+    PULLED = 15,
 };
 
 // An output that stays on the worker's host.

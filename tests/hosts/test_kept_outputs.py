@@ -98,7 +98,7 @@ def test_items_of_killed_hosts_are_made_again_exactly_once(tmp_path: Path, order
     assert len(list((tmp_path / "checked").iterdir())) == 3
 
 
-def test_stage_with_several_items_per_input_keeps_their_order_after_deaths(tmp_path: Path):
+def test_flat_map_keeps_order_of_its_items_after_deaths(tmp_path: Path):
     graph, pool = Graph("several"), local(2)
     made = graph.source(range(0, 60, 3)).flat_map(three, on=pool, workers=2)
     checked = made.map(CheckAndKill(tmp_path, frozenset({10, 40})), on=pool, workers=2).collect()
