@@ -446,6 +446,9 @@ class Out(Generic[T_contra]):
     def _hand_over(self) -> tuple[Any, int]: ...
     def _leave_open(self) -> None: ...
 
+def _references() -> int:
+    """Return the number of outputs of this process's channels that are on other hosts."""
+
 class Link:
     """Connection between two hosts of a run, which serves the ports of remote workers."""
 
@@ -462,12 +465,22 @@ class Link:
         outputs: list[Any],
         on_demand: bool = False,
         limited: bool = False,
+        lends: bool = False,
     ) -> None:
         """Serve the ports of one worker, under a number that both sides use.
 
         ``on_demand``: items are sent only to workers that are waiting for one or processing one.
         ``limited``: the worker puts only as many items as the owner has room for.
+        ``lends``: large outputs of the first port stay on the worker's side until they are fetched.
         """
+    def set_fetch_address(self, address: str) -> None:
+        """Set the address at which other hosts fetch the outputs that stay with this agent."""
+    def serve_fetches(self, fd: int) -> None:
+        """Send outputs to the host at the other end of this socket, until the host closes it."""
+    def fetch(self, fd: int, location: bytes) -> bool:
+        """Fetch an output over this socket. Return False if the other host does not have it."""
+    def report_unreachable(self, location: bytes) -> None:
+        """Ask the owner to send an output that cannot be fetched."""
     def pair(self, writes: int, reads: int) -> None:
         """Count items prefetched through stream ``reads`` against the room of stream ``writes``."""
     def offer(self, number: int, most: int) -> tuple[int, bool] | None:

@@ -2,6 +2,7 @@
 #include "direct_values.hpp"
 #include "gil.hpp"
 #include "raising.hpp"
+#include "references.hpp"
 
 namespace flowchan {
 
@@ -171,6 +172,14 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         PyObject* o = bytes ? PyObject_CallOneArg(py_loads, bytes) : nullptr;
         Py_XDECREF(bytes);
         return o;
+    }
+    if (kind == REFERENCE && size == sizeof(uint64_t)) {
+        // only an item that the run discards is read in this process
+        uint64_t id;
+        memcpy(&id, at, sizeof id);
+        references().release(id);
+        PyErr_SetString(PyExc_RuntimeError, "the item is on another host");
+        return nullptr;
     }
     return kind == BUFFERS || needs_its_slot(kind) ? decode_with_buffers(kind, at, size, block, bundle)
                                                    : damaged();

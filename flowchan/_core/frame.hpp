@@ -20,6 +20,8 @@ enum Kind : uint64_t {
     // PIN bytes that begin with u64 0 and u64 id of the fd bundle, followed by the format of BUFFERS.
     // Descriptors travel with the item.
     BUNDLE = 6,
+    // u64 id of a reference to an output that is on another host (references.hpp)
+    REFERENCE = 7,
 };
 
 // Return whether an item of this kind must stay in its slot while it is decoded. Other items are copied and

@@ -40,7 +40,7 @@
 namespace flowchan {
 
 constexpr uint64_t MAGIC = 0x6e616863776f6c66;  // "flowchan"
-constexpr uint64_t VERSION = 9;
+constexpr uint64_t VERSION = 10;
 // For ports, plain users and HOLDERs. Number 0 is unused.
 constexpr uint32_t SESSIONS = 4096 + 256;
 constexpr uint32_t RECORDS = 16;  // redo records
@@ -104,11 +104,11 @@ struct alignas(64) Slot {
     static constexpr uint64_t KEYLESS = UINT64_MAX;
     static constexpr uint64_t INLINE = 80;  // the first 16 bytes share the cache line of the words above
     uint64_t next;
-    static constexpr uint64_t NUMBERED = 1 << 6, LOANED = 1 << 7, DEATH = uint64_t(1) << 40;
-    static constexpr uint64_t PLACE_BITS = 0x3f | 0xffff << 8, VIEW_BITS = uint64_t(0xffff) << 24 | LOANED;
+    static constexpr uint64_t REPLAY = 1 << 5, NUMBERED = 1 << 6, LOANED = 1 << 7, DEATH = uint64_t(1) << 40;
+    static constexpr uint64_t PLACE_BITS = 0x1f | 0xffff << 8, VIEW_BITS = uint64_t(0xffff) << 24 | LOANED;
     static uint64_t owned_by(uint32_t session) { return uint64_t(session) << 8; }
     static uint64_t viewed_by(uint32_t session) { return uint64_t(session) << 24; }
-    // SlotState | NUMBERED | LOANED | owner session << 8 | viewer session << 24 | deaths << 40
+    // SlotState | REPLAY | NUMBERED | LOANED | owner session << 8 | viewer session << 24 | deaths << 40
     uint64_t state;
     uint64_t size;  // size of the payload in bytes
     // Assigned at the first get; items leave the channel in the order of these numbers. Before that, it is
@@ -119,9 +119,11 @@ struct alignas(64) Slot {
     uint64_t block;     // offset of the block, or 0; never changes
     char data[INLINE];  // the payload of a slot without a block
 
-    SlotState place() const { return SlotState(state & 0x3f); }
+    SlotState place() const { return SlotState(state & 0x1f); }
     uint32_t owner() const { return uint32_t(state >> 8 & 0xffff); }
     bool numbered() const { return state & NUMBERED; }
+    // all outputs for this item have been put, but some that were on another host have been lost
+    bool is_replay() const { return state & REPLAY; }
     bool loaned() const { return state & LOANED; }
     uint32_t viewer() const { return uint32_t(state >> 24 & 0xffff); }
     uint64_t deaths() const { return state >> 40; }

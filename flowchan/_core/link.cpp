@@ -27,9 +27,11 @@ const int Link::fork_hook = pthread_atfork(before_fork, after_fork, in_child);
 void Link::before_fork() {
     live_mutex.lock();
     for (Link* link : live) link->mutex_.lock();
+    references().mutex().lock();
 }
 
 void Link::after_fork() {
+    references().mutex().unlock();
     for (Link* link : live) link->mutex_.unlock();
     live_mutex.unlock();
 }
@@ -51,6 +53,7 @@ Link::Link(bool owner_side) : owner_side_(owner_side), pid_(getpid()) {
         close();
         throw;
     }
+    if (owner_side_) references().join(this);
     std::lock_guard lock(live_mutex);
     live.insert(this);
 }
@@ -90,7 +93,17 @@ void Link::close() {
     extra_sleepers_.end();
     std::lock_guard lock(mutex_);
     if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+    if (owner_side_) references().leave(this);
+    for (auto& [number, stream] : streams_) forget_references(*stream);
     streams_.clear();
+}
+
+// Owner side: the worker's host does not have the outputs of this stream any more. The input items of those
+// that have not been released go back, so that they are made again.
+void Link::forget_references(LinkStream& stream) {
+    if (!owner_side_) return;
+    references().lose(this, stream.number);
+    for (Source& source : stream.sources) source.give_back_replays();
 }
 
 void Link::attach(int fd) {
@@ -123,7 +136,15 @@ void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
     for (auto& [number, stream] : streams_) {
         stream->announced = false;
         for (Source& source : stream->sources) source.connect();
-        for (Sink& sink : stream->sinks) sink.dirty = true, sink.part_reported = false;
+        for (Sink& sink : stream->sinks) {
+            sink.dirty = true;
+            sink.part_reported = false;
+            for (Sink::Staged& item : sink.staged) item.unreachable_sent = false;
+        }
+    }
+    if (owner_side_) {
+        references().ask_again(this);
+        has_messages = true;
     }
     connected_at_ = now_ns();
     last_byte_at_.store(connected_at_, std::memory_order_relaxed);
@@ -173,7 +194,7 @@ int64_t Link::stuck_for() {
 }
 
 void Link::open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
-                       bool on_demand, bool limited) {
+                       bool on_demand, bool limited, bool lends) {
     std::lock_guard lock(mutex_);
     auto stream = std::make_unique<LinkStream>();
     stream->number = number;
@@ -185,6 +206,7 @@ void Link::open_stream(uint32_t number, const std::vector<Taking>& takes, const 
         stream->sinks.emplace_back(put.ring, put.writer, put.follows, put.replays).on_demand = on_demand;
         stream->sinks.back().limited = owner_side_ && limited;
     }
+    if (lends && !owner_side_ && !stream->sources.empty()) stream->sources[0].lends = true;
     for (Sink& sink : stream->sinks)
         if (Source* source = numbering(*stream, sink)) source->ascending |= sink.writer.ordered;
     streams_[number] = std::move(stream);
@@ -201,6 +223,7 @@ void Link::drop_stream(uint32_t number) {
     LinkStream* stream = find(number);
     if (!stream) return;
     changed_.wait(lock, [&] { return !(stream = find(number)) || stream->filling == 0; });
+    forget_references(*stream);
     streams_.erase(number);
     event_added_.notify_all();
     ring_doorbell();
@@ -225,7 +248,7 @@ std::vector<StreamCounts> Link::counts() {
             counts.taken += source.taken();
             counts.used += owner_side_ ? 0 : source.base;
             counts.standing += source.queue_place.entered();
-            counts.ahead += source.entries.size();
+            counts.ahead += source.active();
             counts.window += source.byte_window.size();
             counts.started += owner_side_ && !source.left ? source.started : 0;
             counts.starved = counts.starved && source.starved;
@@ -247,7 +270,7 @@ std::optional<std::pair<uint64_t, bool>> Link::offer(uint32_t number, uint64_t m
         return std::pair(uint64_t(0), true);
     Source& source = stream->sources[0];
     if (source.recalling) return std::nullopt;
-    source.take(source.entries.size() + std::min(most, MOST_AHEAD));
+    source.take(source.active() + std::min(most, MOST_AHEAD));
     ring_doorbell();
     return std::pair(source.taken(), source.ending != Ending::Open);
 }

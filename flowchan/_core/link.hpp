@@ -14,6 +14,8 @@
 // side puts it as that item's output, as it would for a local worker. After a death, the next worker that
 // gets the item skips the outputs that have already been put.
 //
+// Large outputs for remote workers stay on the host that made them (references.hpp, link_references.cpp).
+//
 // No thread waits for a receiver. Items are sent only as far as the worker's window allows. Outputs are sent
 // until too many are waiting for room on the owner side (staged). A slow stage therefore does not hold up the
 // frames of other stages.
@@ -34,6 +36,7 @@
 
 #include "extra_sleepers.hpp"
 #include "link_ports.hpp"
+#include "references.hpp"
 
 namespace flowchan {
 
@@ -53,13 +56,13 @@ struct LinkStream {
 // An event of a link; flowchan/transport/link_events.py defines each kind. Only the fields that its kind uses
 // are set.
 struct LinkEvent {
-    enum class Kind : uint8_t { None, Broken, Finished, Refused, TooLarge, Closed };
+    enum class Kind : uint8_t { None, Broken, Finished, Refused, TooLarge, ToFetch, NotRemade, Closed };
 
     Kind kind = Kind::None;
     uint32_t stream = 0;
     uint16_t port = 0;
     uint64_t size = 0;
-    std::string why;
+    std::string why;  // ToFetch: the location
 };
 
 // The current counts of one stream, summed over its input ports.
@@ -117,8 +120,9 @@ class Link {
     // `on_demand`: items are sent only to workers that are waiting for one or processing one. `limited`: the
     // owner side grants the other side one put for each free place; other writers may still take the place
     // first.
+    // `lends`: large outputs of the first port stay on the worker's side until they are fetched.
     void open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
-                     bool on_demand, bool limited);
+                     bool on_demand, bool limited, bool lends);
     // owner side: items prefetched through `reads` take up the room of `writes`
     void pair_streams(uint32_t writes, uint32_t reads);
     // Owner side: send up to `most` of the next items of a stream's input, even if other readers are waiting.
@@ -131,6 +135,18 @@ class Link {
     // (false). Return nothing at the deadline.
     std::optional<bool> await_used(uint32_t number, uint64_t count, int64_t until);
     void drop_stream(uint32_t number);
+    // Outputs that stay on the worker's side until another host fetches them (references.hpp). The address
+    // at which hosts fetch them must be set on the owner side before the first stream is opened.
+    void set_fetch_address(std::string address) { fetch_address_ = std::move(address); }
+    const std::string& fetch_address() const { return fetch_address_; }
+    // Worker side: send outputs to the host that is connected to `fd`, until the connection ends.
+    void serve_fetches(int fd);
+    // Worker side: fetch an output over `fd`. Return false if the other host does not have it. Throw
+    // std::system_error if the connection fails.
+    bool fetch(int fd, const std::string& location);
+    void report_unreachable(const std::string& location);  // worker side: the output cannot be fetched
+    void ring_doorbell();
+    std::atomic<bool> has_messages{false};  // whether the table of references has some for this link
     void close();
     LinkEvent next_event(int64_t until);  // returns an event of kind None if none comes by then
 
@@ -170,14 +186,27 @@ class Link {
         return reads && reads->sources.size() == 1 ? reads->sources[0].entries.size() : 0;
     }
     bool is_full() const { return out_.size() >= GATHER; }
+    Step put(LinkStream& stream, Sink& sink, const Received& item, uint64_t output, Wakes& wakes);
+    uint64_t repair(const Sink& sink, const Received& item, uint64_t number, uint64_t index);
+    bool is_of_replay(LinkStream& stream, const Sink& sink, uint64_t key);
+    void replace_lost(LinkStream& stream, Sink& sink, const Received& item);
+    void forget_references(LinkStream& stream);
     bool move_staged(LinkStream& stream);
     bool settle(LinkStream& stream);
     void report_if_finished(LinkStream& stream);
+    void report_if_not_remade(const LinkStream& stream, const Source::Entry& entry);
     void report_if_refused(const LinkStream& stream, Source& source, uint16_t port);
     bool collect(LinkStream& stream, Watched& all, int64_t& until);
     bool settle_sink(LinkStream& stream, Sink& sink, uint64_t upto, Wakes& wakes);
     void sleep(uint32_t heard);
     void add_frame(const Head& head, const std::string& payload = {});
+
+    // references (link_references.cpp)
+    void handle_messages();
+    void report_moves();
+    bool add_reference(const LinkStream& stream, Source& source, uint16_t port);
+    void add_pulled(const LinkStream& stream, Source& source, uint16_t port);
+    void report_unreachable_items(LinkStream& stream);
 
     // receiving (link_receive.cpp)
     void receive_loop();
@@ -187,6 +216,13 @@ class Link {
     bool handle(const Head& head, const char* payload);  // false: the other side sent invalid data
     void release_ring();
     bool handle_item(LinkStream& stream, Sink& sink, const Received& item);
+    bool receive_item(LinkStream& stream, Sink& sink, const Received& item);
+    uint64_t add_kept(const LinkStream& stream, const Sink& sink, const Received& item);
+    bool handle_location(LinkStream& stream, Sink& sink, const Received& item);
+    bool handle_moved(const LinkStream& stream, Sink& sink, const Head& head, const char* payload);
+    bool handle_unreachable(Source& source, uint64_t item);
+    void report_to_fetch(const LinkStream& stream, const Sink& sink, const std::vector<char>& location);
+    Sink::Staged* find_staged(const Location& location);
     uint64_t handle_run(const char* at, uint64_t size);
     void hold(Sink& sink, uint64_t items);
     bool handle_input(LinkStream& stream, const Head& head, const char* payload);
@@ -204,7 +240,10 @@ class Link {
         LinkStream* stream = nullptr;
         Sink* sink = nullptr;  // null: the item has no receiver
         Slot* slot = nullptr;  // null: the item has no room yet
-        bool skips = false;    // a worker that has died had already put the item
+        // Whether a worker that has died had already put the item, and its index among the outputs for its input.
+        bool skips = false;
+        uint64_t index = 0;
+        bool is_of_replay = false;
         std::vector<char> buffer;
         std::vector<char> part;  // what has arrived over earlier connections
         // a skipped item also gets a buffer, so that a break does not lose what has arrived
@@ -230,7 +269,6 @@ class Link {
     bool is_valid_key(LinkStream& stream, const Sink& sink, uint64_t key);
     uint64_t number_for(LinkStream& stream, const Sink& sink, uint64_t key);
     LinkStream* find(uint32_t number);
-    void ring_doorbell();
     void ring_doorbell_if_news() {
         if (std::exchange(has_news_, false)) ring_doorbell();
     }
@@ -258,8 +296,10 @@ class Link {
     int64_t connected_at_ = 0;
     int64_t stuck_since_ = 0;  // see stuck_for()
     uint64_t breaks_in_vain_ = 0;
-    bool lost_ = false;         // the connection is unusable; its last user closes the descriptor
-    uint32_t last_served_ = 0;  // the stream after which the next round begins
+    bool lost_ = false;  // the connection is unusable; its last user closes the descriptor
+    std::string fetch_address_;
+    uint64_t seen_generation_ = 0;  // of the table of references
+    uint32_t last_served_ = 0;      // the stream after which the next round begins
 
     // The sender also changes `out_` without the mutex. Like `changed_`, `out_` is allocated separately,
     // because a fork may copy it in the middle of a change.

@@ -41,7 +41,7 @@ class PyLink : public Link {
 };
 
 void open_stream(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs, bool on_demand,
-                 bool limited) {
+                 bool limited, bool lends) {
     nb::list reads = link.owner_side ? inputs : outputs, writes = link.owner_side ? outputs : inputs;
     std::vector<Link::Taking> takes;
     std::vector<Link::Putting> puts;
@@ -57,7 +57,7 @@ void open_stream(PyLink& link, uint32_t number, nb::list inputs, nb::list output
             {ring_of(port, *out.ch), out.state, out.reader.is_valid() && !out.reader.is_none(), out.replays});
     }
     WithoutGil without;
-    link.open_stream(number, takes, puts, on_demand, limited);
+    link.open_stream(number, takes, puts, on_demand, limited, lends);
 }
 
 nb::tuple tuple_of(const LinkEvent& event) {
@@ -72,6 +72,11 @@ nb::tuple tuple_of(const LinkEvent& event) {
             return nb::make_tuple("refused", event.stream, event.port);
         case LinkEvent::Kind::TooLarge:
             return nb::make_tuple("too large", event.stream, event.port, event.size);
+        case LinkEvent::Kind::ToFetch:
+            return nb::make_tuple("to fetch", event.stream, event.port,
+                                  nb::bytes(event.why.data(), event.why.size()));
+        case LinkEvent::Kind::NotRemade:
+            return nb::make_tuple("not remade", event.stream, event.port);
         case LinkEvent::Kind::Closed:
             break;
     }
@@ -152,6 +157,9 @@ nb::dict state_of(PyLink& link) {
 }  // namespace
 
 void bind_link(nb::module_& m) {
+    m.def(
+        "_references", [] { return references().count(); },
+        "Return the number of outputs of this process's channels that are on other hosts.");
     nb::class_<PyLink>(m, "Link",
                        "Connection between two hosts of a run, which serves the ports of remote "
                        "workers.")
@@ -166,10 +174,43 @@ void bind_link(nb::module_& m) {
             "Continue over this connected socket, and take ownership of the socket.\n\n"
             "Frames that did not arrive over the previous socket are sent again.")
         .def("open_stream", open_stream, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
-             "limited"_a = false,
+             "limited"_a = false, "lends"_a = false,
              "Serve the ports of one worker, under a number that both sides use.\n\n"
              "``on_demand``: items are sent only to workers that are waiting for one or processing one.\n"
-             "``limited``: the worker puts only as many items as the owner has room for.")
+             "``limited``: the worker puts only as many items as the owner has room for.\n"
+             "``lends``: large outputs of the first port stay on the worker's side until they are fetched.")
+        .def("set_fetch_address", &PyLink::set_fetch_address, "address"_a,
+             "Set the address at which other hosts fetch the outputs that stay with this agent.")
+        .def(
+            "serve_fetches",
+            [](PyLink& link, int fd) {
+                WithoutGil without;
+                link.serve_fetches(fd);
+            },
+            "fd"_a, "Send outputs to the host at the other end of this socket, until the host closes it.")
+        .def(
+            "fetch",
+            [](PyLink& link, int fd, nb::bytes location) {
+                const std::string text(location.c_str(), location.size());
+                try {
+                    WithoutGil without;
+                    return link.fetch(fd, text);
+                } catch (const std::system_error& error) {
+                    errno = error.code().value();
+                    PyErr_SetFromErrno(PyExc_OSError);
+                    throw nb::python_error();
+                }
+            },
+            "fd"_a, "location"_a,
+            "Fetch an output over this socket. Return False if the other host does not have it.")
+        .def(
+            "report_unreachable",
+            [](PyLink& link, nb::bytes location) {
+                const std::string text(location.c_str(), location.size());
+                WithoutGil without;
+                link.report_unreachable(text);
+            },
+            "location"_a, "Ask the owner to send an output that cannot be fetched.")
         .def(
             "pair",
             [](PyLink& link, uint32_t writes, uint32_t reads) {

@@ -91,7 +91,7 @@ bool Source::take(uint64_t most) {
         cause = ring->cause();
     }
     while (wants(most) && !is_held_back()) {
-        if (take_run(most - entries.size(), holding.wakes)) continue;
+        if (take_run(most - active(), holding.wakes)) continue;
         const bool took = take_one(holding.wakes);
         if (refused) return true;
         if (!took) break;
@@ -117,10 +117,14 @@ bool Source::take_one(Wakes& wakes) {
         ring->put_back(taken, &reader, wakes);
         return false;
     }
-    if (entries.empty()) progress_at = now_ns();
-    entries.push_back({taken.at, taken.size, taken.number, taken.made_for, uint8_t(taken.kind),
-                       uint8_t(std::min(taken.deaths, Head::MOST_DEATHS))});
-    bytes += taken.size;
+    if (active() == 0) progress_at = now_ns();
+    Entry entry{taken.at,       taken.size,          taken.number,
+                taken.made_for, uint8_t(taken.kind), uint8_t(std::min(taken.deaths, Head::MOST_DEATHS)),
+                taken.is_replay};
+    // the windows count the bytes that the other side will fetch
+    if (entry.kind == REFERENCE) entry.size = references().size_of(entry.reference());
+    entries.push_back(entry);
+    bytes += entry.size;
     return true;
 }
 
@@ -128,7 +132,7 @@ void Source::handle_take(Step step) {
     if (step == Step::Broken) {
         ending = Ending::Broke;
         cause = ring->cause();
-    } else if (step == Step::Drained && (entries.empty() || (starved && started == entries.size()))) {
+    } else if (step == Step::Drained && (active() == 0 || (starved && started == active()))) {
         // A worker that gathers and holds all remaining items gets the end now. Items that other readers may
         // still give back go to readers other than this one.
         ending = Ending::Drained;
@@ -139,9 +143,9 @@ void Source::handle_take(Step step) {
 bool Source::take_run(uint64_t most, Wakes& wakes) {
     Ring::InRun run[Redo::MOST];
     // As in `wants`, the limit also counts items on the other side.
-    const uint64_t room = byte_window.size() - std::min(bytes, byte_window.size());
+    const uint64_t room = most_bytes() - std::min(bytes, most_bytes());
     const uint64_t n = ring->take_run(reader, run, most, room, wakes);
-    if (n && entries.empty()) progress_at = now_ns();
+    if (n && active() == 0) progress_at = now_ns();
     for (uint64_t i = 0; i < n; ++i) {
         const Slot* slot = run[i].slot;
         entries.push_back({ring->payload_of(run[i].slot), slot->size, slot->number, run[i].made_for,
@@ -155,15 +159,50 @@ void Source::free_oldest(uint64_t n) {
     n = std::min<uint64_t>(n, entries.size());
     if (!n) return;
     uint64_t freed = 0;
-    for (uint64_t i = 0; i < n; ++i) freed += entries[i].size;
+    for (uint64_t i = 0; i < n; ++i) {
+        if (base + i >= settled) freed += entries[i].size;
+        if (entries[i].kind == REFERENCE) references().release(entries[i].reference());
+    }
     byte_window.free(freed, bytes);
     bytes -= freed;
     entries.drop_oldest(n);
     base += n;
+    settled = std::max(settled, base);
     sent = std::max(sent, base);
     if (left) return;
     RingLock holding(*ring);
     ring->acknowledge_oldest(reader.session, n, holding.wakes);
+}
+
+void Source::settle(uint64_t upto) {
+    uint64_t freed = 0;
+    for (uint64_t i = std::max(settled, base); i < upto; ++i) freed += entries[i - base].size;
+    if (freed) byte_window.free(freed, bytes);
+    bytes -= freed;
+    settled = std::max(settled, upto);
+}
+
+bool Source::free_settled() {
+    uint64_t n = 0;
+    while (n < held() && !entries[n].references) n += 1;
+    free_oldest(n);
+    return n > 0;
+}
+
+void Source::release(uint64_t key) {
+    if (key >= base && key - base < entries.size() && entries[key - base].references)
+        entries[key - base].references -= 1;
+}
+
+void Source::give_back_replays() {
+    const uint64_t n = held();
+    if (!n || left) return;
+    {
+        RingLock holding(*ring);
+        ring->give_back_replays(reader.session, n, holding.wakes);
+    }
+    entries.drop_oldest(n);
+    base += n;
 }
 
 void Source::leave() {
@@ -231,7 +270,7 @@ bool Source::enter_queue() {
     queue_place.leave();
     const Header& h = ring->header();
     // At the end of a channel, other readers may still give back leased items, which wakes all waiters.
-    const bool ended = h.state == BROKEN || (ring->at_end_for(&reader) && entries.empty());
+    const bool ended = h.state == BROKEN || (ring->at_end_for(&reader) && active() == 0);
     const bool any = (h.head && !is_held_back()) || (ring->is_limited() && ring->wants_more() != want_sent);
     if (any || ring->session(reader.session).reserved_head || ended) return false;
     queue_place.enter(false, 0);
@@ -265,7 +304,7 @@ Sink::~Sink() {
 bool Sink::stage(const Received& item, std::vector<char> payload) {
     if (staged.size() >= MOST_AHEAD || staged_bytes > ByteWindow::MOST) return false;
     staged_bytes += item.size;
-    staged.push_back({item.key, item.kind, item.deaths, std::move(payload)});
+    staged.push_back({item.key, item.kind, item.deaths, got, std::move(payload)});
     return true;
 }
 
@@ -288,10 +327,34 @@ Step Sink::begin(uint64_t number) {
 }
 
 Step Sink::put(const Received& item, uint64_t number, Wakes& wakes) {
-    if (begin(number) == Step::Done) return Step::Done;
+    skipped = begin(number) == Step::Done;
+    index = writer.count - skipped;
+    if (skipped) return Step::Done;
     WriterState plain;
     plain.session = writer.session;
     return ring->try_put(frame_of(item), number == Slot::KEYLESS ? &plain : &writer, wakes);
+}
+
+void Sink::begin_lending() {
+    if (std::exchange(is_lent, true)) return;
+    released = used;
+    lent.resize(staged.size());
+}
+
+void Sink::count_used(uint64_t output, uint64_t reference, uint64_t key) {
+    used += 1;
+    if (!is_lent) return;
+    if (output - released >= lent.size()) lent.resize(output - released + 1);
+    lent[output - released] = {reference, key};
+    forget_reference(0);
+}
+
+// The output behind this reference may leave the worker's host. Outputs leave it in order.
+void Sink::forget_reference(uint64_t reference) {
+    const auto is_it = [reference](const Lent& one) { return one.reference == reference; };
+    const auto found = reference ? std::ranges::find_if(lent, is_it) : lent.end();
+    if (found != lent.end()) found->reference = 0;
+    for (; !lent.empty() && !lent.front().reference; lent.pop_front()) released += 1;
 }
 
 Step Sink::done_with(uint64_t number, Wakes& wakes) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "blocking.hpp"
+#include "references.hpp"
 #include "sleeping.hpp"
 #include "wire.hpp"
 
@@ -120,11 +121,25 @@ class ByteWindow {
 
 class Source {
   public:
-    static constexpr uint64_t MORE = 64;
+    static constexpr uint64_t MORE = 64, FETCHES = 4;
     struct Entry {
         const char* at;
         uint64_t size, number, key;
         uint8_t kind, deaths;
+        // The owner side uses these for outputs that stay on the worker's host (references.hpp). If `is_replay`
+        // is set, the outputs of the item replace lost ones, and `outputs` of them have arrived.
+        bool is_replay = false;
+        uint32_t outputs = 0;
+        // number of its outputs that are on the worker's host
+        uint32_t references = 0;
+        // If the item is itself a reference, the other side knows this many of its moves.
+        uint64_t moves = 0;
+
+        uint64_t reference() const {
+            uint64_t id;
+            memcpy(&id, at, sizeof id);
+            return id;
+        }
     };
     // The leased items, oldest first, in a ring buffer that grows. A std::deque would call malloc for every
     // dozen items.
@@ -153,24 +168,39 @@ class Source {
     ~Source();
 
     // Set if the outputs for the items have turns. The source then takes no item that precedes one that it
-    // already has. The output for that item would have to be put first. But it would be sent behind the
+    // already has, except a replay, whose outputs are not put. The output for that item would have to be put first. But it would be sent behind the
     // output for the other item, which may be waiting for room. The worker that gave the item back, or its
     // replacement, has no item with a higher number and can take it.
     bool ascending = false;
     bool is_held_back() const {
-        return ascending && !entries.empty() && ring->is_next_before(entries.back().number);
+        if (!ascending || ring->is_replay_next()) return false;
+        uint64_t n = entries.size();
+        while (n > held() && entries[n - 1].is_replay) n -= 1;
+        return n > held() && ring->is_next_before(entries[n - 1].number);
     }
 
     // Take items from the ring, up to `most` entries. Return whether anything changed.
     bool take(uint64_t most);
     void free_oldest(uint64_t n);
-    void leave();  // called when the reader is gone; the remaining items go back
+    // Owner side: the items before `upto` are finished, and all of their outputs have been put. Their leases
+    // end in order, once no output of theirs is on the worker's host.
+    void settle(uint64_t upto);
+    bool free_settled();  // returns whether a lease has ended
+    // number of leased items that are not settled, and of those that are
+    uint64_t active() const { return entries.size() - held(); }
+    uint64_t held() const { return settled > base ? settled - base : 0; }
+    void release(uint64_t key);  // An output of item `key` has left the worker's host.
+    void give_back_replays();    // Owner side: the outputs on the worker's host are lost.
+    void leave();                // called when the reader is gone; the remaining items go back
     // Start over on a new connection. No item counts as sent until the other side has reported what it has
     // received.
     void connect() {
         known = end_sent = recall_sent = want_sent = false;
         sent = base;
         part = {};
+        pulls.clear();
+        // the other side may not know where the outputs behind its items are
+        for (uint64_t i = 0; i < entries.size(); ++i) entries[i].moves = UINT64_MAX;
     }
     void resume_after(uint64_t got);  // on a new connection, the items after `got` are sent again
     bool has_unsent() const { return known && !recalling && sent < base + entries.size(); }
@@ -184,12 +214,20 @@ class Source {
     // holds all that were sent gets more, without a limit.
     uint64_t allowed_ahead() const {
         if (on_demand && !starved && !started) return 0;
-        const bool gathers = starved && started && started == entries.size();
-        return std::max(window.size(), gathers ? started + MORE : 0);
+        const bool gathers = starved && started && started == active();
+        // Outputs are fetched from several hosts at the same time. One host alone may be slow, because others
+        // fetch from it as well.
+        const uint64_t fetches = active() && entries.back().kind == REFERENCE ? FETCHES : 0;
+        // A replay is always taken. The worker's other outputs may be waiting for room. The readers that would
+        // make room may be waiting for the outputs of the replay.
+        const uint64_t replays = ring->is_replay_next() ? active() + 1 : 0;
+        return std::max({window.size(), fetches, replays, gathers ? started + MORE : 0});
     }
+    // number of bytes that may be in transit, or may stay here for the other side
+    uint64_t most_bytes() const { return lends ? ByteWindow::MOST : byte_window.size(); }
     bool wants(uint64_t most) const {
-        return ending == Ending::Open && !left && !refused && !recalling && entries.size() < most &&
-               (bytes < byte_window.size() || started >= entries.size());
+        return ending == Ending::Open && !left && !refused && !recalling && active() < most &&
+               (bytes < most_bytes() || started >= active());
     }
     bool has_more() const {  // a hint, read without the lock
         return std::atomic_ref(ring->header().head).load(std::memory_order_relaxed) != 0 ||
@@ -206,8 +244,11 @@ class Source {
     KeptPlace queue_place;
     Entries entries;  // on lease here, starting with item `base`; those before `sent` are in transit
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
-    Window window;        // owner side
-    Allowance allowance;  // worker side
+    uint64_t settled = 0;         // Owner side: see settle().
+    bool lends = false;           // Worker side: large outputs stay here, and references to them are sent.
+    std::vector<uint64_t> pulls;  // Worker side: outputs that the owner side wants after all.
+    Window window;                // owner side
+    Allowance allowance;          // worker side
     ByteWindow byte_window;
     void update_byte_window(int64_t round_trip) { byte_window.update(ring->most_inside(), round_trip); }
     // the first bytes of an item that the other side has from an earlier connection
@@ -234,7 +275,7 @@ class Source {
     bool recalling = false, recall_sent = false;
     int64_t progress_at = 0;  // when the worker last finished an item, or got its first one
     bool may_recall() const {
-        return (started > 0 || on_demand) && entries.size() > started && !recalling && !left;
+        return (started > 0 || on_demand) && active() > started && !recalling && !left;
     }
     bool should_recall(int64_t round_trip) const;
     void handle_recalled(uint64_t got);
@@ -254,7 +295,10 @@ class Sink {
   public:
     struct Staged {
         uint64_t key, kind, deaths;
-        std::vector<char> payload;
+        uint64_t output;            // owner side: its number among all outputs of the stream
+        std::vector<char> payload;  // worker side, of a REFERENCE: its location, until it has been fetched
+        // worker side: whether the output could not be fetched, and whether the owner side knows
+        bool unreachable = false, unreachable_sent = false;
     };
 
     Sink(std::shared_ptr<Ring> ring, const WriterState& writer, bool follows, bool replays);
@@ -265,6 +309,9 @@ class Sink {
     // item).
     Step put(const Received& item, uint64_t number, Wakes& wakes);
     Step begin(uint64_t number);  // Done: skip this output
+    // Whether the last put was skipped, and its index among the item's outputs.
+    bool skipped = false;
+    uint64_t index = 0;
     Step done_with(uint64_t number, Wakes& wakes);
     void end(Ending ending, const std::string& cause);
     bool check_ended();  // called without the lock; returns whether the channel has just ended
@@ -296,6 +343,25 @@ class Sink {
     void unstage();
     void forget_staged();
     uint64_t got = 0, used = 0, settled = 0;
+    // Owner side: the outputs that have arrived, from number `released` on, if any of them was a reference.
+    // An output with a reference stays on the worker's host until the reference is released.
+    struct Lent {
+        uint64_t reference = WAITING;  // 0: none
+        uint64_t key = 0;
+    };
+    static constexpr uint64_t WAITING = UINT64_MAX;  // of an output that has not been put yet
+    std::deque<Lent> lent;
+    bool is_lent = false;
+    uint64_t released = 0;
+    uint64_t freed() const { return is_lent ? released : used; }
+    void begin_lending();
+    // Count output `output`, which was put, or which has no reader.
+    void count_used(uint64_t output, uint64_t reference, uint64_t key);
+    void forget_reference(uint64_t reference);
+    bool has_readers() const {
+        return ring->seen_state() != BROKEN &&
+               std::atomic_ref(ring->header().readers).load(std::memory_order_relaxed) > 0;
+    }
     // The bytes of item `got` that arrived before a connection broke. The rest follows over the next one.
     std::vector<char> part;
     bool part_reported = false;  // over this connection

@@ -123,7 +123,7 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
     memcpy(static_cast<void*>(&head), at, Head::SHORT);
     LinkStream* stream =
         owner_side_ || head.type != FrameType::ITEM || head.size > SMALL ? nullptr : find(head.stream);
-    if (!stream || head.port >= stream->sinks.size()) return 0;
+    if (!stream || head.port >= stream->sinks.size() || head.kind() == REFERENCE) return 0;
     Sink& sink = stream->sinks[head.port];
     if (sink.drops_items() || !sink.staged.empty() || !sink.part.empty()) return 0;
     const Head first = head;
@@ -132,7 +132,7 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
     for (uint64_t from = 0; n < Redo::MOST && size - from >= Head::SHORT; from += Head::SHORT + head.size) {
         memcpy(static_cast<void*>(&head), at + from, Head::SHORT);
         const bool same = head.type == first.type && head.stream == first.stream && head.port == first.port;
-        if (!same || !is_valid(head) || head.n != sink.got + n) break;
+        if (!same || !is_valid(head) || head.n != sink.got + n || head.kind() == REFERENCE) break;
         if (class_of(head.size) != class_of(first.size) || size - from - Head::SHORT < head.size) break;
         run[n++] = {head.kind(), head.deaths(), head.size, at + from + Head::SHORT};
     }
@@ -149,9 +149,11 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
 
 // Return whether only this side of the link sends frames of this type.
 bool Link::is_sent_here_only(FrameType type) const {
-    if (owner_side_) return type == FrameType::ITEM || type == FrameType::OUTPUT || type == FrameType::RECALL;
+    if (owner_side_)
+        return type == FrameType::ITEM || type == FrameType::OUTPUT || type == FrameType::RECALL ||
+               type == FrameType::MOVED || type == FrameType::PULL;
     return type == FrameType::OPEN || type == FrameType::OUT || type == FrameType::INPUT ||
-           type == FrameType::WANT;
+           type == FrameType::WANT || type == FrameType::UNREACHABLE || type == FrameType::PULLED;
 }
 
 // Handle the reply to a ping that was sent at `pinged_at`.
@@ -183,13 +185,21 @@ bool Link::handle(const Head& head, const char* payload) {
         for (Sink& sink : stream->sinks) sink.dirty = true, sink.wanted = false;
         return true;
     }
-    const bool of_source =
-        head.type == FrameType::INPUT || head.type == FrameType::OUTPUT || head.type == FrameType::PART;
+    const bool of_source = head.type == FrameType::INPUT || head.type == FrameType::OUTPUT ||
+                           head.type == FrameType::PART || head.type == FrameType::UNREACHABLE ||
+                           head.type == FrameType::PULL;
     if (head.port >= (of_source ? stream->sources.size() : stream->sinks.size())) return false;
     if (head.type == FrameType::INPUT) return handle_input(*stream, head, payload);
     if (head.type == FrameType::OUTPUT) return handle_output(*stream, head, payload);
     if (head.type == FrameType::PART) return handle_part(stream->sources[head.port], head);
+    if (head.type == FrameType::UNREACHABLE) return handle_unreachable(stream->sources[head.port], head.n);
+    if (head.type == FrameType::PULL) return stream->sources[head.port].pulls.push_back(head.n), true;
     Sink& sink = stream->sinks[head.port];
+    if (head.type == FrameType::MOVED) return handle_moved(*stream, sink, head, payload);
+    if (head.type == FrameType::PULLED) {
+        references().pulled(this, {head.stream, head.port, head.n}, head.flags, {payload, head.size});
+        return true;
+    }
     if (head.type == FrameType::RECALL) return sink.recall(), true;
     if (head.type == FrameType::WANT) return handle_want(sink, head.n != 0);
     if (head.type == FrameType::END) return handle_end(*stream, sink, head, payload);
@@ -230,29 +240,42 @@ bool Link::is_valid_key(LinkStream& stream, const Sink& sink, uint64_t key) {
 // remembers outputs only for the worker's last item.
 bool Link::is_settled(LinkStream& stream, const Sink& sink, uint64_t key) {
     Source* source = key == Slot::KEYLESS ? nullptr : numbering(stream, sink);
-    if (!source || source->base >= key) return true;
+    if (!source || source->base + source->held() >= key) return true;
     source->done = std::max(source->done, key);
     release_ring();
     settle(stream);
-    return source->base >= key;
+    return source->base + source->held() >= key;
 }
 
 bool Link::handle_item(LinkStream& stream, Sink& sink, const Received& item) {
     if (sink.drops_items()) {
+        sink.count_used(sink.got, 0, item.key);
         sink.got += 1;
-        sink.used += 1;
         note_progress();
         return true;
     }
     if (!is_valid_key(stream, sink, item.key)) return false;
+    if (item.kind == REFERENCE && !owner_side_) return handle_location(stream, sink, item);
+    uint64_t id = 0;
+    if (item.kind == REFERENCE) {
+        id = add_kept(stream, sink, item);
+        if (!id) return false;
+        return receive_item(stream, sink, {item.key, REFERENCE, 0, sizeof id, reinterpret_cast<char*>(&id)});
+    }
+    return receive_item(stream, sink, item);
+}
+
+bool Link::receive_item(LinkStream& stream, Sink& sink, const Received& item) {
     Step step = Step::Wait;
-    if (sink.staged.empty() && is_settled(stream, sink, item.key)) {
+    if (is_of_replay(stream, sink, item.key)) {
+        replace_lost(stream, sink, item);
+        step = Step::Done;
+    } else if (sink.staged.empty() && is_settled(stream, sink, item.key)) {
         hold(sink, 1);
-        step = sink.put(item, number_for(stream, sink, item.key), held_->wakes);
+        step = put(stream, sink, item, sink.got, held_->wakes);
     }
     if (step == Step::Done) {
         count_arrival(sink, owner_side_);
-        sink.used += 1;
         return true;
     }
     release_ring();
@@ -331,7 +354,11 @@ bool Link::begin_large(const Head& head, Large& large) {
         return true;
     }
     large.sink = sink;
-    large.skips = sink->staged.empty() && !claim(*stream, *sink, large.item, large.slot);
+    large.is_of_replay = is_of_replay(*stream, *sink, large.item.key);
+    if (!large.is_of_replay) {
+        large.skips = sink->staged.empty() && !claim(*stream, *sink, large.item, large.slot);
+        large.index = sink->writer.count - large.skips;
+    }
     stream->filling += 1;
     return true;
 }
@@ -340,8 +367,9 @@ bool Link::begin_large(const Head& head, Large& large) {
 void Link::pass_over(const Head& head) {
     LinkStream* stream = find(head.stream);
     if (!stream || head.port >= stream->sinks.size()) return;
-    stream->sinks[head.port].got += 1;
-    stream->sinks[head.port].used += 1;
+    Sink& sink = stream->sinks[head.port];
+    sink.count_used(sink.got, 0, head.n);
+    sink.got += 1;
     note_progress();
 }
 
@@ -365,10 +393,17 @@ bool Link::end_large(Large& large, bool whole) {
         if (large.part.size() < large.item.size) sink.part = std::move(large.part);
         return false;
     }
+    large.item.at = large.buffer.data();
+    if (large.is_of_replay) {
+        replace_lost(*large.stream, sink, large.item);
+        count_arrival(sink, true);
+        return true;
+    }
     const bool put = large.slot || large.skips;
     if (!sink.check_ended() && !put && !sink.stage(large.item, std::move(large.buffer))) return false;
+    if (large.skips && owner_side_) repair(sink, large.item, sink.writer.number, large.index);
+    if (put) sink.count_used(sink.got, 0, large.item.key);
     count_arrival(sink, owner_side_ || !large.slot);
-    if (put) sink.used += 1;
     return true;
 }
 
@@ -457,6 +492,7 @@ void Link::note_acknowledged(Source& source, uint64_t got) {
 bool Link::handle_input(LinkStream& stream, const Head& head, const char* payload) {
     Source& source = stream.sources[head.port];
     if (head.a > source.base + source.entries.size() && !source.left) return false;
+    if (!source.known) seen_generation_ = 0;  // now its items count as sent, so their moves can be reported
     source.resume_after(head.a);
     if (source.left) return true;
     if (head.b > source.sent) return false;
@@ -486,7 +522,7 @@ bool Link::handle_input(LinkStream& stream, const Head& head, const char* payloa
                                           : Session::OURS;
     settle(stream);
     source.update_byte_window(least_trip_);
-    source.window.update(source.starved, head.flags & STARVED, head.n > 0, source.entries.size(), source.done,
+    source.window.update(source.starved, head.flags & STARVED, head.n > 0, source.active(), source.done,
                          round_trip());
     return true;
 }

@@ -28,6 +28,7 @@ void Link::send_loop() {
         {
             std::lock_guard lock(mutex_);
             if (closed_) return;
+            if (has_messages.exchange(false)) handle_messages();
             for (auto& [number, stream] : streams_) moved = move_staged(*stream) || moved;
             if (fd_ >= 0 && !lost_) {
                 moved = fill() || moved;
@@ -67,6 +68,7 @@ bool Link::fill() {
         pinged_at_ = now;
         add_frame({.n = uint64_t(now), .type = FrameType::PING});
     }
+    if (owner_side_) report_moves();
     bool moved = false;
     auto from = streams_.upper_bound(last_served_);
     for (size_t n = 0; n < streams_.size() && !is_full(); ++n, ++from) {
@@ -82,9 +84,20 @@ bool Link::serve_as_owner(LinkStream& stream) {
     for (uint16_t port = 0; port < stream.sinks.size(); ++port) {
         Sink& sink = stream.sinks[port];
         sink.check_ended();
+        if (sink.is_lent && !sink.lent.empty() && !sink.has_readers()) {
+            for (Sink::Lent& one : sink.lent) {
+                if (one.reference && one.reference != Sink::WAITING) stream.sources[0].release(one.key);
+                one.reference = 0;
+            }
+            sink.forget_reference(0);
+            sink.dirty = moved = true;
+        }
         if (!std::exchange(sink.dirty, false)) continue;
-        Head head{
-            .stream = stream.number, .port = port, .type = FrameType::OUTPUT, .a = sink.got, .b = sink.used};
+        Head head{.stream = stream.number,
+                  .port = port,
+                  .type = FrameType::OUTPUT,
+                  .a = sink.got,
+                  .b = sink.freed()};
         std::string cause;
         if (sink.limited && !sink.over) {
             RingLock holding(*sink.ring);
@@ -93,7 +106,7 @@ bool Link::serve_as_owner(LinkStream& stream) {
         if (sink.over) {
             RingLock holding(*sink.ring);
             const bool broken = sink.ring->header().state == BROKEN;
-            head.flags = broken ? BREAK | NO_MORE : NO_MORE;
+            head.flags = broken ? BREAK | NO_MORE : sink.lent.empty() ? NO_MORE : 0;
             if (broken) cause = sink.ring->cause();
         }
         head.size = cause.size();
@@ -109,7 +122,12 @@ bool Link::serve_as_owner(LinkStream& stream) {
         if (source.should_recall(round_trip())) source.recalling = true;
         if (source.recalling && !std::exchange(source.recall_sent, true))
             add_frame({.stream = stream.number, .port = port, .type = FrameType::RECALL});
-        for (; source.has_unsent() && !is_full(); moved = true) add_item(stream, source, port);
+        for (; source.has_unsent() && !is_full(); moved = true) {
+            if (source.unsent().kind != REFERENCE)
+                add_item(stream, source, port);
+            else if (!add_reference(stream, source, port))
+                break;
+        }
         moved = add_end(stream, source, port) || moved;
     }
     return moved;
@@ -132,8 +150,11 @@ bool Link::serve_as_worker(LinkStream& stream) {
         report_if_refused(stream, stream.sources[port], port);
     moved = add_outputs(stream) || moved;
     add_progress(stream);
-    for (uint16_t port = 0; port < stream.sources.size(); ++port)
+    report_unreachable_items(stream);
+    for (uint16_t port = 0; port < stream.sources.size(); ++port) {
+        add_pulled(stream, stream.sources[port], port);
         report_want(stream, stream.sources[port], port);
+    }
     // A worker that ends its outputs has already ended its inputs and finished its leased items. The owner
     // side must learn of that first.
     for (uint16_t port = 0; port < stream.sources.size(); ++port) {
@@ -221,6 +242,17 @@ void Link::report_part(const LinkStream& stream, Sink& sink, uint16_t port) {
 
 void Link::add_item(LinkStream& stream, Source& source, uint16_t port) {
     const Source::Entry& entry = source.unsent();
+    const bool in_part = source.part.size && source.part.item == source.sent;
+    if (source.lends && entry.size >= LARGE && entry.key != Slot::KEYLESS && !in_part) {
+        const Kept kept{entry.size, entry.kind};
+        Head head{.size = sizeof kept, .n = entry.key, .stream = stream.number, .port = port};
+        head.type = FrameType::OUT;
+        head.flags = uint8_t(REFERENCE);
+        out_.add(&head, Head::SHORT, &kept, sizeof kept);
+        queued_items_ += 1;
+        source.sent += 1;
+        return;
+    }
     const uint64_t skipped = source.part.item == source.sent ? source.part.size : 0;
     const char* at = entry.at + skipped;
     Head head{.size = entry.size - skipped,
@@ -322,15 +354,15 @@ bool Link::move_staged(LinkStream& stream) {
                 RingLock holding(*sink.ring);
                 sink.queue_place.leave();
             }
+            if (!owner_side_ && first.kind == REFERENCE) break;  // it has not been fetched yet
             if (!is_settled(stream, sink, first.key)) break;
             RingLock holding(*sink.ring);
             const Received item{first.key, first.kind, first.deaths, first.payload.size(),
                                 first.payload.data()};
-            const Step step = sink.put(item, number_for(stream, sink, first.key), holding.wakes);
+            const Step step = put(stream, sink, item, first.output, holding.wakes);
             if (step != Step::Done) break;  // `check_ended` finds rings that have ended
             sink.queue_place.leave();
             sink.unstage();
-            sink.used += 1;
             sink.dirty = moved = true;
         }
         if (sink.check_ended()) moved = true;
@@ -392,10 +424,10 @@ bool Link::settle(LinkStream& stream) {
             }
             upto = std::min(upto, sink.settled);
         }
-        if (upto > source.base) {
-            source.free_oldest(upto - source.base);
-            moved = true;
-        }
+        for (uint64_t n = std::max(source.settled, source.base); n < upto; ++n)
+            report_if_not_remade(stream, source.entries[n - source.base]);
+        source.settle(upto);
+        moved = source.free_settled() || moved;
         if (source.leaving && !source.left && source.base >= source.done) {
             source.leave();
             moved = true;

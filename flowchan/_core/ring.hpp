@@ -87,6 +87,7 @@ struct Taken {
     uint64_t size = 0;
     // number of workers that died while they held the item, in user code or while unpickling it
     uint64_t deaths = 0;
+    bool is_replay = false;        // see Slot::is_replay
     bool died_unpickling = false;  // true if the last of these workers was unpickling the item when it died
     uint64_t number = 0;
     // if the item is an output: the input item for which its writer made it; otherwise Slot::KEYLESS
@@ -173,10 +174,15 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void acknowledge(ReaderState& reader, Wakes& wakes);  // finishes all leased items
     void acknowledge_oldest(uint32_t session, uint64_t n, Wakes& wakes);
     void give_back_newest(uint32_t session, uint64_t n, Wakes& wakes);  // gives back the newest leased items
+    // gives back the oldest leased items, whose outputs have all been put, as replays
+    void give_back_replays(uint32_t session, uint64_t n, Wakes& wakes);
     // Return whether the next item to be taken was given back and precedes item `number`.
     bool is_next_before(uint64_t number) const {
         const Slot* slot = h_->head && slot_exists(h_->head) ? at<Slot>(h_->head) : nullptr;
         return slot && slot->numbered() && slot->number < number;
+    }
+    bool is_replay_next() const {
+        return h_->head && slot_exists(h_->head) && at<Slot>(h_->head)->is_replay();
     }
     // removes the items that were put but never taken, and returns their number
     uint64_t take_back(Wakes& wakes);
@@ -363,6 +369,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void free_leased(Session& s, uint64_t most, Wakes& wakes);
     uint64_t free_run(Session& s, uint64_t most);
     void give_back(Session& s, uint64_t n, Wakes& wakes);
+    void give_back_from(Session& s, uint64_t kept, uint64_t p, uint64_t n, Wakes& wakes);
     void give_back_reserved(Session& s, Wakes& wakes);
     Step take_reserved(Taken& taken, ReaderState& reader);
     bool reserve_low(uint64_t upto);

@@ -156,6 +156,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     taken.kind = slot->kind;
     taken.size = slot->size;
     taken.deaths = slot->deaths();
+    taken.is_replay = slot->is_replay();
     const bool keeps = slot->numbered() || (h_->keeps_numbers && slot->number != Slot::KEYLESS);
     taken.number = keeps ? slot->number : h_->numbered;
     taken.made_for = slot->numbered() ? Slot::KEYLESS : slot->number;

@@ -63,9 +63,16 @@ void Ring::link_between(Slot* slot, uint64_t before, uint64_t after, Change& cha
 // the call that cleans up after it gives back the remaining items.
 void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     if (h_->damaged) return;
-    uint64_t kept = 0, p = s.lease_head, before = 0, after = h_->head;
+    uint64_t kept = 0, p = s.lease_head;
     for (uint64_t left = s.leased; left > n; left -= 1, kept = p, p = at<Slot>(p)->next)
         if (!slot_exists(p)) return void(found_damage());
+    give_back_from(s, kept, p, n, wakes);
+    if (kept ? at<Slot>(kept)->next : s.lease_head) found_damage();
+}
+
+// Move `n` leased items back, from `p` on. `kept` is the item before it in the lease list, or 0.
+void Ring::give_back_from(Session& s, uint64_t kept, uint64_t p, uint64_t n, Wakes& wakes) {
+    uint64_t before = 0, after = h_->head;
     for (uint64_t left = n; left; --left) {
         Slot* slot = at<Slot>(p);
         if (!slot_exists(p) || !is_leased(slot) || !find_place(slot->number, before, after))
@@ -80,8 +87,19 @@ void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
         before = std::exchange(p, slot->next);
         change.commit();
     }
-    if (p) return void(found_damage());
     wakes.readers += h_->reader_queue.call(uint32_t(n));
+}
+
+void Ring::give_back_replays(uint32_t index, uint64_t n, Wakes& wakes) {
+    Session& s = session(index);
+    n = std::min(n, s.leased);
+    if (h_->damaged || h_->state == BROKEN || !n) return;
+    uint64_t p = s.lease_head;
+    for (uint64_t left = n; left; --left, p = at<Slot>(p)->next) {
+        if (!slot_exists(p) || !is_leased(at<Slot>(p))) return void(found_damage());
+        at<Slot>(p)->state |= Slot::REPLAY;  // this is true from now on, even if this process dies
+    }
+    give_back_from(s, 0, s.lease_head, n, wakes);
 }
 
 void Ring::give_back_newest(uint32_t index, uint64_t n, Wakes& wakes) {
@@ -161,6 +179,7 @@ Step Ring::take_reserved(Taken& taken, ReaderState& reader) {
     taken.kind = slot->kind;
     taken.size = slot->size;
     taken.deaths = slot->deaths();
+    taken.is_replay = slot->is_replay();
     taken.died_unpickling = s.reserved_at == Session::UNPICKLING;
     taken.number = slot->number;
     taken.made_for = Slot::KEYLESS;

@@ -34,7 +34,34 @@ enum class FrameType : uint8_t {
     // from the items' receiver to their sender, once a connection, before its first INPUT or OUTPUT for the port:
     // the first `a` bytes of item n arrived over an earlier connection; the next frame has only the rest
     PART = 11,
+    // Items may be references to outputs that stay where they were made (references.hpp). The payload of such
+    // an OUT frame is a `Kept`, and that of an ITEM frame is a `Location` with an address.
+
+    // owner side -> worker side, of an input port: the output behind item n is at the location in the payload, or
+    // is itself the payload
+
+    MOVED = 12,
+
+    // worker side -> owner side, of an input port: the output behind item n cannot be fetched
+
+    UNREACHABLE = 13,
+
+    // owner side -> worker side, of an output port: send output n itself
+
+    PULL = 14,
+
+    // worker side -> owner side, of an output port: output n, with its kind as flags
+
+    PULLED = 15,
 };
+
+// An output that stays on the worker's host.
+struct Kept {
+    uint64_t size, kind;
+};
+
+constexpr uint64_t REFERENCE_KIND = 7;       // REFERENCE, which frame.hpp defines
+constexpr uint64_t MOST_LOCATION = 1 << 10;  // largest size of a location, in bytes
 
 enum Flag : uint8_t {
     STARVED = 1,     // INPUT: the worker is waiting and has no items left
@@ -74,7 +101,11 @@ inline bool is_valid(const Head& head) {
     switch (head.type) {
         case FrameType::ITEM:
         case FrameType::OUT:
+            if (head.kind() == REFERENCE_KIND) return head.size <= MOST_LOCATION;
             return head.kind() >= 1 && head.kind() <= 4 && head.size <= MOST_ITEM;
+        case FrameType::MOVED:
+        case FrameType::PULLED:
+            return head.kind() >= 1 && head.size <= MOST_ITEM;
         case FrameType::INPUT:
         case FrameType::OUTPUT:
             return head.size <= (head.flags & BREAK ? MOST_CAUSE : 0) && head.b <= head.a;
@@ -86,6 +117,8 @@ inline bool is_valid(const Head& head) {
         case FrameType::RECALL:
         case FrameType::WANT:
         case FrameType::PART:
+        case FrameType::UNREACHABLE:
+        case FrameType::PULL:
             return head.size == 0;
     }
     return false;

@@ -52,6 +52,7 @@ from flowchan.hosts.agent_messages import (
     too_large,
 )
 from flowchan.hosts.code import lacking
+from flowchan.hosts.kept_outputs import KeptOutputs
 from flowchan.run.crew.process_stacks import stacks_of_processes
 from flowchan.run.crew.recovery import take_up
 from flowchan.run.crew.worker_processes import WorkerProcesses
@@ -140,11 +141,12 @@ class Agent:
         logs.set_levels(orders.levels)  # before forking, so that workers inherit the levels
         self._link = _core.Link(False)
         self._link.open_stream(0, [self._commands_writer], [self._reports_reader])
+        self._kept = KeptOutputs(self._link, orders.address, orders.secret, orders.tls, orders.peer_timeout)
 
     def run(self) -> None:
         """Carry out commands until the driver reports that the run is over."""
         self._link.attach(self._dial("can't reach the driver").detach())
-        for work in (self._keep_link, self._processes.watch):
+        for work in (self._keep_link, self._processes.watch, self._kept.serve):
             threading.Thread(target=_or_end, args=(work,), daemon=True).start()
         for command in self._commands:
             if isinstance(command, Leave):
@@ -222,7 +224,7 @@ class Agent:
         ports = _open_ports(start, channels)
         fill = [channels[f"in {port}"].writer() for port in start.inputs]
         drain = [port.channel.reader() for port in ports.writers()]
-        self._link.open_stream(start.stream, fill, drain)
+        self._link.open_stream(start.stream, fill, drain, lends=start.keeps_outputs)
         return _Worker(start, channels, ports, (fill, drain))
 
     def _recover(self, worker: _Worker, blame: bool) -> None:
@@ -238,7 +240,9 @@ class Agent:
         counts: list[int] = []
         reading: dict[str, int] = {}
         writing: dict[str, int] = {}
-        moves = self._processes.ended(worker.start.id)
+        about = self._link.state()["streams"].get(worker.start.stream, {})
+        # an item that is being fetched from another host still moves
+        moves = self._processes.ended(worker.start.id) or about.get("staged", 0) > 0
         for key, channel in worker.channels.items():
             stats = channel.stats()
             counts += [stats.items_in, stats.items_out]
@@ -286,6 +290,8 @@ class Agent:
                     self._refused(stream, port)
                 case link_events.ItemTooLarge(stream, port, size):
                     self._too_large(stream, port, size)
+                case link_events.OutputToFetch(location=location):
+                    self._kept.fetch(location)
                 case link_events.LinkBroken(why, stuck, in_vain):
                     if stuck > peer_timeout:
                         self._give_up(f"lost the driver: {link_events.STUCK.format(stuck, why)}")
@@ -319,7 +325,7 @@ class Agent:
         """
         orders = self._orders
         about = {"number": orders.number, "epoch": orders.epoch, "stuck": stuck, "cores": local_cores()}
-        hello = {**versions(), **about}
+        hello = {**versions(), **about, "outputs": self._kept.address}
         within = max(0.0, orders.peer_timeout - silent)
         try:
             sock, answer = reach(orders.address, orders.secret, hello, why=why, within=within, tls=orders.tls)

@@ -39,6 +39,8 @@ class AgentCallbacks(NamedTuple):
     Attributes:
         report: Receives each report from the agent and its workers.
         finished: Receives the number of a stream whose outputs have all been put.
+        not_remade: Receives a stream's number and the number of an output port whose lost item was not made
+            again.
         refused: Receives a stream's number and the number of the input port whose item can't leave this
             machine.
         ends: Reports workers that have ended and whose outputs have all arrived. Returns whether more workers
@@ -51,6 +53,7 @@ class AgentCallbacks(NamedTuple):
     report: Callable[[AgentHandle, AgentReport], None]
     finished: Callable[[AgentHandle, int], None]
     refused: Callable[[AgentHandle, int, int], None]
+    not_remade: Callable[[AgentHandle, int, int], None]
     ends: Callable[[AgentHandle], bool]
     late: Callable[[AgentHandle], bool]
     over: Callable[[AgentHandle], None]
@@ -108,16 +111,19 @@ class AgentHandle:
             thread.start()
             self._threads.append(thread)
 
-    def meet(self, sock: socket.socket, stuck: float = 0.0) -> None:
+    def meet(self, sock: socket.socket, stuck: float = 0.0, outputs: str = "") -> None:
         """Attach an authenticated connection from the agent, after its start or after a lost connection.
 
         ``stuck``: seconds for which the agent's connections have broken before any of its items arrived.
+        ``outputs``: address at which other agents fetch the outputs that stay with this one.
         """
         with self._lock:
             if self.why or self._refuses_connections:
                 sock.close()
                 return
             self._note_stuck(self._stuck_here, stuck)
+            if not self.has_connected:
+                self.link.set_fetch_address(outputs)
             self.link.attach(sock.detach())
             self.has_connected = True
         self.is_decided.set()
@@ -210,6 +216,8 @@ class AgentHandle:
                     self._callbacks.finished(self, stream)
                 case link_events.ItemRefused(stream, port):
                     self._callbacks.refused(self, stream, port)
+                case link_events.OutputNotRemade(stream, port):
+                    self._callbacks.not_remade(self, stream, port)
                 case link_events.ItemTooLarge():
                     self.end("it sent an item larger than the channel's max_bytes")
                 case link_events.LinkBroken(why, stuck):

@@ -39,6 +39,7 @@ class Start:
         membership: Its membership in its gang's group, if it already has one.
         elastic: True if its gang is elastic, so that later memberships follow in ``NewMembership``.
         sampled: Position of its stage in the graph if the run follows sampled items, otherwise None.
+        keeps_outputs: True if large outputs stay on the host until another host fetches them.
     """
 
     stream: int
@@ -55,6 +56,7 @@ class Start:
     membership: Any = None
     elastic: bool = False
     sampled: int | None = None
+    keeps_outputs: bool = False
 
     @property
     def id(self) -> WorkerId:
@@ -206,6 +208,14 @@ def refusal(channel: str, destination: str) -> TypeError:
         f"an item in channel {channel!r} can't be sent {destination}, because it contains a channel or "
         "shared tensor that exists on one machine only; create the channel with across='hosts', or "
         "send tensor.clone()"
+    )
+
+
+def not_remade(channel: str) -> RuntimeError:
+    """Return the error that breaks a channel if a lost item of it was not made again."""
+    return RuntimeError(
+        f"an item in channel {channel!r} was lost with the host that made it, and processing its input again "
+        "gave fewer items; the function of the stage must return as many items for the same input each time"
     )
 
 

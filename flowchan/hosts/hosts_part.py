@@ -40,6 +40,7 @@ from flowchan.hosts.agent_messages import (
     Start,
     Waiting,
     WrittenStack,
+    not_remade,
     refusal,
 )
 from flowchan.hosts.agent_questions import AgentQuestions
@@ -47,6 +48,7 @@ from flowchan.hosts.agent_starts import AgentStarts, must_have_descriptors
 from flowchan.hosts.capacity import report_cores
 from flowchan.hosts.code import PackedStages
 from flowchan.hosts.host_gangs import HostGangs
+from flowchan.hosts.kept_outputs import keeps_outputs
 from flowchan.hosts.providers.provider import Provider
 from flowchan.hosts.stack_requests import StackRequests
 from flowchan.hosts.worker_ports import HostWorkers, WorkerPorts, WorkerStreams, host_for, together
@@ -156,6 +158,7 @@ class HostsPart:
                 self._receive,
                 self._finished,
                 self._refused,
+                self._not_remade,
                 self._ends,
                 self._is_late,
                 self._over,
@@ -178,7 +181,7 @@ class HostsPart:
             agent.end(why)
         elif agent is not None:
             report_cores(self._provider, agent.host, int(hello.get("cores", 1)))
-            agent.meet(sock, float(hello.get("stuck", 0.0)))
+            agent.meet(sock, float(hello.get("stuck", 0.0)), str(hello.get("outputs", "")))
             return
         sock.close()
 
@@ -208,6 +211,7 @@ class HostsPart:
                 most=min(self._ports.plan.memory, most_bytes()), share=self._ports.plan.share,
                 gpus=worker.stage.gpus, membership=self._membership(id, stream), elastic=self._is_elastic(id),
                 sampled=self._ports.ports[id].shared.sampled,
+                keeps_outputs=keeps_outputs(self._ports.plan, worker, self._workers),
             )
         )  # fmt: skip
         if self._ports.plan.samples_items:
@@ -306,12 +310,19 @@ class HostsPart:
         self._ends(agent)
 
     def _refused(self, agent: AgentHandle, number: int, port: int) -> None:
-        with self._lock:
-            found = (id for id, stream in self._streams.of(agent).items() if stream.number == number)
-            id = next(found, None)
-        if id is not None:
+        if (id := self._on_stream(agent, number)) is not None:
             channel = [*self._ports.ports[id].inputs.values()][port].channel
             channel.abort(refusal(channel._name, f"to host {agent.host!r}"))
+
+    def _not_remade(self, agent: AgentHandle, number: int, port: int) -> None:
+        if (id := self._on_stream(agent, number)) is not None:
+            channel = [*self._ports.ports[id].writers()][port].channel
+            channel.abort(not_remade(channel._name))
+
+    def _on_stream(self, agent: AgentHandle, number: int) -> WorkerId | None:
+        with self._lock:
+            found = (id for id, stream in self._streams.of(agent).items() if stream.number == number)
+            return next(found, None)
 
     def _ends(self, agent: AgentHandle) -> bool:
         """Report the workers that have ended and whose outputs have all arrived.

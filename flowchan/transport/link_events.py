@@ -61,6 +61,23 @@ class ItemTooLarge:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputToFetch:
+    """At an agent: an item has arrived whose payload is on another host, at ``location``."""
+
+    stream: int
+    port: int
+    location: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OutputNotRemade:
+    """At the owner: an output was lost with its host, and processing its input again did not make it."""
+
+    stream: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class LinkClosed:
     """This process has closed the link. No more events follow."""
 
@@ -79,13 +96,17 @@ class LinkIdle:
     silent: float
 
 
-LinkEvent = LinkBroken | StreamFinished | ItemRefused | ItemTooLarge | LinkClosed
+LinkEvent = (
+    LinkBroken | StreamFinished | ItemRefused | ItemTooLarge | OutputToFetch | OutputNotRemade | LinkClosed
+)
 
 _EVENTS: dict[str, type[LinkEvent]] = {
     "broken": LinkBroken,
     "finished": StreamFinished,
     "refused": ItemRefused,
     "too large": ItemTooLarge,
+    "to fetch": OutputToFetch,
+    "not remade": OutputNotRemade,
     "closed": LinkClosed,
 }
 

@@ -70,8 +70,9 @@ class RemoteWorker:
         ordered: bool = False,
         one_output: bool = False,
         replaces: RemoteWorker | None = None,
+        lends: bool = False,
     ) -> None:
-        self.linked, self.number = linked, number
+        self.linked, self.number, self.lends = linked, number, lends
         self.source, self.results, self.ordered, self.one_output = source, results, ordered, one_output
         self.reader, self.writers = source.reader(), [channel.writer() for channel in results]
         self.into: Channel[Any] = Channel(1024, across="processes", max_bytes=1 << 26)
@@ -86,7 +87,7 @@ class RemoteWorker:
         if replaces is not None:
             _core._take_up([replaces.reader], replaces.writers, [self.reader])
         linked.owner_side.open_stream(number, [self.reader], self.writers)
-        linked.worker_side.open_stream(number, [self.feed], self.drains)
+        linked.worker_side.open_stream(number, [self.feed], self.drains, lends=lends)
 
     def die(self, number: int) -> RemoteWorker:
         """Simulate the failure of the worker's host, and return a replacement that takes over its items.
@@ -103,6 +104,7 @@ class RemoteWorker:
             ordered=self.ordered,
             one_output=self.one_output,
             replaces=self,
+            lends=self.lends,
         )
         for channel in (self.into, *self.out):
             channel.abort(None)

@@ -1,0 +1,208 @@
+#include "references.hpp"
+
+#include <algorithm>
+
+#include "link.hpp"
+
+namespace flowchan {
+
+References& references() {
+    static References& all = *new References;  // threads of links may use it until the process has ended
+    return all;
+}
+
+void References::join(Link* link) {
+    std::lock_guard lock(mutex_);
+    links_.try_emplace(link);
+}
+
+void References::leave(Link* link) {
+    std::lock_guard lock(mutex_);
+    lose_if(link, nullptr);
+    links_.erase(link);
+}
+
+uint64_t References::add(Link* link, const OutputKey& output, uint64_t key, uint64_t size, uint64_t kind) {
+    std::lock_guard lock(mutex_);
+    records_.emplace(++last_, Record{link, output, key, size, kind});
+    return last_;
+}
+
+void References::place(uint64_t id, const Ring* ring, uint64_t number, uint64_t index) {
+    std::lock_guard lock(mutex_);
+    const auto found = records_.find(id);
+    if (found == records_.end()) return;
+    found->second.place = {ring, number, index};
+    found->second.placed = true;
+    places_[found->second.place] = id;
+}
+
+uint64_t References::repair(const Ring* ring, uint64_t number, uint64_t index, uint64_t with) {
+    std::lock_guard lock(mutex_);
+    const auto place = places_.find({ring, number, index});
+    const auto made = records_.find(with);
+    uint64_t repaired = 0;
+    if (place != places_.end() && made != records_.end()) {
+        Record& lost = records_.at(place->second);
+        if (!lost.link && !lost.here) {
+            const Record& now = made->second;
+            lost.link = now.link;
+            lost.output = now.output;
+            lost.key = now.key;
+            lost.size = now.size;
+            lost.kind = now.kind;
+            lost.moves += 1;
+            lost_ -= 1;
+            repaired = place->second;
+        }
+    }
+    if (made != records_.end()) records_.erase(made);
+    if (repaired) changed();
+    return repaired;
+}
+
+void References::repair(const Ring* ring, uint64_t number, uint64_t index, uint64_t kind, std::string bytes) {
+    std::lock_guard lock(mutex_);
+    const auto place = lost_ ? places_.find({ring, number, index}) : places_.end();
+    if (place == places_.end()) return;
+    Record& lost = records_.at(place->second);
+    if (lost.link || lost.here) return;
+    lost.here = true;
+    lost.size = bytes.size();
+    lost.kind = kind;
+    lost.bytes = std::move(bytes);
+    lost.moves += 1;
+    lost_ -= 1;
+    changed();
+}
+
+bool References::is_any_lost(const Ring* ring, uint64_t number) {
+    std::lock_guard lock(mutex_);
+    if (!lost_) return false;
+    for (auto at = places_.lower_bound({ring, number, 0});
+         at != places_.end() && std::get<0>(at->first) == ring && std::get<1>(at->first) == number; ++at) {
+        const Record& one = records_.at(at->second);
+        if (!one.link && !one.here) return true;
+    }
+    return false;
+}
+
+void References::erase(std::unordered_map<uint64_t, Record>::iterator found) {
+    const Record& one = found->second;
+    if (!one.link && !one.here) lost_ -= 1;
+    if (one.placed) places_.erase(one.place);
+    records_.erase(found);
+}
+
+void References::release(uint64_t id) {
+    std::lock_guard lock(mutex_);
+    const auto found = records_.find(id);
+    if (found == records_.end()) return;
+    const Record& one = found->second;
+    if (const auto to = links_.find(one.link); one.link && to != links_.end()) {
+        to->second.released.push_back({one.output.stream, one.output.port, id, one.key});
+        one.link->has_messages = true;
+        one.link->ring_doorbell();
+    }
+    erase(found);
+}
+
+void References::lose(Link* link, uint32_t stream) {
+    std::lock_guard lock(mutex_);
+    lose_if(link, &stream);
+}
+
+// Mark the outputs of a link, or of one of its streams, as lost. Outputs that are here are not lost.
+void References::lose_if(Link* link, const uint32_t* stream) {
+    for (auto next = records_.begin(); next != records_.end();) {
+        const auto found = next++;
+        Record& one = found->second;
+        if (one.link != link || (stream && one.output.stream != *stream)) continue;
+        if (!one.placed) {  // it was still waiting for room, so its item is processed again as usual
+            records_.erase(found);
+            continue;
+        }
+        one.link = nullptr;
+        one.pulling = false;
+        if (!one.here) lost_ += 1;
+    }
+}
+
+std::optional<References::Seen> References::look(uint64_t id) {
+    std::lock_guard lock(mutex_);
+    const auto found = records_.find(id);
+    if (found == records_.end()) return std::nullopt;
+    const Record& one = found->second;
+    Seen seen{Seen::State::Lost, one.size, one.kind, one.moves, {}};
+    if (one.here) {
+        seen.state = Seen::State::Here;
+        seen.payload = one.bytes;
+    } else if (one.link) {
+        const Location location{
+            id, one.size, one.output.output, one.output.stream, one.output.port, uint16_t(one.kind)};
+        seen.state = Seen::State::There;
+        seen.payload.assign(reinterpret_cast<const char*>(&location), sizeof location);
+        seen.payload += one.link->fetch_address();
+    }
+    return seen;
+}
+
+uint64_t References::size_of(uint64_t id) {
+    std::lock_guard lock(mutex_);
+    const auto found = records_.find(id);
+    return found == records_.end() ? 0 : found->second.size;
+}
+
+void References::pull(uint64_t id) {
+    std::lock_guard lock(mutex_);
+    const auto found = records_.find(id);
+    if (found == records_.end()) return;
+    Record& one = found->second;
+    const auto to = links_.find(one.link);
+    if (!one.link || one.here || to == links_.end() || std::exchange(one.pulling, true)) return;
+    to->second.pulls.push_back(one.output);
+    one.link->has_messages = true;
+    one.link->ring_doorbell();
+}
+
+void References::pulled(Link* link, const OutputKey& output, uint64_t kind, std::string bytes) {
+    std::lock_guard lock(mutex_);
+    for (auto& [id, one] : records_) {
+        if (one.link != link || one.output.stream != output.stream || one.output.port != output.port ||
+            one.output.output != output.output || one.here)
+            continue;
+        one.here = true;
+        one.pulling = false;
+        one.kind = kind;
+        one.bytes = std::move(bytes);
+        one.moves += 1;
+        return changed();
+    }
+}
+
+void References::ask_again(Link* link) {
+    std::lock_guard lock(mutex_);
+    const auto to = links_.find(link);
+    if (to == links_.end()) return;
+    to->second.pulls.clear();
+    for (const auto& [id, one] : records_)
+        if (one.link == link && one.pulling) to->second.pulls.push_back(one.output);
+}
+
+References::Inbox References::collect(Link* link) {
+    std::lock_guard lock(mutex_);
+    const auto found = links_.find(link);
+    return found == links_.end() ? Inbox{} : std::exchange(found->second, {});
+}
+
+uint64_t References::count() {
+    std::lock_guard lock(mutex_);
+    return records_.size();
+}
+
+void References::changed() {
+    generation_.fetch_add(1, std::memory_order_release);
+    for (auto& [link, inbox] : links_) link->ring_doorbell();
+}
+
+}  // namespace flowchan

@@ -1,0 +1,114 @@
+"""Large outputs that stay on the host that made them until the host of their reader fetches them.
+
+The native link decides which outputs stay, and keeps order, leases and recovery in the driver
+(``references.hpp``). This module provides the connections between agents over which outputs are fetched.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Collection
+from queue import SimpleQueue
+from typing import Any
+
+from flowchan.run.policy.events import WorkerId
+from flowchan.run.policy.plan import Plan, PlannedWorker
+from flowchan.transport.dial import reach
+from flowchan.transport.interrupts import unless_interrupted
+from flowchan.transport.listener import AuthenticatedListener
+from flowchan.transport.tcp import joined, listen, route_to, split
+
+LOCATION_BYTES = 32
+"""Size of a location without the address that follows it (``Location`` in ``references.hpp``)."""
+
+
+def keeps_outputs(plan: Plan, worker: PlannedWorker, pool: Collection[WorkerId]) -> bool:
+    """Return whether the host of a worker may keep the worker's large outputs.
+
+    Both stages of the channel must run in the same pool and handle each item separately. A stage that takes
+    many items before it emits one would wait for the end of the first stage. The first stage would wait for
+    the second one, because it keeps its input items until their outputs have been read.
+
+    Args:
+        plan: The plan of the run.
+        worker: The worker that makes the outputs.
+        pool: The workers of its pool.
+    """
+    if len(worker.outputs) != 1 or not _handles_each_item(worker):
+        return False
+    (channel,) = worker.outputs.values()
+    users = [one for one in plan.workers if channel in (*one.inputs.values(), *one.outputs.values())]
+    readers = [one for one in users if channel in one.inputs.values()]
+    return bool(readers) and all(one.id in pool and _handles_each_item(one) for one in users)
+
+
+def _handles_each_item(worker: PlannedWorker) -> bool:
+    stage = worker.stage
+    plain = stage.gang is None and not stage.per_worker and not stage.may_get_requests
+    return plain and stage.operator.per_item and len(worker.inputs) == 1 and not stage.output_per_worker
+
+
+class KeptOutputs:
+    """The outputs that stay on the host of an agent, and those that it fetches from other hosts.
+
+    Args:
+        link: The agent's link to the driver.
+        driver: The address of the driver.
+        secret: The secret of the run.
+        tls: Encrypt the connections between agents.
+        peer_timeout: Seconds after which another agent counts as unreachable.
+
+    Attributes:
+        address: The address at which other agents fetch outputs from this one.
+    """
+
+    def __init__(self, link: Any, driver: str, secret: bytes, tls: bool, peer_timeout: float) -> None:
+        self._link, self._secret, self._tls = link, secret, tls
+        self._reach_within = peer_timeout / 4
+        self._listener = AuthenticatedListener(
+            listen(joined((route_to(split(driver)[0]), 0))), secret, {}, tls=tls
+        )
+        self.address = self._listener.address
+        self._queues: dict[str, SimpleQueue[bytes]] = {}
+
+    def serve(self) -> None:
+        """Send outputs to the agents that fetch them. This method does not return."""
+        while True:
+            sock, _ = self._listener.accept()
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with sock:
+            self._link.serve_fetches(sock.fileno())
+
+    def fetch(self, location: bytes) -> None:
+        """Fetch the output at this location in the background.
+
+        If its host cannot be reached, the driver sends the output.
+        """
+        address = location[LOCATION_BYTES:].decode()
+        queue = self._queues.get(address)
+        if queue is None:
+            queue = self._queues[address] = SimpleQueue()
+            threading.Thread(target=self._fetch_from, args=(address, queue), daemon=True).start()
+        queue.put(location)
+
+    def _fetch_from(self, address: str, queue: SimpleQueue[bytes]) -> None:
+        sock: socket.socket | None = None
+        while True:
+            location = queue.get()
+            try:
+                if sock is None:
+                    why = "can't reach the host that made an item"
+                    sock, _ = reach(
+                        address, self._secret, {}, why=why, within=self._reach_within, tls=self._tls
+                    )
+                found = self._link.fetch(sock.fileno(), location)
+            except unless_interrupted(OSError):
+                found = False
+                if sock is not None:
+                    sock.close()
+                    sock = None
+            if not found:
+                self._link.report_unreachable(location)

@@ -1,0 +1,171 @@
+"""Large outputs that stay on the worker's side of a link until the link of their reader fetches them."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+from linked import Linked, RemoteWorker, feeding
+
+from flowchan import Channel, _core
+
+SIZE = 100_000
+
+
+def make(number: int) -> bytes:
+    return bytes([number % 251]) * (SIZE + number)
+
+
+def made(number: int) -> Iterable[tuple[int, bytes]]:
+    return [(0, make(number))]
+
+
+def number_of(item: bytes) -> Iterable[tuple[int, int]]:
+    number = len(item) - SIZE
+    assert item == make(number)
+    return [(0, number)]
+
+
+class Fetcher:
+    """Fetch outputs for a link from the worker sides of other links, as an agent does.
+
+    Args:
+        link: The worker side that needs the outputs.
+        sources: The worker sides that have them. The fetch address of each link is its position in this list.
+        reachable: Decides for each location whether it can be reached.
+    """
+
+    def __init__(self, link: Any, sources: list[Any], reachable: Any) -> None:
+        self.link, self.reachable = link, reachable
+        self.fetched = self.refused = 0
+        self.ends, self.threads = [], []
+        for source in sources:
+            ours, theirs = socket.socketpair()
+            self.ends.append(ours)
+            self.threads.append(threading.Thread(target=self._serve, args=(source, theirs)))
+        self.threads.append(threading.Thread(target=self._fetch))
+        for thread in self.threads:
+            thread.start()
+
+    @staticmethod
+    def _serve(source: Any, sock: socket.socket) -> None:
+        with sock:
+            source.serve_fetches(sock.fileno())
+
+    def _fetch(self) -> None:
+        while True:
+            kind, *values = self.link.wait() or ("",)
+            if kind == "closed":
+                return
+            if kind != "to fetch":
+                continue
+            location = values[2]
+            end = self.ends[int(location[32:])]
+            if self.reachable() and self.link.fetch(end.fileno(), location):
+                self.fetched += 1
+            else:
+                self.refused += 1
+                self.link.report_unreachable(location)
+
+    def close(self) -> None:
+        """Wait for the threads; the link must be closed."""
+        for end in self.ends:
+            end.shutdown(socket.SHUT_RDWR)
+        for thread in self.threads:
+            thread.join()
+        for end in self.ends:
+            end.close()
+
+
+class Hosts:
+    """Two links, the first for workers that make outputs and the second for those that read them."""
+
+    def __init__(self, reachable: Any = lambda: True) -> None:
+        self.makers, self.readers = Linked(), Linked()
+        for number, linked in enumerate((self.makers, self.readers)):
+            linked.owner_side.set_fetch_address(str(number))
+            linked.connect()
+        sides = [self.makers.worker_side, self.readers.worker_side]
+        self.fetcher = Fetcher(self.readers.worker_side, sides, reachable)
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.makers.__exit__()
+        self.readers.__exit__()
+        self.fetcher.close()
+
+
+def ring() -> Channel[Any]:
+    return Channel(8, across="processes", max_bytes=1 << 26)
+
+
+@contextmanager
+def run_chain(
+    hosts: Hosts, items: int, ordered: bool, makers: int = 2
+) -> Iterator[tuple[Any, list[RemoteWorker]]]:
+    """Run ``makers`` workers that make outputs and two that read them; yield the results and the makers."""
+    source, between, results = ring(), ring(), ring()
+    with ExitStack() as stack:
+        making = [
+            RemoteWorker(hosts.makers, n, source, between, ordered=ordered, one_output=True, lends=True)
+            for n in range(1, makers + 1)
+        ]
+        reading = [
+            RemoteWorker(hosts.readers, n, between, results, ordered=ordered, one_output=True)
+            for n in range(1, 3)
+        ]
+        out = results.reader()
+        threads = [one.start(made) for one in making] + [one.start(number_of) for one in reading]
+        threads.append(feeding(source, range(items)))
+        yield out, making
+        for thread in threads:
+            stack.callback(thread.join)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_large_outputs_are_fetched_by_the_link_of_their_reader(ordered: bool) -> None:
+    with Hosts() as hosts, run_chain(hosts, 100, ordered) as (out, _):
+        results = list(out)
+    assert (results if ordered else sorted(results)) == list(range(100))
+    assert (hosts.fetcher.fetched, hosts.fetcher.refused) == (100, 0)
+    assert hosts.makers.owner_side.state()["bytes_in"] < 100 * SIZE / 10
+    assert _core._references() == 0
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_outputs_that_cannot_be_fetched_are_sent_through_the_owner(ordered: bool) -> None:
+    chooser = random.Random(1)
+    with Hosts(lambda: chooser.random() < 0.5) as hosts, run_chain(hosts, 100, ordered) as (out, _):
+        results = list(out)
+    assert (results if ordered else sorted(results)) == list(range(100))
+    assert hosts.fetcher.fetched > 0
+    assert hosts.fetcher.refused > 0
+    assert _core._references() == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_outputs_survive_broken_connections_and_dead_makers(seed: int) -> None:
+    chooser = random.Random(seed)
+    ordered = seed % 2 == 0
+    with Hosts(lambda: chooser.random() < 0.8) as hosts, run_chain(hosts, 200, ordered) as (out, making):
+        results, replaced = [], []
+        for number, item in enumerate(out):
+            results.append(item)
+            if number % 20 == 10:
+                chooser.choice((hosts.makers, hosts.readers)).connect()
+            if number % 50 == 25:
+                dying = making.pop(0)
+                replaced.append(dying.die(100 + number))
+                making.append(replaced[-1])
+                replaced[-1].thread = replaced[-1].start(made)
+        for one in replaced:
+            one.thread.join()
+    assert (results if ordered else sorted(results)) == list(range(200))
+    assert _core._references() == 0
