@@ -310,19 +310,14 @@ class HostsPart:
         self._ends(agent)
 
     def _refused(self, agent: AgentHandle, number: int, port: int) -> None:
-        if (id := self._on_stream(agent, number)) is not None:
+        if (id := self._streams.worker_on(agent, number)) is not None:
             channel = [*self._ports.ports[id].inputs.values()][port].channel
             channel.abort(refusal(channel._name, f"to host {agent.host!r}"))
 
     def _not_remade(self, agent: AgentHandle, number: int, port: int) -> None:
-        if (id := self._on_stream(agent, number)) is not None:
+        if (id := self._streams.worker_on(agent, number)) is not None:
             channel = [*self._ports.ports[id].writers()][port].channel
             channel.abort(not_remade(channel._name))
-
-    def _on_stream(self, agent: AgentHandle, number: int) -> WorkerId | None:
-        with self._lock:
-            found = (id for id, stream in self._streams.of(agent).items() if stream.number == number)
-            return next(found, None)
 
     def _ends(self, agent: AgentHandle) -> bool:
         """Report the workers that have ended and whose outputs have all arrived.

@@ -34,6 +34,9 @@ def keeps_outputs(plan: Plan, worker: PlannedWorker, pool: Collection[WorkerId])
         plan: The plan of the run.
         worker: The worker that makes the outputs.
         pool: The workers of its pool.
+
+    Returns:
+        True if large outputs may stay.
     """
     if len(worker.outputs) != 1 or not _handles_each_item(worker):
         return False

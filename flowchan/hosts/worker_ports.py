@@ -68,6 +68,11 @@ class WorkerStreams(UserDict[WorkerId, WorkerPorts]):
         """Return the streams of the workers on an agent, without a look at those of other agents."""
         return self._by_agent.get(agent, {})
 
+    def worker_on(self, agent: AgentHandle, number: int) -> WorkerId | None:
+        """Return the worker with the stream ``number`` on an agent, or None if it has ended."""
+        streams = list(self.of(agent).items())  # other threads may change it
+        return next((id for id, stream in streams if stream.number == number), None)
+
 
 MOST_AGENTS, WITHIN_S, MAX_UNCONNECTED = 10, 60.0, 3
 """Limits at which the driver gives up on a host: the number of agents started on the host within WITHIN_S

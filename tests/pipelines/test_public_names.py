@@ -51,6 +51,7 @@ SHARED = {
     "flowchan.hosts.code",
     "flowchan.hosts.pool_channels",
     "flowchan.run.policy.decisions",
+    "flowchan.run.observe.cgroups",
     "flowchan.run.policy.events",
     "flowchan.items.text",
     "flowchan.run.policy.failures",
