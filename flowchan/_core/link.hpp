@@ -170,6 +170,10 @@ class Link {
     std::string send_some(int fd);  // returns the error, or ""
     bool fill();
     bool serve_as_owner(LinkStream& stream);
+    void report_output(LinkStream& stream, Sink& sink, uint16_t port);
+    bool add_items(LinkStream& stream, Source& source, uint16_t port);
+    bool free_unread(LinkStream& stream, Sink& sink);
+    bool can_put(LinkStream& stream, Sink& sink, const Sink::Staged& item);
     bool serve_as_worker(LinkStream& stream);
     void add_progress(LinkStream& stream);
     void add_item(LinkStream& stream, Source& source, uint16_t port);
@@ -220,6 +224,7 @@ class Link {
     uint64_t add_kept(const LinkStream& stream, const Sink& sink, const Received& item);
     bool handle_location(LinkStream& stream, Sink& sink, const Received& item);
     bool handle_moved(const LinkStream& stream, Sink& sink, const Head& head, const char* payload);
+    bool handle_about_reference(LinkStream& stream, const Head& head, const char* payload);
     bool handle_unreachable(Source& source, uint64_t item);
     void report_to_fetch(const LinkStream& stream, const Sink& sink, const std::vector<char>& location);
     Sink::Staged* find_staged(const Location& location);

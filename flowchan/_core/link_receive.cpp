@@ -110,14 +110,18 @@ void Link::hold(Sink& sink, uint64_t items) {
     held_for_ += uint32_t(items);
 }
 
+// Return whether an item may be put in a run.
+static bool is_small_item(const Head& head) {
+    return head.type == FrameType::ITEM && head.size <= SMALL && head.kind() != REFERENCE;
+}
+
 // Worker side: put consecutive small items of one port into its ring as a run. Return their size in bytes; 0
 // means that the first frame must be handled separately.
 uint64_t Link::handle_run(const char* at, uint64_t size) {
     Head head{};
     memcpy(static_cast<void*>(&head), at, Head::SHORT);
-    LinkStream* stream =
-        owner_side_ || head.type != FrameType::ITEM || head.size > SMALL ? nullptr : find(head.stream);
-    if (!stream || head.port >= stream->sinks.size() || head.kind() == REFERENCE) return 0;
+    LinkStream* stream = owner_side_ || !is_small_item(head) ? nullptr : find(head.stream);
+    if (!stream || head.port >= stream->sinks.size()) return 0;
     Sink& sink = stream->sinks[head.port];
     if (sink.drops_items() || !sink.staged.empty() || !sink.part.empty()) return 0;
     const Head first = head;
@@ -125,8 +129,8 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
     uint64_t n = 0;
     for (uint64_t from = 0; n < Redo::MOST && size - from >= Head::SHORT; from += Head::SHORT + head.size) {
         memcpy(static_cast<void*>(&head), at + from, Head::SHORT);
-        const bool same = head.type == first.type && head.stream == first.stream && head.port == first.port;
-        if (!same || !is_valid(head) || head.n != sink.got + n || head.kind() == REFERENCE) break;
+        const bool same = head.stream == first.stream && head.port == first.port;
+        if (!same || !is_small_item(head) || !is_valid(head) || head.n != sink.got + n) break;
         if (class_of(head.size) != class_of(first.size) || size - from - Head::SHORT < head.size) break;
         run[n++] = {head.kind(), head.deaths(), head.size, at + from + Head::SHORT};
     }
@@ -179,21 +183,13 @@ bool Link::handle(const Head& head, const char* payload) {
         for (Sink& sink : stream->sinks) sink.dirty = true, sink.wanted = false;
         return true;
     }
-    const bool of_source = head.type == FrameType::INPUT || head.type == FrameType::OUTPUT ||
-                           head.type == FrameType::PART || head.type == FrameType::UNREACHABLE ||
-                           head.type == FrameType::PULL;
+    const bool of_source = is_for_sender(head.type);
     if (head.port >= (of_source ? stream->sources.size() : stream->sinks.size())) return false;
     if (head.type == FrameType::INPUT) return handle_input(*stream, head, payload);
     if (head.type == FrameType::OUTPUT) return handle_output(*stream, head, payload);
     if (head.type == FrameType::PART) return handle_part(stream->sources[head.port], head);
-    if (head.type == FrameType::UNREACHABLE) return handle_unreachable(stream->sources[head.port], head.n);
-    if (head.type == FrameType::PULL) return stream->sources[head.port].pulls.push_back(head.n), true;
+    if (is_about_reference(head.type)) return handle_about_reference(*stream, head, payload);
     Sink& sink = stream->sinks[head.port];
-    if (head.type == FrameType::MOVED) return handle_moved(*stream, sink, head, payload);
-    if (head.type == FrameType::PULLED) {
-        references().pulled(this, {head.stream, head.port, head.n}, head.flags, {payload, head.size});
-        return true;
-    }
     if (head.type == FrameType::RECALL) return sink.recall(), true;
     if (head.type == FrameType::WANT) return handle_want(sink, head.n != 0);
     if (head.type == FrameType::END) return handle_end(*stream, sink, head, payload);

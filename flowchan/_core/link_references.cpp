@@ -126,12 +126,46 @@ uint64_t Link::add_kept(const LinkStream& stream, const Sink& sink, const Receiv
                             kept.size, kept.kind);
 }
 
+// Handle a frame about an output that stays on the host that made it.
+bool Link::handle_about_reference(LinkStream& stream, const Head& head, const char* payload) {
+    switch (head.type) {
+        case FrameType::UNREACHABLE:
+            return handle_unreachable(stream.sources[head.port], head.n);
+        case FrameType::PULL:
+            stream.sources[head.port].pulls.push_back(head.n);
+            return true;
+        case FrameType::MOVED:
+            return handle_moved(stream, stream.sinks[head.port], head, payload);
+        default:
+            references().pulled(this, {head.stream, head.port, head.n}, head.flags, {payload, head.size});
+            return true;
+    }
+}
+
 bool Link::handle_unreachable(Source& source, uint64_t item) {
     if (source.left || item < source.base) return true;
     if (item - source.base >= source.entries.size()) return false;
     const Source::Entry& entry = source.entries[item - source.base];
     if (entry.kind == REFERENCE) references().pull(entry.reference());
     return true;
+}
+
+// If the outputs have no readers any more, free those that are on the worker's host.
+bool Link::free_unread(LinkStream& stream, Sink& sink) {
+    if (sink.lent.empty() || sink.has_readers()) return false;
+    for (Sink::Lent& one : sink.lent) {
+        if (one.reference && one.reference != Sink::WAITING) stream.sources[0].release(one.key);
+        one.reference = 0;
+    }
+    sink.forget_reference(0);
+    sink.dirty = true;
+    return true;
+}
+
+// Return whether the order of items and outputs allows this one to be put now.
+bool Link::can_put(LinkStream& stream, Sink& sink, const Sink::Staged& item) {
+    const bool is_to_be_fetched = !owner_side_ && item.kind == REFERENCE;
+    return !is_to_be_fetched && is_settled(stream, sink, item.key);
 }
 
 // --- frames to send ---

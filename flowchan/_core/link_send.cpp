@@ -84,34 +84,8 @@ bool Link::serve_as_owner(LinkStream& stream) {
     for (uint16_t port = 0; port < stream.sinks.size(); ++port) {
         Sink& sink = stream.sinks[port];
         sink.check_ended();
-        if (sink.is_lent && !sink.lent.empty() && !sink.has_readers()) {
-            for (Sink::Lent& one : sink.lent) {
-                if (one.reference && one.reference != Sink::WAITING) stream.sources[0].release(one.key);
-                one.reference = 0;
-            }
-            sink.forget_reference(0);
-            sink.dirty = moved = true;
-        }
-        if (!std::exchange(sink.dirty, false)) continue;
-        Head head{.stream = stream.number,
-                  .port = port,
-                  .type = FrameType::OUTPUT,
-                  .a = sink.got,
-                  .b = sink.freed()};
-        std::string cause;
-        if (sink.limited && !sink.over) {
-            RingLock holding(*sink.ring);
-            head.n = sink.limit_sent = sink.limit(prefetched(stream));
-        }
-        if (sink.over) {
-            RingLock holding(*sink.ring);
-            const bool broken = sink.ring->header().state == BROKEN;
-            head.flags = broken ? BREAK | NO_MORE : sink.lent.empty() ? NO_MORE : 0;
-            if (broken) cause = sink.ring->cause();
-        }
-        head.size = cause.size();
-        report_part(stream, sink, port);
-        add_frame(head, cause);
+        moved = free_unread(stream, sink) || moved;
+        if (std::exchange(sink.dirty, false)) report_output(stream, sink, port);
     }
     for (uint16_t port = 0; port < stream.sources.size(); ++port) {
         Source& source = stream.sources[port];
@@ -122,15 +96,42 @@ bool Link::serve_as_owner(LinkStream& stream) {
         if (source.should_recall(round_trip())) source.recalling = true;
         if (source.recalling && !std::exchange(source.recall_sent, true))
             add_frame({.stream = stream.number, .port = port, .type = FrameType::RECALL});
-        for (; source.has_unsent() && !is_full(); moved = true) {
-            if (source.unsent().kind != REFERENCE)
-                add_item(stream, source, port);
-            else if (!add_reference(stream, source, port))
-                break;
-        }
+        moved = add_items(stream, source, port) || moved;
         moved = add_end(stream, source, port) || moved;
     }
     return moved;
+}
+
+// Report the state of an output port.
+void Link::report_output(LinkStream& stream, Sink& sink, uint16_t port) {
+    Head head{
+        .stream = stream.number, .port = port, .type = FrameType::OUTPUT, .a = sink.got, .b = sink.freed()};
+    std::string cause;
+    if (sink.limited && !sink.over) {
+        RingLock holding(*sink.ring);
+        head.n = sink.limit_sent = sink.limit(prefetched(stream));
+    }
+    if (sink.over) {
+        RingLock holding(*sink.ring);
+        const bool broken = sink.ring->header().state == BROKEN;
+        head.flags = broken ? BREAK | NO_MORE : sink.lent.empty() ? NO_MORE : 0;
+        if (broken) cause = sink.ring->cause();
+    }
+    head.size = cause.size();
+    report_part(stream, sink, port);
+    add_frame(head, cause);
+}
+
+// Send items until enough bytes are gathered. Return whether any was sent.
+bool Link::add_items(LinkStream& stream, Source& source, uint16_t port) {
+    const uint64_t before = source.sent;
+    while (source.has_unsent() && !is_full()) {
+        if (source.unsent().kind != REFERENCE)
+            add_item(stream, source, port);
+        else if (!add_reference(stream, source, port))
+            break;
+    }
+    return source.sent != before;
 }
 
 bool Link::serve_as_worker(LinkStream& stream) {
@@ -354,8 +355,7 @@ bool Link::move_staged(LinkStream& stream) {
                 RingLock holding(*sink.ring);
                 sink.queue_place.leave();
             }
-            if (!owner_side_ && first.kind == REFERENCE) break;  // it has not been fetched yet
-            if (!is_settled(stream, sink, first.key)) break;
+            if (!can_put(stream, sink, first)) break;
             RingLock holding(*sink.ring);
             const Received item{first.key, first.kind, first.deaths, first.payload.size(),
                                 first.payload.data()};

@@ -55,6 +55,14 @@ enum class FrameType : uint8_t {
     PULLED = 15,
 };
 
+// Return whether a frame is for the sender of the items of its port, and not for their receiver.
+inline bool is_for_sender(FrameType type) {
+    return type == FrameType::INPUT || type == FrameType::OUTPUT || type == FrameType::PART ||
+           type == FrameType::UNREACHABLE || type == FrameType::PULL;
+}
+
+inline bool is_about_reference(FrameType type) { return type >= FrameType::MOVED; }
+
 // An output that stays on the worker's host.
 struct Kept {
     uint64_t size, kind;
@@ -96,16 +104,20 @@ static_assert(sizeof(Head) == Head::LONG && __BYTE_ORDER__ == __ORDER_LITTLE_END
 constexpr uint64_t MOST_CAUSE = 1 << 24;  // largest size of a cause, in bytes
 constexpr uint64_t MOST_ITEM = uint64_t(1) << 46;
 
+inline bool is_valid_item(const Head& head) {
+    if (head.kind() == REFERENCE_KIND) return head.size <= MOST_LOCATION;
+    return head.kind() >= 1 && head.kind() <= 4 && head.size <= MOST_ITEM;
+}
+
 // Return whether a head is valid in any context.
 inline bool is_valid(const Head& head) {
     switch (head.type) {
         case FrameType::ITEM:
         case FrameType::OUT:
-            if (head.kind() == REFERENCE_KIND) return head.size <= MOST_LOCATION;
-            return head.kind() >= 1 && head.kind() <= 4 && head.size <= MOST_ITEM;
+            return is_valid_item(head);
         case FrameType::MOVED:
         case FrameType::PULLED:
-            return head.kind() >= 1 && head.size <= MOST_ITEM;
+            return head.size <= MOST_ITEM;
         case FrameType::INPUT:
         case FrameType::OUTPUT:
             return head.size <= (head.flags & BREAK ? MOST_CAUSE : 0) && head.b <= head.a;

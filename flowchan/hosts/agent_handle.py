@@ -214,10 +214,8 @@ class AgentHandle:
             match event:
                 case link_events.StreamFinished(stream):
                     self._callbacks.finished(self, stream)
-                case link_events.ItemRefused(stream, port):
-                    self._callbacks.refused(self, stream, port)
-                case link_events.OutputNotRemade(stream, port):
-                    self._callbacks.not_remade(self, stream, port)
+                case link_events.ItemRefused() | link_events.OutputNotRemade():
+                    self._report_item(event)
                 case link_events.ItemTooLarge():
                     self.end("it sent an item larger than the channel's max_bytes")
                 case link_events.LinkBroken(why, stuck):
@@ -236,6 +234,11 @@ class AgentHandle:
                     if ended is not None or time.monotonic() > since:
                         reason = f"; {self._stuck_reason()}" if self.is_stuck() else ""
                         self.end((ended or why) + reason)
+
+    def _report_item(self, event: link_events.ItemRefused | link_events.OutputNotRemade) -> None:
+        """Report an item that breaks its channel."""
+        refused = isinstance(event, link_events.ItemRefused)
+        (self._callbacks.refused if refused else self._callbacks.not_remade)(self, event.stream, event.port)
 
     def is_stuck(self) -> bool:
         """Return whether the last connection broke before any item arrived."""
