@@ -122,7 +122,7 @@ class Link {
     // first.
     // `lends`: large outputs of the first port stay on the worker's side until they are fetched.
     void open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
-                     bool on_demand, bool limited, bool lends);
+                     bool on_demand, bool limited, bool lends = false);
     // owner side: items prefetched through `reads` take up the room of `writes`
     void pair_streams(uint32_t writes, uint32_t reads);
     // Owner side: send up to `most` of the next items of a stream's input, even if other readers are waiting.

@@ -75,13 +75,6 @@ std::string Link::receive(int fd, uint64_t connection) {
                 at = 0;
                 have = following.have;
             } else {
-                if (head.length() + head.size > buffer.size()) {
-                    std::vector<char> larger(head.length() + head.size + GATHER);
-                    memcpy(larger.data(), buffer.data() + at, have - at);
-                    buffer.swap(larger);
-                    have -= at;
-                    at = 0;
-                }
                 break;
             }
         }
@@ -90,6 +83,8 @@ std::string Link::receive(int fd, uint64_t connection) {
         lock.unlock();
         memmove(buffer.data(), buffer.data() + at, have - at);
         have -= at;
+        // the buffer grows with the bytes that have arrived, not with the size that the other side claims
+        if (buffer.size() - have < LARGE) buffer.resize(2 * buffer.size());
     }
 }
 

@@ -56,7 +56,7 @@ uint64_t receive_all(int fd, void* to, uint64_t size) {
 bool parse(const std::string& text, Location& location) {
     if (text.size() < sizeof location) return false;
     memcpy(&location, text.data(), sizeof location);
-    return true;
+    return location.kind >= 1 && location.kind <= 4 && location.size <= MOST_ITEM;
 }
 
 }  // namespace
@@ -137,7 +137,7 @@ bool Link::handle_about_reference(LinkStream& stream, const Head& head, const ch
         case FrameType::MOVED:
             return handle_moved(stream, stream.sinks[head.port], head, payload);
         default:
-            references().pulled(this, {head.stream, head.port, head.n}, head.flags, {payload, head.size});
+            references().pulled(this, {head.stream, head.port, head.n}, head.kind(), {payload, head.size});
             return true;
     }
 }
@@ -264,6 +264,8 @@ bool Link::handle_location(LinkStream& stream, Sink& sink, const Received& item)
 }
 
 bool Link::handle_moved(const LinkStream& stream, Sink& sink, const Head& head, const char* payload) {
+    Location location;
+    if (head.kind() == REFERENCE && !parse({payload, head.size}, location)) return false;
     for (Sink::Staged& item : sink.staged) {
         if (item.key != head.n || item.kind != REFERENCE) continue;
         const std::vector<char> now(payload, payload + head.size);

@@ -174,6 +174,7 @@ void References::pulled(Link* link, const OutputKey& output, uint64_t kind, std:
         one.here = true;
         one.pulling = false;
         one.kind = kind;
+        one.size = bytes.size();
         one.bytes = std::move(bytes);
         one.moves += 1;
         return changed();

@@ -116,8 +116,9 @@ inline bool is_valid(const Head& head) {
         case FrameType::OUT:
             return is_valid_item(head);
         case FrameType::MOVED:
+            return is_valid_item(head);
         case FrameType::PULLED:
-            return head.size <= MOST_ITEM;
+            return head.kind() != REFERENCE_KIND && is_valid_item(head);
         case FrameType::INPUT:
         case FrameType::OUTPUT:
             return head.size <= (head.flags & BREAK ? MOST_CAUSE : 0) && head.b <= head.a;

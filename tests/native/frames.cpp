@@ -311,12 +311,17 @@ class Model {
     bool is_expected(const Head& head) {
         if (head.type == FrameType::PING) return true;
         if (head.type == FrameType::PONG) return int64_t(head.n) >= 0 && int64_t(head.n) < now_ns();
-        if (head.type != FrameType::ITEM && head.type != FrameType::OUTPUT) return false;
+        if (head.type != FrameType::ITEM && head.type != FrameType::OUTPUT && head.type != FrameType::MOVED &&
+            head.type != FrameType::PULL)
+            return false;
         if (head.stream >= STREAMS) return true;  // the link has dropped this stream or not opened it yet
-        if (head.type == FrameType::OUTPUT) return false;  // these streams have no outputs
+        // these streams have no outputs
+        if (head.type == FrameType::OUTPUT || head.type == FrameType::PULL) return false;
         if (head.port >= PORTS) return false;
+        const bool is_reference = head.kind() == REFERENCE_KIND;  // a random payload is not a location
+        if (head.type == FrameType::MOVED) return !is_reference;
         const Port& port = ports_[head.stream][head.port];
-        return port.refuses || head.n == port.got;
+        return port.refuses || (head.n == port.got && !is_reference);
     }
 
     Draw& draw_;
