@@ -1,4 +1,4 @@
-"""Measure a chain of two stages over hosts with limited network connections. Needs root, ``ip`` and ``tc``.
+"""Measure a chain of two stages across hosts with limited bandwidth. Needs root, ``ip`` and ``tc``.
 
 Run it with ``python -m benchmarks.data_plane``; the size of the machine limits the number of hosts.
 """

@@ -18,7 +18,7 @@ HEAD = "10.76.0.1"
 
 @dataclass(frozen=True)
 class Namespaces:
-    """Provider with one agent in each of the namespaces ``hosts``."""
+    """Provider that starts one agent in each network namespace of ``hosts``."""
 
     hosts: tuple[str, ...]
     cores: None = None

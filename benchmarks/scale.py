@@ -1,4 +1,4 @@
-"""Measure what a driver needs for each host of a pool, from 8 agents to 500 simulated ones."""
+"""Measure the resources that a driver uses for pools of 8 local to 500 simulated agents."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         return o;
     }
     if (kind == REFERENCE && size == sizeof(uint64_t)) {
-        // only an item that the run discards is read in this process
+        // this process reads a reference only if the run discards the item
         uint64_t id;
         memcpy(&id, at, sizeof id);
         references().release(id);

@@ -106,7 +106,7 @@ bool Link::end_large(Large& large, bool whole) {
     return true;
 }
 
-// Claim the ring's memory for a large item; `slot` stays null if the ring is full. Return false if the item
+// Claim memory in the ring for a large item; `slot` stays null if the ring is full. Return false if the item
 // must be skipped because a worker that has died had already put it.
 bool Link::claim(LinkStream& stream, Sink& sink, const Received& item, Slot*& slot) {
     if (!is_settled(stream, sink, item.key)) return true;
@@ -124,7 +124,7 @@ bool Link::claim(LinkStream& stream, Sink& sink, const Received& item, Slot*& sl
 
 namespace {
 
-// Number of bytes of a large item after which this thread is woken, instead of after each segment. A wake-up
+// While a large item arrives, wake this thread once for this many bytes, not once for each segment. A wake-up
 // takes as long as copying 50 KB.
 constexpr uint64_t WORTH_WAKING = 256 << 10;
 // so that on a slow connection the other side counts as alive while bytes arrive

@@ -215,8 +215,8 @@ class Source {
     uint64_t allowed_ahead() const {
         if (on_demand && !starved && !started) return 0;
         const bool gathers = starved && started && started == active();
-        // Outputs are fetched from several hosts at the same time. One host alone may be slow, because others
-        // fetch from it as well.
+        // Outputs are fetched from several hosts at the same time. A single host may be slow, because
+        // others also fetch from it.
         const uint64_t fetches = active() && entries.back().kind == REFERENCE ? FETCHES : 0;
         // A replay is always taken. The worker's other outputs may be waiting for room. The readers that would
         // make room may be waiting for the outputs of the replay.
@@ -309,7 +309,7 @@ class Sink {
     // item).
     Step put(const Received& item, uint64_t number, Wakes& wakes);
     Step begin(uint64_t number);  // Done: skip this output
-    // Whether the last put was skipped, and its index among the item's outputs.
+    // The last put: whether it was skipped, and the index of its output among those of the input item.
     bool skipped = false;
     uint64_t index = 0;
     Step done_with(uint64_t number, Wakes& wakes);

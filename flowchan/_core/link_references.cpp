@@ -105,7 +105,7 @@ void Link::replace_lost(LinkStream& stream, Sink& sink, const Received& item) {
     sink.count_used(sink.got, id, item.key);
 }
 
-// Report a replay that is finished and has not made all outputs that were lost.
+// Report a replay that has finished without remaking every lost output.
 void Link::report_if_not_remade(const LinkStream& stream, const Source::Entry& entry) {
     if (!entry.is_replay) return;
     for (uint16_t port = 0; port < stream.sinks.size(); ++port)

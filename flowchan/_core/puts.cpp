@@ -27,7 +27,7 @@ void begin(M& m, Out& out) {
     out.state.keyed = true;
 }
 
-// Inlined into each put, so that a put that need not wait does not build the identity of its call.
+// Inlined into each put: a put that does not wait then skips building the identity of its caller.
 [[gnu::always_inline]] inline Caller writing_inlined(Channel& ch, const Out* out, uint64_t size, bool waits) {
     Caller caller{Side::Writer, out, 0, size};
     caller.clock = out ? &out->state.clock : nullptr;

@@ -8,9 +8,10 @@
 //
 // Exactly once. The owner keeps the input item of such an output on lease until the output is released. If
 // the host is lost, its references are lost, and the input item goes back to its channel, marked as a replay.
-// The outputs of a replay are not put. Each of them replaces the lost output with the same input item and
-// index, or is dropped if that output has been released. A reference keeps its place in the channel and its
-// lease. If a host cannot connect to another one, the owner pulls the output to itself and sends it on.
+// The outputs of a replay are not put into the channel. Each one takes the place of the lost output that has
+// the same input item and index. If that output has been released, the new one is dropped. The reference to the output
+// keeps its place in the channel and its lease. If a host cannot connect to another one, the owner pulls the
+// output to itself and sends it on.
 //
 // Threads. One table serves all links of the process. Its lock is taken last: under the locks of a link and
 // of a ring, and never around them.
@@ -98,7 +99,7 @@ class References {
   private:
     using Place = std::tuple<const Ring*, uint64_t, uint64_t>;
     struct Record {
-        Link* link;  // null: lost, or repaired with an output that is here
+        Link* link;  // null: the output is lost, unless `bytes` has it
         OutputKey output;
         uint64_t key, size, kind, moves = 0;
         Place place{};

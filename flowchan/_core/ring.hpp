@@ -174,7 +174,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void acknowledge(ReaderState& reader, Wakes& wakes);  // finishes all leased items
     void acknowledge_oldest(uint32_t session, uint64_t n, Wakes& wakes);
     void give_back_newest(uint32_t session, uint64_t n, Wakes& wakes);  // gives back the newest leased items
-    // gives back the oldest leased items, whose outputs have all been put, as replays
+    // gives back the oldest leased items as replays; all of their outputs have been put
     void give_back_replays(uint32_t session, uint64_t n, Wakes& wakes);
     // Return whether the next item to be taken was given back and precedes item `number`.
     bool is_next_before(uint64_t number) const {

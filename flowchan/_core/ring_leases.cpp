@@ -38,7 +38,7 @@ void Ring::acknowledge_oldest(uint32_t index, uint64_t n, Wakes& wakes) {
 }
 
 // Find the place of item `number` in the FIFO, between `before` and `after`, where 0 means the end of the list.
-// They begin as 0 and the head, or as the place of the last item that returned, from which the search goes on.
+// The search starts at the values of both: 0 and the head, or the place found for the previous item.
 // Return false if the ring is damaged.
 bool Ring::find_place(uint64_t number, uint64_t& before, uint64_t& after) const {
     if (before && at<Slot>(before)->number > number) before = 0, after = h_->head;
@@ -70,7 +70,7 @@ void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     if (kept ? at<Slot>(kept)->next : s.lease_head) found_damage();
 }
 
-// Move `n` leased items back, from `p` on. `kept` is the item before it in the lease list, or 0.
+// Move `n` leased items back, starting at `p`. `kept` is the item before `p` in the lease list, or 0.
 void Ring::give_back_from(Session& s, uint64_t kept, uint64_t p, uint64_t n, Wakes& wakes) {
     uint64_t before = 0, after = h_->head;
     for (uint64_t left = n; left; --left) {
@@ -97,7 +97,7 @@ void Ring::give_back_replays(uint32_t index, uint64_t n, Wakes& wakes) {
     uint64_t p = s.lease_head;
     for (uint64_t left = n; left; --left, p = at<Slot>(p)->next) {
         if (!slot_exists(p) || !is_leased(at<Slot>(p))) return void(found_damage());
-        at<Slot>(p)->state |= Slot::REPLAY;  // this is true from now on, even if this process dies
+        at<Slot>(p)->state |= Slot::REPLAY;  // the item stays a replay, even if this process dies
     }
     give_back_from(s, 0, s.lease_head, n, wakes);
 }

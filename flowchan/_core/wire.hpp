@@ -42,7 +42,7 @@ enum class FrameType : uint8_t {
 
     MOVED = 12,
 
-    // worker side -> owner side, of an input port: the output behind item n cannot be fetched
+    // worker side -> owner side, of an input port: the output that item n refers to cannot be fetched
 
     UNREACHABLE = 13,
 

@@ -273,7 +273,7 @@ def free_memory() -> float:
 
 def _system(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     shared = next((edge for edge in graph.edges if edge.transport.copies), None)
-    if shared is None or not is_compiled():  # a graph is written here and runs on another machine
+    if shared is None or not is_compiled():  # without the native module, the graph runs on another machine
         return
     try:
         _core.Channel(capacity=1, processes=True, max_bytes=4096, name="")

@@ -27,7 +27,7 @@ SPARE_DESCRIPTORS = 32
 
 
 def must_have_descriptors(agents: int) -> None:
-    """Check that this process may open the descriptors for this number of agents.
+    """Check that this process may open enough file descriptors for this many agents.
 
     Args:
         agents: Number of agents.

@@ -200,8 +200,8 @@ def _record(number: int, parts: list[memoryview]) -> list[bytes | memoryview]:
 class Recording:
     """Items of one channel that an earlier run has recorded.
 
-    The recording is an iterable that can be iterated over any number of times, so ``graph.source(recording)``
-    emits its items. ``recording[number]`` is one item, and ``len(recording)`` is the number of items.
+    A recording can be iterated over any number of times, and ``graph.source(recording)`` emits its items.
+    ``recording[number]`` is one item, and ``len(recording)`` is the number of items.
 
     Items are pickles, and unpickling can run any code. Only use recordings from sources that you trust as you
     trust their code.

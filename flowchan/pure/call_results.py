@@ -57,7 +57,8 @@ def raise_step(channel: Any, step: QueueStep, reads: bool, deadline: float) -> N
             if queue.state is QueueState.OPEN
             else "closed, but a reader may give back its leased items"
         )
-        raise Empty(f"{name} is empty; no item could be taken {when} (the channel is {state})")
+        what = f"no item could be taken {when}; the channel is {state}"
+        raise Empty(f"{name} is empty; {what}")
     fill = f"{len(queue.items)} of {queue.capacity} items inside"
     inside = queue.bytes_in - queue.bytes_out
     if channel.max_bytes is not None and inside >= 1000:

@@ -72,6 +72,6 @@ def _buffer_size(item: Any) -> int | None:
         return None
     try:
         size = item.nbytes
-    except Exception:  # the attribute may run any code
+    except Exception:  # a property may run arbitrary code
         return None
     return size if isinstance(size, int) and 0 <= size < _MOST_NBYTES else None

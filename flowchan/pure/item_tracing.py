@@ -77,7 +77,7 @@ def is_boxed(item: Any) -> bool:
 
 
 def unboxed(port: Any, item: Any) -> Any:
-    """Return the item that a caller gets. ``port`` is None for a call without a port."""
+    """Return the item without its box. ``port`` is None for a call without a port."""
     if not is_boxed(item):
         return item
     if port is not None and port.tracing is not None:

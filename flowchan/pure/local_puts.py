@@ -79,7 +79,7 @@ def put_item(channel: Any, out: Any, item: Any, deadline: float, done: list[int]
 
 
 def put_all(channel: Any, out: Any, items: Iterable[Any], deadline: float) -> None:
-    """Put all items. The error's ``items_put`` counts those that were put."""
+    """Put all items. If this fails, ``items_put`` of the error is the number of items put before."""
     done: list[int] = []
     iterator = iter(items)
     try:

@@ -31,7 +31,7 @@ from flowchan.transport.interrupts import interrupts_deferred
 
 PATIENCE_NS = 20_000_000
 MOST_PARKED_GROUPS = 4096
-"""Number of input items from the current turn on whose outputs may be parked."""
+"""Outputs may be parked for at most this many input items, counted from the current turn."""
 RETIRE, KEEP_TURNS = 1, 2
 """Orders to a reader: to find the channel drained, and to let its outputs keep turns from now on."""
 

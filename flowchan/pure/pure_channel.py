@@ -360,7 +360,7 @@ class WritingPort(_Port):
         return not self.open or self.channel.closed
 
     def begin(self) -> None:
-        """Before the first output for an input item, record the item."""
+        """Record the input item before its first output."""
         leased = self.reader is not None and self.reader.state.leased
         if not self.state.keyed and (self.replays or leased):
             self.state.begin(0 if self.replays or self.reader is None else self.reader.state.number)

@@ -1,8 +1,8 @@
 """The C++ files of remote tensors, which are compiled against the installed torch at their first use.
 
 The compiled files are kept in torch's folder for extensions: ``TORCH_EXTENSIONS_DIR``, else
-``~/.cache/torch_extensions``. Their names depend on the source, on torch and on Python. Without a compiler
-:func:`load` returns None and logs the reason once.
+``~/.cache/torch_extensions``. Their names depend on the source and on the versions of torch and Python.
+Without a compiler, :func:`load` returns None and logs the reason once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Issue the commands of remote tensors whose template is known, without running Python code.
+// Issue commands for remote tensors without running Python code, if the template of the command is known.
 //
 // Algorithm. torch calls one kernel per operator for tensors with the dispatch key Python. start() registers the
 // kernels of this file there. Such a kernel builds the key of the call as call_key() in remote_tensor.py does, and looks
@@ -172,8 +172,8 @@ struct Layout {
 struct Known {
     Object id;
     Client client;
-    std::optional<Layout> output;         // of the only result, if that is a new tensor
-    std::optional<size_t> changed_input;  // the place of the input that is the result
+    std::optional<Layout> output;         // set if the only result is a new tensor
+    std::optional<size_t> changed_input;  // index of the input that is the result
 
     explicit Known(PyObject* found)
         : id(attribute(found, names->id)), client(attribute(found, names->client)) {
@@ -450,7 +450,7 @@ struct Kernel final : c10::OperatorKernel {
 
 std::unordered_map<std::string, Kernel*>* kernels = nullptr;
 
-// Register a kernel for each operator of torch that has none for tensors with Python code.
+// Register a kernel for each torch operator that has no kernel for the dispatch key Python.
 void register_kernels() {
     kernels = new std::unordered_map<std::string, Kernel*>;
     auto* library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::Python, __FILE__, __LINE__);

@@ -168,8 +168,9 @@ def test_every_example_can_be_checked_and_drawn_without_running(
     picture = tmp_path / f"picture.{kind}"
     done = torch_programs.run("-c", CHECK_AND_VIZ, EXAMPLES / example, picture)
     assert done.returncode == 0, done.stderr
-    checked, drawn = done.stdout.splitlines()
+    checked, threads, drawn = done.stdout.splitlines()
     assert "all clear" in checked
+    assert threads.startswith("threads ")
     assert drawn.startswith(f"{picture}: ")
     assert example in picture.read_text()  # the label of a stage names the file of its function
 

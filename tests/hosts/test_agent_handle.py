@@ -37,7 +37,7 @@ def test_agent_survives_a_recently_broken_connection(monkeypatch):
     monkeypatch.setattr(agent_handle, "START", 0.0)  # the time to start is over
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
-    callbacks = agent_handle.AgentCallbacks(*[lambda *_: None] * 7)
+    callbacks = agent_handle.AgentCallbacks(*[lambda *_: None] * 8)
     one = agent_handle.AgentHandle(provider, 0, 0, 10.0, callbacks)
     one.link.close()
     one.link = BreaksMeanwhile()  # type: ignore[assignment]
@@ -53,7 +53,7 @@ def test_agent_that_never_connected_does_not_delay_program_exit():
     immediately."""
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
-    one = agent_handle.AgentHandle(provider, 0, 0, 10.0, agent_handle.AgentCallbacks(*[lambda *_: None] * 7))
+    one = agent_handle.AgentHandle(provider, 0, 0, 10.0, agent_handle.AgentCallbacks(*[lambda *_: None] * 8))
     one._started = started
     one.leave()
     one.close(math.inf)

@@ -185,7 +185,8 @@ def test_scripts_inside_picture_do_not_run(browser: Browser, small: Shape) -> No
         shown(tab)
         assert tab.texts("#picture script, #picture image, #picture [href]") == []
         assert tab.evaluate("document.title") == "thumbnails – flowchan"
-        assert tab.complaints() == []
+        # since version 156, Chromium reports a blocked handler while it parses the picture
+        assert all("inline event handler" in one and "blocked" in one for one in tab.complaints())
 
 
 def test_page_without_picture_shows_only_table(browser: Browser, small: Shape) -> None:

@@ -318,7 +318,7 @@ class Model {
         // these streams have no outputs
         if (head.type == FrameType::OUTPUT || head.type == FrameType::PULL) return false;
         if (head.port >= PORTS) return false;
-        const bool is_reference = head.kind() == REFERENCE_KIND;  // a random payload is not a location
+        const bool is_reference = head.kind() == REFERENCE_KIND;  // a random payload is never a location
         if (head.type == FrameType::MOVED) return !is_reference;
         const Port& port = ports_[head.stream][head.port];
         return port.refuses || (head.n == port.got && !is_reference);

@@ -92,7 +92,7 @@ class Release:
             self.row(str(target), built, f"FAILED: {checks.reason(error)}", good=False)
 
     def run(self, path: Path, target: Target) -> str:
-        """Install and run a wheel on a machine without a compiler, and return what was done.
+        """Install and run a wheel on a system without a compiler, and return a summary of the checks.
 
         Raises:
             NotHere: This machine cannot run it.

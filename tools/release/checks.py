@@ -54,7 +54,7 @@ def tracked(project: Path) -> set[str]:
 
 
 def check_sdist(archive: Path, project: Path) -> None:
-    """Check that the source distribution has the version and every file of the project.
+    """Check that the source distribution has the project's version and all of its files.
 
     Raises:
         Wrong: A file or the version differs.
@@ -123,7 +123,7 @@ def first_program(readme: str) -> str:
 
 
 def check_runs(path: Path, target: Target, root: Root, project: Path) -> None:
-    """Install a wheel on a Debian without a compiler, and run the README's graph in processes and on threads.
+    """Install a wheel on Debian without a compiler, and run the README's graph in processes and on threads.
 
     Raises:
         Wrong: The Debian has a compiler, or the two runs print different words.

@@ -1,4 +1,4 @@
-"""Minimal Debian systems, each with a CPython and without a compiler, for headers and for tests."""
+"""Build minimal Debian systems with CPython and no compiler, for headers and tests."""
 
 from __future__ import annotations
 
