@@ -103,7 +103,12 @@ void Link::close() {
 void Link::forget_references(LinkStream& stream) {
     if (!owner_side_) return;
     references().lose(this, stream.number);
-    for (Source& source : stream.sources) source.give_back_replays();
+    bool any = false;
+    for (Source& source : stream.sources) {
+        any = any || source.held();
+        source.give_back_replays();
+    }
+    if (any) references().wake_links();
 }
 
 void Link::attach(int fd) {

@@ -96,6 +96,7 @@ bool Source::take(uint64_t most) {
         if (refused) return true;
         if (!took) break;
     }
+    replay_waits = false;  // `serve_as_owner` looks again
     // This reader may have been woken for items that it does not take, so wake another one.
     if (entries.size() == before && ring->header().head)
         holding.wakes.readers += ring->header().reader_queue.call(1);
@@ -192,6 +193,11 @@ bool Source::free_settled() {
 void Source::release(uint64_t key) {
     if (key >= base && key - base < entries.size() && entries[key - base].references)
         entries[key - base].references -= 1;
+}
+
+void Source::look_for_replay() {
+    RingLock holding(*ring);
+    replay_waits = ring->is_replay_next();
 }
 
 void Source::give_back_replays() {

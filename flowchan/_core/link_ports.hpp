@@ -190,8 +190,10 @@ class Source {
     uint64_t active() const { return entries.size() - held(); }
     uint64_t held() const { return settled > base ? settled - base : 0; }
     void release(uint64_t key);  // An output of item `key` has left the worker's host.
-    void give_back_replays();    // Owner side: the outputs on the worker's host are lost.
-    void leave();                // called when the reader is gone; the remaining items go back
+    // Owner side: find out whether the next item is a replay. Call this if outputs are lost.
+    void look_for_replay();
+    void give_back_replays();  // Owner side: the outputs on the worker's host are lost.
+    void leave();              // called when the reader is gone; the remaining items go back
     // Start over on a new connection. No item counts as sent until the other side has reported what it has
     // received.
     void connect() {
@@ -220,7 +222,7 @@ class Source {
         const uint64_t fetches = active() && entries.back().kind == REFERENCE ? FETCHES : 0;
         // A replay is always taken. The worker's other outputs may be waiting for room. The readers that would
         // make room may be waiting for the outputs of the replay.
-        const uint64_t replays = ring->is_replay_next() ? active() + 1 : 0;
+        const uint64_t replays = replay_waits ? active() + 1 : 0;
         return std::max({window.size(), fetches, replays, gathers ? started + MORE : 0});
     }
     // number of bytes that may be in transit, or may stay here for the other side
@@ -245,6 +247,7 @@ class Source {
     Entries entries;  // on lease here, starting with item `base`; those before `sent` are in transit
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
     uint64_t settled = 0;         // Owner side: see settle().
+    bool replay_waits = false;    // Owner side: see look_for_replay().
     bool lends = false;           // Worker side: large outputs stay here, and references to them are sent.
     std::vector<uint64_t> pulls;  // Worker side: outputs that the owner side wants after all.
     Window window;                // owner side

@@ -90,6 +90,7 @@ bool Link::serve_as_owner(LinkStream& stream) {
     for (uint16_t port = 0; port < stream.sources.size(); ++port) {
         Source& source = stream.sources[port];
         if (!source.known || source.left) continue;
+        if (source.has_more() && references().is_any_lost()) source.look_for_replay();
         if (source.has_more() || source.ring->seen_state() != OPEN)
             moved = source.take(allowed(source)) || moved;
         report_if_refused(stream, source, port);

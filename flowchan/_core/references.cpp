@@ -201,6 +201,11 @@ uint64_t References::count() {
     return records_.size();
 }
 
+void References::wake_links() {
+    std::lock_guard lock(mutex_);
+    for (auto& [link, inbox] : links_) link->ring_doorbell();
+}
+
 void References::changed() {
     generation_.fetch_add(1, std::memory_order_release);
     for (auto& [link, inbox] : links_) link->ring_doorbell();

@@ -81,6 +81,8 @@ class References {
     // Do the same with an output that has arrived here.
     void repair(const Ring* ring, uint64_t number, uint64_t index, uint64_t kind, std::string bytes);
     bool is_any_lost(const Ring* ring, uint64_t number);
+    bool is_any_lost() const { return lost_.load(std::memory_order_acquire) > 0; }
+    void wake_links();  // after replays were given back
     // Its reader has finished the item, or will never read it.
     void release(uint64_t id);
     void lose(Link* link, uint32_t stream);  // the outputs of this stream are gone
@@ -111,7 +113,8 @@ class References {
     void erase(std::unordered_map<uint64_t, Record>::iterator found);
 
     std::mutex mutex_;
-    uint64_t last_ = 0, lost_ = 0;
+    uint64_t last_ = 0;
+    std::atomic<uint64_t> lost_ = 0;  // written under the lock
     std::unordered_map<uint64_t, Record> records_;
     std::map<Place, uint64_t> places_;
     std::unordered_map<Link*, Inbox> links_;

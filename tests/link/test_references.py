@@ -134,7 +134,8 @@ def test_large_outputs_are_fetched_by_the_link_of_their_reader(ordered: bool) ->
     with Hosts() as hosts, run_chain(hosts, 100, ordered) as (out, _):
         results = list(out)
     assert (results if ordered else sorted(results)) == list(range(100))
-    assert (hosts.fetcher.fetched, hosts.fetcher.refused) == (100, 0)
+    assert hosts.fetcher.fetched >= 100  # a recalled item is fetched again
+    assert hosts.fetcher.refused == 0
     assert hosts.makers.owner_side.state()["bytes_in"] < 100 * SIZE / 10
     assert _core._references() == 0
 
