@@ -99,6 +99,7 @@ bool Link::is_of_replay(LinkStream& stream, const Sink& sink, uint64_t key) {
 
 // Handle an output of a replay. It is not put, so it needs no room and does not wait behind staged outputs.
 void Link::replace_lost(LinkStream& stream, Sink& sink, const Received& item) {
+    sink.begin_lending();
     Source::Entry& entry = numbering(stream, sink)->entries[item.key - numbering(stream, sink)->base];
     const uint64_t id = repair(sink, item, entry.number, entry.outputs++);
     if (id) entry.references += 1;
@@ -176,10 +177,13 @@ bool Link::add_reference(const LinkStream& stream, Source& source, uint16_t port
     const auto seen = references().look(entry.reference());
     if (!seen || seen->state == References::Seen::State::Lost) return false;
     const bool here = seen->state == References::Seen::State::Here;
-    Head head{.size = seen->payload.size(), .n = source.sent, .stream = stream.number, .port = port};
+    // the other side may have the first bytes from an earlier connection
+    const uint64_t size = seen->payload.size(), begun = source.part.size;
+    const uint64_t skipped = here && source.part.item == source.sent && begun < size ? begun : 0;
+    Head head{.size = size - skipped, .n = source.sent, .stream = stream.number, .port = port};
     head.type = FrameType::ITEM;
     head.flags = uint8_t((here ? seen->kind : uint64_t(REFERENCE)) | entry.deaths << 3);
-    out_.add(&head, Head::SHORT, seen->payload.data(), seen->payload.size());
+    out_.add(&head, Head::SHORT, seen->payload.data() + skipped, head.size);
     entry.moves = seen->moves;
     queued_items_ += 1;
     source.sent += 1;
