@@ -28,6 +28,9 @@ enum Kind : uint64_t {
 // freed first.
 inline bool needs_its_slot(uint64_t kind) { return kind == PINNED || kind == BUNDLE; }
 
+// Return whether items of this kind are not taken in runs.
+inline bool is_taken_singly(uint64_t kind) { return needs_its_slot(kind) || kind == REFERENCE; }
+
 constexpr uint64_t PIN = 64;
 
 struct Frame {

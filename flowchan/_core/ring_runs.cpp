@@ -70,7 +70,7 @@ uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_
         Slot* slot = at<Slot>(rest);
         const bool inside = slot->place() == SlotState::Inside || slot->place() == SlotState::Parked;
         if (!inside || !payload_exists(slot) || slot->numbered()) break;
-        if (slot->cls >= VIEWABLE || needs_its_slot(slot->kind) || slot->kind == REFERENCE) break;
+        if (slot->cls >= VIEWABLE || is_taken_singly(slot->kind)) break;
         run[n] = {slot, slot->number};
         bytes += slot->size;
         rest = slot->next;
