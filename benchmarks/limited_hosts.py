@@ -18,13 +18,17 @@ HEAD = "10.76.0.1"
 
 @dataclass(frozen=True)
 class Namespaces:
-    """Provider that starts one agent in each network namespace of ``hosts``."""
+    """Provider that starts one agent in each network namespace of ``hosts``.
+
+    The program listens at ``address``.
+    """
 
     hosts: tuple[str, ...]
+    address: str = HEAD
     cores: None = None
 
     def listen_at(self) -> str:
-        return HEAD
+        return self.address
 
     def start(self, number: int, launch: Launch) -> AgentProcess:
         host = self.hosts[number]

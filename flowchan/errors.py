@@ -140,6 +140,13 @@ class WorkerDied(FlowchanError):
         return _worker_died, (str(self), self.exitcode, self.pid)
 
 
+def _needs_native(problem: str) -> RuntimeError:
+    """Return the error for a call that needs the compiled core."""
+    return RuntimeError(
+        f"{problem}; processes and hosts need flowchan's native module, which is available only on Linux"
+    )
+
+
 def _worker_died(message: str, exitcode: int | None, pid: int | None) -> WorkerDied:
     return WorkerDied(message, exitcode=exitcode, pid=pid)
 

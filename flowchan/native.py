@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from typing import NoReturn
+
+from flowchan.errors import _needs_native
 
 SWITCH = "FLOWCHAN_PURE_PYTHON"
 """Environment variable that hides the compiled module if it is "1"; tests use it."""
@@ -27,12 +28,7 @@ def is_compiled() -> bool:
 def need_native(problem: str) -> None:
     """Raise ``RuntimeError`` with ``problem`` unless this program uses the compiled core."""
     if not is_compiled():
-        refuse(problem)
-
-
-def refuse(problem: str) -> NoReturn:
-    """Raise the error for a call that needs the compiled core."""
-    raise RuntimeError(f"{problem}; processes and hosts need flowchan's native module, which needs Linux")
+        raise _needs_native(problem)
 
 
 def _choose() -> None:

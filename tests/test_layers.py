@@ -29,8 +29,8 @@ PACKAGES = {
 # import each other. "flowchan" is the public package, flowchan/__init__.py: lower parts never import it, and
 # higher parts may.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "native"),
-    ("_core",),
+    ("errors",),
+    ("_core", "native"),
     ("transport",),
     ("transport.device",),
     ("items",),

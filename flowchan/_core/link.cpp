@@ -41,6 +41,7 @@ void Link::in_child() {
         if (link->fd_ >= 0) ::close(std::exchange(link->fd_, -1));
         link->closed_ = true;
     }
+    references().clear_in_child();
     after_fork();
 }
 
@@ -109,6 +110,8 @@ void Link::forget_references(LinkStream& stream) {
         source.give_back_replays();
     }
     if (any) references().wake_links();
+    for (const Sink& sink : stream.sinks)
+        if (sink.is_lent && !sink.has_readers()) references().forget(sink.ring.get());
 }
 
 void Link::attach(int fd) {

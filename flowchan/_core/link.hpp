@@ -25,6 +25,7 @@
 // send, receive or copy a large item. Neither ever needs the GIL.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <map>
@@ -173,6 +174,9 @@ class Link {
     void report_output(LinkStream& stream, Sink& sink, uint16_t port);
     bool add_items(LinkStream& stream, Source& source, uint16_t port);
     bool free_unread(LinkStream& stream, Sink& sink);
+    static bool has_replays(const LinkStream& stream) {
+        return std::ranges::any_of(stream.sources, [](const Source& source) { return source.replays > 0; });
+    }
     bool can_put(LinkStream& stream, Sink& sink, const Sink::Staged& item);
     bool serve_as_worker(LinkStream& stream);
     void add_progress(LinkStream& stream);
@@ -183,7 +187,8 @@ class Link {
     void report_part(const LinkStream& stream, Sink& sink, uint16_t port);
     bool handle_want(Sink& sink, bool wanted);
     uint64_t allowed(const Source& source) const {
-        return owner_side_ ? source.allowed_ahead() : source.allowance.most();
+        if (owner_side_) return source.allowed_ahead();
+        return source.remakes ? MOST_AHEAD : source.allowance.most();
     }
     uint64_t prefetched(const LinkStream& stream) {
         const LinkStream* reads = stream.partner ? find(stream.partner) : nullptr;

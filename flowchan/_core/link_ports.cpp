@@ -126,6 +126,7 @@ bool Source::take_one(Wakes& wakes) {
     if (entry.kind == REFERENCE) entry.size = references().size_of(entry.reference());
     entries.push_back(entry);
     bytes += entry.size;
+    replays += entry.is_replay;
     return true;
 }
 
@@ -177,7 +178,10 @@ void Source::free_oldest(uint64_t n) {
 
 void Source::settle(uint64_t upto) {
     uint64_t freed = 0;
-    for (uint64_t i = std::max(settled, base); i < upto; ++i) freed += entries[i - base].size;
+    for (uint64_t i = std::max(settled, base); i < upto; ++i) {
+        freed += entries[i - base].size;
+        replays -= entries[i - base].is_replay;
+    }
     if (freed) byte_window.free(freed, bytes);
     bytes -= freed;
     settled = std::max(settled, upto);
@@ -217,6 +221,7 @@ void Source::leave() {
     queue_place.leave();
     ring->end_session(reader.session, false, holding.wakes);
     entries = {};
+    replays = 0;
     sent = base;
 }
 
@@ -237,7 +242,10 @@ void Source::handle_recalled(uint64_t got) {
     if (!std::exchange(recalling, false)) return;
     recall_sent = false;
     const uint64_t kept = std::clamp(got, base, base + entries.size()) - base, n = entries.size() - kept;
-    for (uint64_t i = kept; i < entries.size(); ++i) bytes -= entries[i].size;
+    for (uint64_t i = kept; i < entries.size(); ++i) {
+        bytes -= entries[i].size;
+        replays -= entries[i].is_replay;
+    }
     entries.drop_newest(n);
     sent = base + kept;
     part = {};

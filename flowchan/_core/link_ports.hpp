@@ -226,7 +226,10 @@ class Source {
         return std::max({window.size(), fetches, replays, gathers ? started + MORE : 0});
     }
     // number of bytes that may be in transit, or may stay here for the other side
-    uint64_t most_bytes() const { return lends ? ByteWindow::MOST : byte_window.size(); }
+    uint64_t most_bytes() const {
+        if (remakes) return UINT64_MAX;
+        return lends ? std::min(ByteWindow::MOST, ring->most_inside() / 2) : byte_window.size();
+    }
     bool wants(uint64_t most) const {
         return ending == Ending::Open && !left && !refused && !recalling && active() < most &&
                (bytes < most_bytes() || started >= active());
@@ -247,6 +250,8 @@ class Source {
     Entries entries;  // on lease here, starting with item `base`; those before `sent` are in transit
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
     uint64_t settled = 0;         // Owner side: see settle().
+    uint64_t replays = 0;         // Owner side: number of active replays.
+    bool remakes = false;         // Worker side: the owner waits for the outputs of a replay.
     bool replay_waits = false;    // Owner side: see look_for_replay().
     bool lends = false;           // Worker side: large outputs stay here, and references to them are sent.
     std::vector<uint64_t> pulls;  // Worker side: outputs that the owner side wants after all.
@@ -355,6 +360,7 @@ class Sink {
     static constexpr uint64_t WAITING = UINT64_MAX;  // of an output that has not been put yet
     std::deque<Lent> lent;
     bool is_lent = false;
+    bool remakes_sent = false;  // Owner side: whether the last report had the flag REMAKES.
     uint64_t released = 0;
     uint64_t freed() const { return is_lent ? released : used; }
     void begin_lending();

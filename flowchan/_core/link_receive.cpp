@@ -351,6 +351,7 @@ bool Link::handle_output(LinkStream& stream, const Head& head, const char* paylo
     source.resume_after(head.a);
     note_acknowledged(source, head.a);
     source.free_oldest(head.b - source.base);
+    source.remakes = head.flags & REMAKES;
     source.allowance.update(head.b, round_trip());
     source.update_byte_window(least_trip_);
     if (source.ring->is_limited() && !(head.flags & NO_MORE)) {

@@ -197,12 +197,11 @@ void Link::report_moves() {
     for (auto& [number, stream] : streams_) {
         for (uint16_t port = 0; port < stream->sources.size(); ++port) {
             Source& source = stream->sources[port];
-            for (uint64_t n = source.base; source.known && n < source.sent; ++n) {
+            for (uint64_t n = source.base + source.held(); source.known && n < source.sent; ++n) {
                 Source::Entry& entry = source.entries[n - source.base];
                 if (entry.kind != REFERENCE) continue;
-                const auto seen = references().look(entry.reference());
-                if (!seen || seen->state == References::Seen::State::Lost || seen->moves == entry.moves)
-                    continue;
+                const auto seen = references().look(entry.reference(), entry.moves);
+                if (!seen || seen->state == References::Seen::State::Lost) continue;
                 const bool here = seen->state == References::Seen::State::Here;
                 Head head{.n = n, .stream = number, .port = port, .type = FrameType::MOVED};
                 head.size = seen->payload.size();

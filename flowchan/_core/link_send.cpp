@@ -85,7 +85,8 @@ bool Link::serve_as_owner(LinkStream& stream) {
         Sink& sink = stream.sinks[port];
         sink.check_ended();
         moved = free_unread(stream, sink) || moved;
-        if (std::exchange(sink.dirty, false)) report_output(stream, sink, port);
+        if (std::exchange(sink.dirty, false) || sink.remakes_sent != has_replays(stream))
+            report_output(stream, sink, port);
     }
     for (uint16_t port = 0; port < stream.sources.size(); ++port) {
         Source& source = stream.sources[port];
@@ -108,6 +109,8 @@ void Link::report_output(LinkStream& stream, Sink& sink, uint16_t port) {
     Head head{
         .stream = stream.number, .port = port, .type = FrameType::OUTPUT, .a = sink.got, .b = sink.freed()};
     std::string cause;
+    sink.remakes_sent = has_replays(stream);
+    if (sink.remakes_sent) head.flags = REMAKES;
     if (sink.limited && !sink.over) {
         RingLock holding(*sink.ring);
         head.n = sink.limit_sent = sink.limit(prefetched(stream));
@@ -115,7 +118,7 @@ void Link::report_output(LinkStream& stream, Sink& sink, uint16_t port) {
     if (sink.over) {
         RingLock holding(*sink.ring);
         const bool broken = sink.ring->header().state == BROKEN;
-        head.flags = broken ? BREAK | NO_MORE : sink.lent.empty() ? NO_MORE : 0;
+        head.flags |= broken ? BREAK | NO_MORE : sink.lent.empty() ? NO_MORE : 0;
         if (broken) cause = sink.ring->cause();
     }
     head.size = cause.size();

@@ -87,11 +87,12 @@ bool References::is_any_lost(const Ring* ring, uint64_t number) {
     return false;
 }
 
-void References::erase(std::unordered_map<uint64_t, Record>::iterator found) {
+std::unordered_map<uint64_t, References::Record>::iterator References::erase(
+    std::unordered_map<uint64_t, Record>::iterator found) {
     const Record& one = found->second;
     if (!one.link && !one.here) lost_ -= 1;
     if (one.placed) places_.erase(one.place);
-    records_.erase(found);
+    return records_.erase(found);
 }
 
 void References::release(uint64_t id) {
@@ -105,6 +106,19 @@ void References::release(uint64_t id) {
         one.link->ring_doorbell();
     }
     erase(found);
+}
+
+void References::forget(const Ring* ring) {
+    std::lock_guard lock(mutex_);
+    for (auto next = records_.begin(); next != records_.end();)
+        next = next->second.placed && std::get<0>(next->second.place) == ring ? erase(next) : ++next;
+}
+
+void References::clear_in_child() {
+    records_.clear();
+    places_.clear();
+    links_.clear();
+    lost_ = 0;
 }
 
 void References::lose(Link* link, uint32_t stream) {
@@ -128,10 +142,10 @@ void References::lose_if(Link* link, const uint32_t* stream) {
     }
 }
 
-std::optional<References::Seen> References::look(uint64_t id) {
+std::optional<References::Seen> References::look(uint64_t id, uint64_t moves) {
     std::lock_guard lock(mutex_);
     const auto found = records_.find(id);
-    if (found == records_.end()) return std::nullopt;
+    if (found == records_.end() || found->second.moves == moves) return std::nullopt;
     const Record& one = found->second;
     Seen seen{Seen::State::Lost, one.size, one.kind, one.moves, {}};
     if (one.here) {

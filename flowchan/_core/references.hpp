@@ -85,8 +85,10 @@ class References {
     void wake_links();  // after replays were given back
     // Its reader has finished the item, or will never read it.
     void release(uint64_t id);
+    void forget(const Ring* ring);           // the channel has ended with references inside
     void lose(Link* link, uint32_t stream);  // the outputs of this stream are gone
-    std::optional<Seen> look(uint64_t id);
+    // Return nothing if the reference was released, or if the caller already knows its `moves`.
+    std::optional<Seen> look(uint64_t id, uint64_t moves = UINT64_MAX);
     uint64_t size_of(uint64_t id);
     void pull(uint64_t id);  // ask for the output itself
     void pulled(Link* link, const OutputKey& output, uint64_t kind, std::string bytes);
@@ -97,6 +99,7 @@ class References {
     uint64_t count();
 
     std::mutex& mutex() { return mutex_; }  // for fork()
+    void clear_in_child();                  // has no links; called with the lock held
 
   private:
     using Place = std::tuple<const Ring*, uint64_t, uint64_t>;
@@ -110,7 +113,8 @@ class References {
     };
     void lose_if(Link* link, const uint32_t* stream);
     void changed();  // wakes all links, because a reference has a new location
-    void erase(std::unordered_map<uint64_t, Record>::iterator found);
+    std::unordered_map<uint64_t, Record>::iterator erase(
+        std::unordered_map<uint64_t, Record>::iterator found);
 
     std::mutex mutex_;
     uint64_t last_ = 0;

@@ -78,6 +78,7 @@ enum Flag : uint8_t {
     NO_MORE = 8,     // INPUT, OUTPUT: no reader is left to take items there
     BREAK = 16,      // INPUT, OUTPUT, END: the channel broke; the payload is its cause
     IS_OUTPUT = 32,  // END: the end of an output port
+    REMAKES = 128,   // OUTPUT: the worker has a replay, so its outputs are sent beyond all windows
     RECALLED = 64,   // INPUT: the reply to RECALL; `got` counts only items that the worker has taken
 };
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Collection
 from queue import SimpleQueue
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.plan import Plan, PlannedWorker
 from flowchan.transport.dial import reach
-from flowchan.transport.interrupts import unless_interrupted
 from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import joined, listen, route_to, split
 
 LOCATION_BYTES = 32
 """Size of a location without the address that follows it (``Location`` in ``references.hpp``)."""
+
+RETRY_S = 30.0
+"""Seconds for which an agent that could not be reached is not dialled again."""
 
 
 def keeps_outputs(plan: Plan, worker: PlannedWorker, pool: Collection[WorkerId]) -> bool:
@@ -74,6 +77,7 @@ class KeptOutputs:
         )
         self.address = self._listener.address
         self._queues: dict[str, SimpleQueue[bytes]] = {}
+        self._unreachable: dict[str, float] = {}  # time until which each of these addresses is not dialled
 
     def serve(self) -> None:
         """Send outputs to the agents that fetch them. This method does not return."""
@@ -101,17 +105,25 @@ class KeptOutputs:
         sock: socket.socket | None = None
         while True:
             location = queue.get()
+            found = False
             try:
                 if sock is None:
-                    why = "can't reach the host that made an item"
-                    sock, _ = reach(
-                        address, self._secret, {}, why=why, within=self._reach_within, tls=self._tls
-                    )
-                found = self._link.fetch(sock.fileno(), location)
-            except unless_interrupted(OSError):
-                found = False
+                    sock = self._dial(address)
+                found = sock is not None and self._link.fetch(sock.fileno(), location)
+            except Exception:  # such as a lack of memory; the driver then sends the output
                 if sock is not None:
                     sock.close()
                     sock = None
             if not found:
                 self._link.report_unreachable(location)
+
+    def _dial(self, address: str) -> socket.socket | None:
+        """Connect to another agent, or return None if that has failed lately."""
+        if time.monotonic() < self._unreachable.get(address, 0.0):
+            return None
+        why = "can't reach the host that made an item"
+        try:
+            return reach(address, self._secret, {}, why=why, within=self._reach_within, tls=self._tls)[0]
+        except OSError:
+            self._unreachable[address] = time.monotonic() + RETRY_S
+            raise

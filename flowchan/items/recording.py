@@ -266,8 +266,8 @@ class Recording:
         index = operator.index(number)
         if not -len(self) <= index < len(self):
             raise IndexError(
-                f"Recording: number must be at least 0 and less than {len(self):,}, the number of items in "
-                f"{self.path!r}, got {number}"
+                f"Recording: number must be between {-len(self):,} and {len(self) - 1:,}, because "
+                f"{self.path!r} has {len(self):,} items, got {number}"
             )
         with open(self.path, "rb") as file:
             return self._item(file, index % len(self))

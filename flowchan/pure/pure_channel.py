@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import weakref
+from abc import abstractmethod
 from collections.abc import Iterable
 from types import GenericAlias, TracebackType
 from typing import Any, NoReturn, Self
 
-from flowchan.errors import ChannelError
+from flowchan.errors import ChannelError, _needs_native
 from flowchan.items.arguments import is_whole
-from flowchan.native import refuse
 from flowchan.pure.call_results import deadline_of, forks, raise_step
 from flowchan.pure.item_tracing import ItemTracing, unboxed
 from flowchan.pure.local_puts import put_all, put_item
@@ -38,7 +38,7 @@ class LocalChannel:
         socket: int = -1,
     ) -> None:
         if processes or fd >= 0:
-            refuse("Channel: across must be 'threads', got a channel that copies")
+            raise _needs_native("Channel: across must be 'threads', got a channel that copies")
         self._name, self._queue = (
             name,
             LocalQueue(capacity, math.inf if max_bytes == _NO_LIMIT else max_bytes),
@@ -184,9 +184,9 @@ class _Port:
         self.channel.usable()
         return self.channel
 
+    @abstractmethod
     def drop(self) -> None:
         """End the port of a user that has dropped it."""
-        raise NotImplementedError
 
     def __del__(self) -> None:
         if self.open and self._made_in == forks():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from flowchan.native import refuse
+from flowchan.errors import _needs_native
 
 
 def missing_class(name: str) -> Any:
@@ -17,6 +17,6 @@ def missing_function(name: str) -> Any:
     """Return a function that raises."""
 
     def fails(*args: Any, **options: Any) -> NoReturn:
-        refuse(f"{name} is not available")
+        raise _needs_native(f"{name} is not available")
 
     return fails

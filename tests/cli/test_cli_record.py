@@ -139,7 +139,7 @@ def test_replay_of_one_item_shows_its_traceback(folder: Path) -> None:
     assert "stage 'inverse' failed on item Word('0')" in result.stderr
     assert "return 12 // int(word.text)" in result.stderr
     assert "ZeroDivisionError" in result.stderr
-    assert "number must be at least 0 and less than 6" in flowchan(*command, "6", code=2).stderr
+    assert "number must be between -6 and 5" in flowchan(*command, "6", code=2).stderr
 
 
 @pytest.mark.parametrize(

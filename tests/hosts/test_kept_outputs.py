@@ -11,7 +11,7 @@ from traceback import format_exception
 
 import pytest
 
-from flowchan import Graph, Run, RunError
+from flowchan import Graph, Run, RunError, _core
 from flowchan.hosts import local
 from flowchan.hosts.kept_outputs import keeps_outputs
 from flowchan.run.policy.plan import plan
@@ -122,6 +122,7 @@ def test_reader_that_ends_early_ends_the_stage_that_makes_items():
     made = graph.source(range(1000)).map(make, on=pool, workers=2)
     checked = made.map(check, on=pool, workers=2).take(5).collect()
     assert graph.run()[checked] == list(range(5))
+    assert _core._references() == 0
 
 
 def test_function_that_makes_fewer_items_again_fails_the_run(tmp_path: Path):

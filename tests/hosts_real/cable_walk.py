@@ -8,35 +8,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from networks import HEAD
 from pool_walks import run_over
 
+from benchmarks.limited_hosts import Namespaces
 from flowchan import worker
 from flowchan.hosts.host_pool import pool_of
-from flowchan.hosts.providers.child import AgentProcess
-from flowchan.hosts.providers.provider import Launch
-
-
-@dataclass(frozen=True)
-class LaunchedElsewhere:
-    """Provider with one agent in each of the namespaces ``hosts``."""
-
-    hosts: tuple[str, ...]
-    cores: None = None
-
-    def listen_at(self) -> str:
-        return HEAD
-
-    def start(self, number: int, launch: Launch) -> AgentProcess:
-        host = self.hosts[number]
-        command = ("ip", "netns", "exec", host, sys.executable, *launch.arguments)
-        return AgentProcess(host, command, launch, lambda code, output: f"{host} ended with code {code}")
 
 
 def pull(head: str) -> None:
@@ -47,7 +30,7 @@ def pull(head: str) -> None:
 def main() -> None:
     head, *hosts, folder = sys.argv[1:]
     first = hosts[0]
-    pool = pool_of("apart", LaunchedElsewhere(tuple(hosts)), peer_timeout=2)
+    pool = pool_of("apart", Namespaces(tuple(hosts), HEAD), peer_timeout=2)
     run = run_over(pool, Path(folder), partial(pull, head), lambda: worker().host == first)
     print(run.report())
 

@@ -46,7 +46,7 @@ def test_recording_returns_the_written_items(path: Path) -> None:
 @pytest.mark.parametrize("number", [len(ITEMS), -len(ITEMS) - 1])
 def test_recording_refuses_a_number_without_an_item(path: Path, number: int) -> None:
     write(path, ITEMS)
-    with pytest.raises(IndexError, match="number must be at least 0 and less than 7"):
+    with pytest.raises(IndexError, match="number must be between -7 and 6"):
         Recording(path)[number]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from linked import Linked, RemoteWorker, feeding
+from support.waiting import wait_until
 
 from flowchan import Channel, _core
 
@@ -170,3 +171,34 @@ def test_outputs_survive_broken_connections_and_dead_makers(seed: int) -> None:
             one.thread.join()
     assert (results if ordered else sorted(results)) == list(range(200))
     assert _core._references() == 0
+
+
+def test_replays_are_sent_beyond_the_full_window_of_their_maker() -> None:
+    source, between, results = ring(), ring(), ring()
+    with Hosts() as hosts:
+        first, second = (
+            RemoteWorker(hosts.makers, n, source, between, ordered=False, one_output=True, lends=True)
+            for n in (1, 2)
+        )
+        second.out[0]._share = SIZE  # so one output that was not read fills its window
+        reading = [RemoteWorker(hosts.readers, n, between, results, one_output=True) for n in (1, 2)]
+        out = results.reader()
+        threads = [feeding(source, range(100)), first.start(made)]
+        wait_until(lambda: staged_by(first) > 0)  # the readers and the channel have only outputs of the first
+        threads.append(second.start(made))
+        wait_until(lambda: staged_by(second) > 0)
+        replacement = first.die(3)
+        threads += [one.start(number_of) for one in reading]
+        before = [
+            out.get() for _ in range(16)
+        ]  # the replacement has not started, so the second made them again
+        threads.append(replacement.start(made))
+        assert sorted([*before, *out]) == list(range(100))
+        for thread in threads:
+            thread.join()
+    assert _core._references() == 0
+
+
+def staged_by(worker: RemoteWorker) -> int:
+    """Return how many outputs of a worker wait for room in the channel."""
+    return worker.linked.owner_side.state()["streams"][worker.number]["staged"]

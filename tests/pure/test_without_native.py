@@ -12,7 +12,7 @@ from support.scripts import run_python, script, start
 
 HIDDEN = {"FLOWCHAN_PURE_PYTHON": "1"}
 FLOWCHAN = ("-c", "from flowchan.cli.commands import main; main()")
-LINE = "need flowchan's native module, which needs Linux"
+LINE = "need flowchan's native module, which is available only on Linux"
 
 GRAPH = """
     import asyncio
