@@ -28,6 +28,7 @@ from flowchan.remote.pending_calls import CLOSED_HERE, Calls, Unanswered
 from flowchan.remote.remote_ports import RemotePort
 from flowchan.run.crew.at_exit import before_exit
 from flowchan.transport.dial import Backoff, reach
+from flowchan.transport.interrupts import append_result
 from flowchan.transport.link_events import STUCK, LinkBroken, LinkIdle, watch
 from flowchan.transport.local_peers import card
 from flowchan.transport.versions import differs, versions
@@ -417,15 +418,17 @@ def _acquire(address: str, secret: bytes, tls: bool, timeout: float) -> Connecti
         # Don't hold the registry's lock here: an owner that does not reply must not delay users of other
         # owners.
         left = max(0.0, give_up - time.monotonic())
-        if not dialling.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
-            raise HostError(
-                f"can't open a channel at {address}: its owner has not answered for {timeout:g} s", address
-            )
+        held: list[bool] = []
         try:
+            append_result(held, dialling.acquire, True, min(left, threading.TIMEOUT_MAX))
+            if not held[0]:
+                late = f"its owner has not answered for {timeout:g} s"
+                raise HostError(f"can't open a channel at {address}: {late}", address)
             if key not in _connections:
                 _connections[key] = Connection(address, secret, tls, timeout)
         finally:
-            dialling.release()
+            if True in held:
+                dialling.release()
 
 
 def _report_undelivered(address: str, count: int) -> None:

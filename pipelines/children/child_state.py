@@ -31,13 +31,16 @@ class Alive:
     def __init__(self, count: int, reports: Channel[Any]) -> None:
         self._ends = itertools.count(1)
         self._count, self._reports = count, reports
-        self._changed = threading.Condition()
+        # A signal handler that raises in Condition.__enter__() would leave the lock locked.
+        # Entering a lock is native code, which it cannot interrupt.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     def one_ended(self) -> None:
         if next(self._ends) == self._count:
             self._reports.close()
             self._reports = released()
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def wait_for(self, condition: Callable[[], bool], until: float | None) -> None:
@@ -45,7 +48,7 @@ class Alive:
 
         Only the exit of a child may change the condition.
         """
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(condition, remaining(until))
 
 

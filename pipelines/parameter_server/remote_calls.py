@@ -24,6 +24,7 @@ from typing import Any
 
 from flowchan import Channel, ChannelError, Closed, Drained, Empty
 from flowchan.pipelines.channel_backed import Shared
+from flowchan.transport.interrupts import append_result
 
 MOST_OPEN = 32
 """Maximum number of unanswered calls of one client."""
@@ -219,11 +220,13 @@ class Session:
 
     def poll(self, handle: Call) -> None:
         """Read the answers that have arrived."""
-        if self._lock.acquire(blocking=False):
-            try:
-                while not handle.answered and self._read_now():
-                    pass
-            finally:
+        held: list[bool] = []
+        try:
+            append_result(held, self._lock.acquire, False)
+            while held[0] and not handle.answered and self._read_now():
+                pass
+        finally:
+            if True in held:
                 self._lock.release()
 
     def _read(self, late: float | None) -> None:
@@ -300,9 +303,12 @@ def _left(late: float | None) -> float | None:
 
 @contextlib.contextmanager
 def _locked(lock: threading.Lock, timeout: float | None) -> Any:
-    if not lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-        raise Empty("another thread of this process is waiting for an answer from the parameter server")
+    held: list[bool] = []
     try:
+        append_result(held, lock.acquire, True, -1 if timeout is None else max(0.0, timeout))
+        if not held[0]:
+            raise Empty("another thread of this process is waiting for an answer from the parameter server")
         yield
     finally:
-        lock.release()
+        if True in held:
+            lock.release()

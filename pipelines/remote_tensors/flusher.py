@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import threading
 from typing import Any, Protocol
 
@@ -37,7 +39,9 @@ class Flusher:
 
     def __init__(self) -> None:
         self._clients: set[Flushable] = set()
-        self._wake = threading.Event()
+        # A signal handler that raises in Event.set() would leave the event's lock locked.
+        # SimpleQueue.put() is native code, which it cannot interrupt.
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._changing = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -58,14 +62,14 @@ class Flusher:
             if self._clients or thread is None:
                 return
             self._thread = None
-            self._wake.set()
+            self._wakes.put(None)
         thread.join()
 
     def wake(self) -> None:
         """Let the thread look at the buffers every millisecond until they are quiet."""
         for client in self._clients:
             client.idle = False
-        self._wake.set()
+        self._wakes.put(None)
 
     def _run(self) -> None:
         quiet = 0
@@ -75,12 +79,21 @@ class Flusher:
                 pause.wait(FLUSH_INTERVAL_S)
                 quiet = 0 if self._flush() else quiet + 1
                 continue
-            self._wake.clear()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._wakes.get_nowait()
             for client in self._clients:
                 client.idle = True
             # a command may have been added before its client was marked idle
-            if self._flush() or self._wake.wait(FREE_INTERVAL_S):
+            if self._flush() or self._sleep():
                 quiet = 0
+
+    def _sleep(self) -> bool:
+        """Wait until the frees are due; return early, and True, after ``wake()``."""
+        with contextlib.suppress(queue.Empty):
+            self._wakes.get(timeout=FREE_INTERVAL_S)
+            return True
+        return False
 
     def is_current(self) -> bool:
         """Return whether the calling thread is this background thread."""

@@ -23,6 +23,7 @@ from flowchan.pipelines.remote_tensors.node_copies import NodePlace
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
 from flowchan.pipelines.remote_tensors.remote_failures import CallSites, RemoteFailure, users_line
 from flowchan.pipelines.remote_tensors.sent_commands import SentCommands
+from flowchan.transport.interrupts import append_result
 
 MAX_TEMPLATES = 20_000
 """Number of templates of one node at which the client discards all of them."""
@@ -286,12 +287,16 @@ class NodeClient:
                 self.waits += 1
                 question, number = next(self._questions), next(self.numbers)
                 # A thread that sends may wait for the node, and the node for room for its replies.
-                while not self._sending.acquire(timeout=POLL_INTERVAL_S):
-                    self.note_replies()
+                held: list[bool] = []
                 try:
+                    while True not in held:
+                        append_result(held, self._sending.acquire, True, POLL_INTERVAL_S)
+                        if not held[-1]:
+                            self.note_replies()
                     count = self.send("ask", question, what, args, operation=operation)
                 finally:
-                    self._sending.release()
+                    if True in held:
+                        self._sending.release()
                 while True:
                     reply = self._reply(what, until)
                     if reply.question == question:
@@ -332,13 +337,15 @@ class NodeClient:
     def note_replies(self) -> None:
         """Handle the replies that have arrived, unless another thread is waiting for one."""
         self._check()
-        if self._asking.acquire(blocking=False):
-            try:
-                while True:
-                    self._note(NodeReply(*self._replies.get_nowait()))
-            except (Empty, Closed):
-                pass
-            finally:
+        held: list[bool] = []
+        try:
+            append_result(held, self._asking.acquire, False)
+            while held[0]:
+                self._note(NodeReply(*self._replies.get_nowait()))
+        except (Empty, Closed):
+            pass
+        finally:
+            if True in held:
                 self._asking.release()
 
     def _note(self, reply: NodeReply) -> None:

@@ -6,17 +6,12 @@ The item goes to the next call in this process, and the owner counts no waiting 
 from __future__ import annotations
 
 import contextlib
-import dis
-import functools
 import itertools
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
 
 import pytest
 from support.peers import HostPeer
+from support.scripted_interrupt import Interrupt
 from support.waiting import wait_blocked, wait_stats, wait_until
 
 from flowchan import Channel, Empty, hosts, select
@@ -25,63 +20,6 @@ from flowchan.remote import connection
 
 pytestmark = pytest.mark.usefixtures("impatient")
 OURS = (*(str(Path(module.__file__ or "").parent) for module in (hosts, connection)), str(latch.__file__))
-CHECKS_AFTER = ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
-
-
-@functools.cache
-def instructions(code: CodeType) -> dict[int, str]:
-    return {one.offset: one.opname for one in dis.get_instructions(code)}
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt at the given check for signals, counted from 1.
-
-    Python checks for signals when one of our functions begins, when it has called native code, and when it
-    jumps backwards.
-
-    Attributes:
-        where: Function and line of the check at which this raised; empty if it did not.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.where = ""
-        self._left = number
-        self._before: dict[FrameType, str] = {}
-
-    def during(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        sys.settrace(self._begin)
-        try:
-            return call(*arguments)
-        except KeyboardInterrupt:
-            return None
-        finally:
-            sys.settrace(None)
-            self._before.clear()  # so that the frames and their objects are released
-
-    def _begin(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(OURS):
-            return None
-        if frame.f_back is not None:
-            # Python checks when our function begins, and not after the call
-            self._before.pop(frame.f_back, None)
-        frame.f_trace_opcodes = True
-        self._look(frame)
-        return self._follow
-
-    def _follow(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "opcode":
-            if self._before.get(frame) in CHECKS_AFTER:
-                self._look(frame)
-            self._before[frame] = instructions(frame.f_code)[frame.f_lasti]
-        elif event in ("return", "exception"):  # Python does not check after a call that has raised
-            self._before.pop(frame, None)
-        return self._follow
-
-    def _look(self, frame: FrameType) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self.where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
-            raise KeyboardInterrupt
 
 
 def make(capacity=64):
@@ -118,7 +56,7 @@ def test_next_call_gets_the_item_of_an_interrupted_get(how, is_there):
                 new.flush()
             else:
                 channels.put(new)
-            interrupt = Interrupt(number)
+            interrupt = Interrupt(number, OURS)
             found = interrupt.during(get, new)
             if not is_there:
                 channels.put("ended")
@@ -131,7 +69,7 @@ def test_next_call_gets_the_item_of_an_interrupted_get(how, is_there):
             with pytest.raises(Empty):
                 new.get_nowait()
         if how != "get_many":  # get_many always asks the owner for more items
-            assert Interrupt(1).during(get, filled(new)) == ["again"]
+            assert Interrupt(1, OURS).during(get, filled(new)) == ["again"]
         wait_until(lambda: not has_pending_calls(one))
         return number
 
@@ -162,7 +100,7 @@ def test_port_is_released_if_ctrl_c_interrupts_its_opening(end):
 
     def walk():
         for number in itertools.count(1):
-            interrupt = Interrupt(number)
+            interrupt = Interrupt(number, OURS)
             port = interrupt.during(getattr(one, end))
             if port is not None:
                 port.close()

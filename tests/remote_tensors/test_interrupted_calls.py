@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -14,9 +15,12 @@ from typing import Any
 import pytest
 from failing_operations import Latch
 from support.optional_packages import optional
+from support.scripted_interrupt import Interrupt
 from support.waiting import wait_until
 
 from flowchan.pipelines import RemoteError, RemoteNodes
+from flowchan.pipelines.remote_tensors import flusher
+from flowchan.transport import interrupts
 
 torch = optional("torch")
 
@@ -59,10 +63,38 @@ def waits(nodes: Any) -> int:
 # --- signals ---
 
 
+@pytest.mark.parametrize("call", ["operation", "item", "sync", "copy"])
+def test_interrupt_at_each_point_leaves_no_lock_held(
+    nodes: Any, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A lock that stays locked would stop the background thread, another thread, or ``close()``."""
+    monkeypatch.setattr(flusher, "QUIET_ROUNDS", 1)
+    files = (threading.__file__, str(Path(flusher.__file__).parent), interrupts.__file__)
+    x, client = torch.ones(3, device=nodes[0]), nodes._clients[0]
+    found: list[float] = []
+    calls = {
+        "operation": lambda: x + 1,
+        "item": lambda: x.sum().item(),
+        "sync": nodes.sync,
+        "copy": lambda: x.to(nodes[1]),
+    }
+    calls[call]()
+    for number in itertools.count(1):
+        wait_until(lambda: client.idle)  # the call then wakes the background thread
+        interrupt = Interrupt(number, files)
+        interrupt.during(calls[call])
+        in_threads(lambda _: found.append((x + 1).sum().item()), 1)
+        if not interrupt.where:
+            break
+    assert number > 3
+    assert found == [6] * number
+
+
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
 def test_every_interrupt_of_issuing_operations_raises(nodes: Any, native: bool) -> None:
     """Python ignores an exception that a signal handler raises in a finaliser, so there must be none."""
     x = torch.ones(2, 3, device=nodes[0])
+    x.max(0)  # an exception in the imports of torch's first meta kernel would become a RuntimeError
     rang = raised = 0
 
     def ring(*_: object) -> None:

@@ -119,7 +119,10 @@ class Feed:
 
     def __init__(self, name: str, stats: weakref.ref[Callable[[float | None], RunStats]]) -> None:
         self._name, self._ref = name, stats
-        self._changed = threading.Condition()
+        # A signal handler that raises in Condition.__enter__() would leave the lock locked.
+        # Entering a lock is native code, which it cannot interrupt.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._subscriptions: tuple[Subscription, ...] = ()
         self.problems = RecentProblems()
         self._listeners: tuple[Callable[[Any], object], ...] = (self.problems.record,)
@@ -150,7 +153,7 @@ class Feed:
             The subscription. Close it to stop the calls.
         """
         new = Subscription(self, stats, events, every, window)
-        with self._changed:
+        with self._lock:
             over = self._over
             if not over:
                 self._subscriptions += (new,)
@@ -197,7 +200,7 @@ class Feed:
         The run's ``wait()`` returns only after the function has returned. If the function raises, a warning
         is logged.
         """
-        with self._changed:
+        with self._lock:
             over = self._over
             if not over:
                 self._at_end += (call,)
@@ -206,7 +209,7 @@ class Feed:
 
     def end(self) -> None:
         """End the feed. This returns when all subscribers have received the final statistics."""
-        with self._changed:
+        with self._lock:
             self._over = True
             thread, calls = self._thread, self._at_end
             self._at_end = ()
@@ -219,7 +222,7 @@ class Feed:
                 log.warning("a function could not be called at the end of a run: %s", text_of(error))
 
     def _leave(self, one: Subscription) -> None:
-        with self._changed:
+        with self._lock:
             thread = self._thread
             if not self._over:
                 self._subscriptions = tuple(other for other in self._subscriptions if other is not one)
@@ -232,14 +235,14 @@ class Feed:
     def _serve(self) -> None:
         me = threading.current_thread()
         while True:
-            with self._changed:
+            with self._lock:
                 if self._over or self._thread is not me:
                     break
                 served = self._subscriptions
             now, stats = time.monotonic(), functools.cache(self._stats)
             for subscription in served:
                 subscription.serve(now, stats)
-            with self._changed:
+            with self._lock:
                 if not self._over and self._thread is me and served == self._subscriptions:
                     self._changed.wait(max(0.0, self._next(served) - time.monotonic()))
         if self._over:
