@@ -168,7 +168,7 @@ class Channel(_core.Channel[T]):
             sets no limit and is allowed only for threads.
         across: ``"threads"`` (the default) passes references within one process. ``"processes"`` passes
             copies through shared memory. ``"hosts"`` does the same, and programs on other hosts can also open
-            the channel (docs/hosts.md).
+            the channel (docs/remote_channels.md).
         max_bytes: Number of bytes at which ``put`` waits (default: no limit for threads; otherwise half of
             the machine's memory, but at most 16 GiB). Memory is allocated on demand.
 

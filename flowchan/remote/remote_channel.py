@@ -11,7 +11,7 @@ Invariants. The owner sends items to the plain calls only while one of them is w
 that were not taken within some milliseconds. It grants plain puts only as far as its channel has free room.
 The channel therefore keeps its capacity unless two processes use the same room at the same time. A call that
 reaches its timeout asks the owner once before it fails, because an item may be in transit. The page
-docs/hosts.md lists the differences from a local channel.
+docs/remote_channels.md lists the differences from a local channel.
 """
 
 from __future__ import annotations
