@@ -1,4 +1,5 @@
-// Helpers for methods that are plain C functions: they parse arguments, and pass C++ exceptions to Python.
+// Helpers for methods that are plain C functions: they parse arguments and turn C++ exceptions into Python
+// errors.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,7 +20,8 @@ PyObject* guarded(F&& f) {
     return nullptr;
 }
 
-// Raise TypeError for an unknown argument; its message names the most similar argument of the function.
+// Raise TypeError for an unknown argument. The message suggests the function's argument with the most similar
+// name.
 inline void refuse_argument(const char* function, PyObject* name, const char* const* names, size_t n) {
     guarded([&]() -> PyObject* {
         nb::list known;
@@ -36,7 +38,7 @@ inline void refuse_argument(const char* function, PyObject* name, const char* co
     });
 }
 
-// Parse the `required` arguments, and the optional arguments after them, by position or by name.
+// Parse the `required` arguments and the optional arguments that follow, each given by position or by name.
 template <size_t N>
 bool parse(const char* function, const char* const (&names)[N], size_t required, PyObject* const* args,
            Py_ssize_t n, PyObject* keywords, PyObject* (&values)[N]) {

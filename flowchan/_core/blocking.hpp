@@ -1,8 +1,9 @@
-// The loop of a blocking channel call: it tries, waits in the wait queues of waiting.hpp, and gives up.
+// The loop of a blocking channel call: try, wait in a queue (waiting.hpp), try again, and give up at the
+// deadline.
 //
-// `op` performs the operation on the transport; it is called with the transport's lock held and returns a
-// Step. On a ring, it does not touch Python objects. The GIL is held on entry and on return, and is released
-// while the call sleeps.
+// `op` performs the operation on the transport. The loop calls it with the transport's lock held, and it
+// returns a Step. On a ring, `op` must not touch Python objects. The caller holds the GIL. The loop releases
+// it while it sleeps, and returns with the GIL held.
 #pragma once
 
 #include <Python.h>
@@ -15,7 +16,7 @@ namespace flowchan {
 
 static_assert(Transport<LocalQueue> && Transport<Ring>);
 
-// The transport's operations that the loop needs.
+// The operations that the loop needs from a transport.
 template <class M>
 struct Traits;
 
@@ -41,20 +42,20 @@ struct Traits<LocalQueue> {
         Node*& first = q.wait_list(caller.side).starving;
         if (!first && !caller.ordered) first = &node;
     }
-    // End a call. No other waiter was woken between this waiter's wake-up and its run (wait_list.hpp). So
-    // wake the next one, whether the call succeeded or not.
+    // End a call. Since this waiter was woken, no other waiter has been woken (wait_list.hpp). So wake the
+    // next one, even if the call failed.
     static void end(LocalQueue& q, const Caller& caller, Node& node, bool, Wakes& wakes) {
         Node*& first = q.wait_list(caller.side).starving;
         if (first == &node) first = nullptr;
         pass_on(q, caller, wakes);
     }
-    // Handle a woken waiter that must not overtake the starving one. The wake-up may have gone to this waiter
-    // instead of the starving one.
+    // Handle a woken waiter that must not overtake the starving one. The wake-up may have been meant for the
+    // starving waiter.
     static void sleep_again(LocalQueue& q, const Caller& caller, Wakes& wakes) {
         q.wake_waiting(caller.side, wakes);
     }
-    // Handle a woken waiter that goes back to sleep. Before it ran, a waiter with an earlier turn may have
-    // arrived without being woken.
+    // Handle a woken waiter that goes back to sleep. In the meantime, a waiter with an earlier turn may have
+    // arrived that was not woken.
     static void in_vain(LocalQueue& q, const Caller& caller, const Node& node, Wakes& wakes) {
         if (q.wait_list(caller.side).is_behind(node)) pass_on(q, caller, wakes);
     }
@@ -66,8 +67,8 @@ struct Traits<LocalQueue> {
     static constexpr bool is_check_due(LocalQueue&) { return false; }
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
     static uint64_t resumes(LocalQueue&) { return 0; }
-    // A thread can't die without its process, and only the main thread handles signals. Other threads can
-    // therefore sleep until they are woken.
+    // A thread cannot die without its process, and only the main thread handles signals. So only the main
+    // thread must check again after each slice. Other threads sleep until they are woken.
     static int64_t slice(Deadline deadline) {
         return thread_number() == uint32_t(getpid()) ? deadline.slice() : deadline.left();
     }
@@ -82,7 +83,7 @@ struct Traits<Ring> {
     static constexpr bool processes = true;
     struct Waiting {
         uint32_t seen = 0;
-        uint32_t rank = FUTEX_BITSET_MATCH_ANY;  // one bit; all bits for a caller without a rank
+        uint32_t rank = FUTEX_BITSET_MATCH_ANY;  // one bit, or all bits for a caller without a rank
         bool selecting = false;
         bool ordered = false;
     };
@@ -107,12 +108,12 @@ struct Traits<Ring> {
         s.clock.begin(false);
         if (caller.side == Side::Reader && r.header().notify_writer)
             futex_wake(r.header().writer_queue.seq, r.header().writer_queue.call(1), true);
-        // the reader is a link, which then requests more room
+        // The reader is a link, which now asks for a higher limit.
         if (caller.side == Side::Writer && r.is_limited())
             futex_wake(r.header().reader_queue.seq, r.header().reader_queue.call(1), true);
     }
     // Leave the queue, and return whether the futex word had changed. If the session ended while its caller
-    // was waiting, the caller was removed from the queue then.
+    // waited, the caller is no longer in the queue.
     static bool leave(Ring& r, const Caller& caller, Waiting& waiting, bool) {
         Session& s = r.session(caller.session);
         const bool called = word(r, caller, waiting).load(std::memory_order_relaxed) != waiting.seen;
@@ -125,8 +126,8 @@ struct Traits<Ring> {
         if (counted) n -= 1;
         if (counted) s.clock.end(false);
         if (caller.exchangeable) wait_queue(r, caller.side).idle &= ~waiting.rank;
-        // as in Ring::drop_copies: if the process dies between the two updates, the count is one too high,
-        // never too low
+        // As in Ring::drop_copies, subtract from the session first. If the process dies between the two
+        // updates, the queue's count is too high by one, but never too low.
         keep_order();
         if (counted) wait_queue(r, caller.side).leave();
         if (waiting.selecting) wait_queue(r, caller.side).count_selecting(counted ? -1 : 0);
@@ -148,25 +149,27 @@ struct Traits<Ring> {
         uint32_t& count = caller.side == Side::Reader ? wakes.readers : wakes.writers;
         if (g.starving && g.starving == thread_number()) {
             g.starving = 0;
-            count += g.call_all();  // the callers that did not overtake the starving one
+            count += g.call_all();  // the callers that waited behind the starving one
         } else if (!used) {
             pass_on(r, caller, wakes);
         }
     }
-    // while a caller is starving, all callers are woken
+    // While a caller is starving, every caller is woken, so no wake-up needs to be passed on.
     static void sleep_again(Ring&, const Caller&, Wakes&) {}
-    static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn is woken separately
+    static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn has a word and a
+                                                                          // wake-up of its own
     static void pass_on(Ring& r, const Caller& caller, Wakes& wakes) {
         if (caller.ordered)
             r.wake_turns(wakes);
         else
             (caller.side == Side::Reader ? wakes.readers : wakes.writers) +=
                 wait_queue(r, caller.side).call(1);
-        if (caller.side == Side::Reader && r.header().notify_writer)  // one reader fewer is waiting now
+        if (caller.side == Side::Reader && r.header().notify_writer)  // there is now one waiting reader fewer
             wakes.writers += r.header().writer_queue.call(1);
         if (caller.side == Side::Writer && r.is_limited()) wakes.readers += r.header().reader_queue.call(1);
     }
-    // Return a hint, read without the lock. A caller that acts on it takes the lock and checks again.
+    // Return a hint, which is read without the lock. A caller that relies on it takes the lock and checks
+    // again.
     static bool ready(Ring& r, Side side) {
         Header& h = r.header();
         auto seen = [](uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_relaxed); };
@@ -186,25 +189,25 @@ struct Traits<Ring> {
     }
 };
 
-// Mark an item as having no more outputs, with the lock held. The result is Wait if the item is too far ahead
-// of its turn, as for a put.
+// Record, under the lock, that there are no more outputs for an item. Return Wait if the item is too far
+// ahead of its turn, as a put does.
 template <class M>
 Step finish_item(M& m, WriterState& writer, uint64_t number, Wakes& wakes) {
-    // if the item has no output, discard the number of outputs that a dead predecessor put for it
+    // An item without outputs also discards the record of outputs that a dead predecessor put for it.
     if (!writer.ordered) {
         if (!writer.keyed && Traits<M>::resumes(m)) m.begin_item(writer, number);
         writer.keyed = false;
         return Step::Done;
     }
-    // For a `single` writer, the put of the output also passed the turn. If the item had no output, its turn
-    // must be passed now.
+    // For a `single` writer, putting the only output has already ended the item's turn. If there was no
+    // output, end the turn now.
     if (writer.has_passed(number)) return Step::Done;
     if (!writer.keyed) m.begin_item(writer, number);
     writer.keyed = true;
     return m.item_done(writer, wakes);
 }
 
-// Takes the lock. If the lock is busy, releases the GIL before waiting. `released` is set while the GIL is
+// Takes the lock. If the lock is busy, releases the GIL before it waits. `released` is set while the GIL is
 // released.
 template <class M>
 struct Locked {
@@ -213,7 +216,7 @@ struct Locked {
         released = PyEval_SaveThread();
         m.lock(true);
     }
-    // Release the lock first, then wake the waiters, then take the GIL again.
+    // Release the lock, wake the waiters, and only then take the GIL again.
     void unlock(const Wakes& wakes) {
         m.unlock();
         m.wake(wakes);
@@ -224,7 +227,7 @@ struct Locked {
     PyThreadState* released = nullptr;
 };
 
-// Result of a waiting call's sleep. Interrupted and late calls did not sleep at all.
+// The result of one sleep of a waiting call. A call that is interrupted or late did not sleep at all.
 struct SleepResult {
     bool interrupted = false, late = false;
     int error = 0;
@@ -269,8 +272,8 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
         Locked<M> locked(m);
         const bool called = T::leave(m, caller, waiting, selecting);
         T::check_for_dead(m, wakes);
-        // An interrupted call must not take an item, because it could not return it. A call whose time slice
-        // is over ignores the starving waiter, which may be dead.
+        // An interrupted call must not take an item, because it could not return it. After a full slice, a
+        // call may overtake the starving waiter, because that waiter may be dead.
         const bool passes = T::may_pass(m, caller, &waiting) || slice_over || T::ended(m);
         if (!interrupted && passes) step = op(wakes);
         if (!passes) T::sleep_again(m, caller, wakes);
@@ -287,18 +290,19 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
     return step;
 }
 
-// Perform `op` as soon as it is possible. `caller(waits)` returns the call's identity. If `waits` is set, the
-// identity must include the session, which is opened first if necessary.
+// Perform `op` as soon as the channel permits it. `caller(waits)` returns the identity of the call. If
+// `waits` is set, the identity needs a session, so `caller` opens one if necessary.
 template <class M, class Op, class Who>
 Step perform(M& m, Who&& caller, Op&& op, Deadline deadline) {
     using T = Traits<M>;
     Wakes wakes;
     Locked<M> locked(m);
-    // Callers that never wait must also learn of deaths (C5). A get that finds an item need not check for
-    // deaths. A put must, because its item might be lost in a channel without readers.
+    // Callers that never wait must also learn of deaths (C5). A get that finds an item can skip that check. A
+    // put cannot: if all readers are dead, its item would be lost.
     if (T::processes && caller(false).side == Side::Writer && T::is_check_due(m)) T::check_for_dead(m, wakes);
     // In a channel that has ended, no caller yields to a starving one. The starving one may be waiting for
-    // the items that this caller has on lease.
+    // After the end of a channel, no caller waits behind a starving one, because the starving caller may be
+    // waiting for items that this caller has on lease.
     const bool behind = !deadline.now_only() && !T::ended(m) && !T::may_pass(m, caller(false), nullptr);
     Step step = behind ? Step::Wait : op(wakes);
     if (step == Step::Wait && !behind && T::is_check_due(m)) {

@@ -1,4 +1,4 @@
-// The Channel object: construction, attachment, end, statistics, and the effect of a fork.
+// The Channel object: construction, attaching, the end, statistics, and what a fork changes.
 #include "channel.hpp"
 #include "raising.hpp"
 #include "system.hpp"
@@ -24,7 +24,7 @@ Channel::Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::str
     }
     need_proc();
     ring_ = std::make_shared<Ring>(capacity, max_bytes);
-    this->max_bytes = ring_->header().max_bytes;  // at most the size of the largest block
+    this->max_bytes = ring_->header().max_bytes;  // a ring limits it to the size of the largest block
 }
 
 Channel::Channel(int fd, int socket, std::string name) : name(std::move(name)) {
@@ -55,10 +55,10 @@ bool Channel::reaches_processes() const {
 
 bool Channel::usable() {
     if (forks == fork_count) return true;
-    if (reaches_processes()) {  // the forked child is another user of the same memory
+    if (reaches_processes()) {  // a forked child is an additional user of the same memory
         nb::object self = nb::find(*this);
         nb::ft_object_guard guard(self);
-        if (forks == fork_count) return true;  // another thread was faster
+        if (forks == fork_count) return true;  // another thread has already done this
         plain = 0;
         awaiting = 0;
         forks = fork_count;
@@ -74,7 +74,7 @@ uint32_t Channel::plain_session() {
     if (plain) return plain;
     std::string failure;
     locked_ring(*this, [&](Ring& ring, Wakes& wakes) {
-        if (!plain) try {  // another thread may have been faster
+        if (!plain) try {  // another thread may have opened it in the meantime
                 plain = ring.open_session(Session::PLAIN, wakes);
             } catch (const std::exception& e) {
                 failure = e.what();
@@ -106,8 +106,8 @@ void Channel::fetch(Py_ssize_t most) {
     if (here < uint64_t(most)) nb::find(*this).attr("_fetch")(uint64_t(most) - here);
 }
 
-// Ask the owner, because the state known in this process may be outdated. If the owner sends an item, the
-// item has arrived when this returns, or arrives soon.
+// Ask the owner, because this process may not know the latest state of the channel. If the owner sends an
+// item, it has arrived by the time this returns, or soon after.
 bool Channel::asks_again(Side side) {
     if (!elsewhere) return false;
     nb::object answer = nb::find(*this).attr("_ask_again")(side == Side::Reader);
@@ -137,7 +137,7 @@ void abort_channel(Channel& ch, PyObject* cause) {
     ch.with([&](auto& transport) { abort_transport(transport, cause); });
 }
 
-// Return (pid, blocks, bytes) for each process that keeps blocks of the channel in use.
+// Return (pid, blocks, bytes) for each process that keeps blocks of the channel.
 static nb::list as_list(const std::vector<Held>& held) {
     nb::list list;
     for (const Held& h : held) list.append(nb::make_tuple(h.pid, h.blocks, h.bytes));
@@ -179,8 +179,8 @@ nb::dict channel_stats(Channel& ch) {
     return stats;
 }
 
-// Return totals over a run's channels: items put plus items taken, waiting readers, and waiting writers. This
-// is cheap enough for frequent calls.
+// Return totals over the channels of a run: items put plus items taken, waiting readers, and waiting writers.
+// This is cheap enough to call often.
 nb::tuple observe(nb::list channels) {
     uint64_t moved = 0, reading = 0, writing = 0;
     for (nb::handle one : channels) {

@@ -11,9 +11,9 @@ namespace {
 PyObject* py_dumps = nullptr;
 PyObject* py_loads = nullptr;
 
-constexpr uint64_t WITHOUT_GIL = 1 << 16;  // copying at least this many bytes releases the GIL
+constexpr uint64_t WITHOUT_GIL = 1 << 16;  // copies of this size or more release the GIL
 constexpr uint64_t ALIGN = 64;
-constexpr uint64_t COPIED = 4096;  // smaller buffers are copied, which is cheaper than making views
+constexpr uint64_t COPIED = 4096;  // smaller buffers are copied, because making a view costs more
 
 void copy(char* to, const char* from, uint64_t n) {
     if (n < WITHOUT_GIL) {
@@ -24,11 +24,13 @@ void copy(char* to, const char* from, uint64_t n) {
     memcpy(to, from, n);
 }
 
-// Pickle an item. `dumps` is called with True if the item goes to another host. It returns one of these:
+// Pickle an item. `dumps` gets True as its second argument if the item goes to another host. It returns one
+// of these:
 // - the pickle
 // - a list of the pickle and its out-of-band buffers
-// - a tuple: id, such a list, callback or None, id of the fd bundle or 0, descriptors in the bundle After the
-// item has been put, the callback is called with the channel (see `notify_put`).
+// - a tuple of an id, such a list, a callback or None, the id of the fd bundle or 0, and the bundle's
+//   descriptors
+// After the put, the callback is called with the channel (see `notify_put`).
 bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     frame.keep = frame.leaves ? PyObject_CallFunctionObjArgs(py_dumps, object, Py_True, nullptr)
                               : PyObject_CallOneArg(py_dumps, object);
@@ -58,7 +60,7 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
         header = frame.long_header.data();
     }
     frame.buffers.reserve(n);
-    memcpy(header, &id, 8);  // without an id, the frame starts with n instead
+    memcpy(header, &id, 8);  // without an id, the frame begins with n instead
     memcpy(header + 8, &frame.bundle, 8);
     frame.pieces.push_back({header, head, 0});
     header += pin;
@@ -84,7 +86,7 @@ PyObject* damaged() {
     return nullptr;
 }
 
-// Return one of an item's buffers, read-only. It is a view if `block` keeps the memory valid, and otherwise a
+// Return one buffer of an item, read-only. If `block` keeps its memory valid, return a view, otherwise a
 // copy.
 PyObject* buffer_at(const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
     if (size < COPIED) return PyBytes_FromStringAndSize(at, Py_ssize_t(size));
@@ -114,9 +116,9 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
     return args;
 }
 
-// Call `loads` with the pickle and its buffers. For PINNED and BUNDLE, pass a tuple instead. It contains a
-// view that keeps the item alive (None if this reader may not keep it), the list, and the fd bundle. The
-// buffers of such an item are copied, so that a user who keeps a buffer does not keep the item alive.
+// Call `loads` with the pickle and its buffers. For PINNED and BUNDLE, pass a tuple instead: a view that
+// keeps the item alive (None if this reader may not keep it), the list, and the fd bundle. The buffers of
+// such an item are copied. Otherwise, a user who keeps one buffer would keep the whole item alive.
 PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size,
                               const std::shared_ptr<Block>& block, PyObject* bundle) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
@@ -174,7 +176,7 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         return o;
     }
     if (kind == REFERENCE && size == sizeof(uint64_t)) {
-        // this process reads a reference only if the run discards the item
+        // This process reads a reference only when the run discards the item.
         uint64_t id;
         memcpy(&id, at, sizeof id);
         references().release(id);
@@ -205,7 +207,8 @@ uint64_t bundle_of(uint64_t kind, const char* at, uint64_t size) {
 void notify_put(const ObjectFrame& frame, PyObject* channel) {
     PyObject* put = PyTuple_GET_ITEM(frame.keep, 2);
     PyObject* none = PyObject_CallOneArg(put, channel);
-    if (!none) PyErr_WriteUnraisable(put);  // the item is already in the channel, so the put cannot fail
+    if (!none) PyErr_WriteUnraisable(put);  // the item is already in the channel, so the put can no longer
+                                            // fail
     Py_XDECREF(none);
 }
 

@@ -1,11 +1,10 @@
-// Direct encoding of the built-in values that need no pickle (see codec.hpp).
+// Direct encoding of built-in values that need no pickle (see codec.hpp).
 //
-// Algorithm. A value is a tag byte, followed by its content. A tuple is a tag, its length and its elements.
-// Lists and dictionaries of plain values are encoded in the same way.
+// Algorithm. A value is a tag byte followed by the content. The content of a tuple is its length and its
+// elements. Lists and dictionaries of plain values have the same form.
 //
-// Invariants. The writer never writes past its end: it returns false for a value that does not fit. Other
-// processes can write to the memory that the reader reads, so the reader checks every length and the nesting
-// depth.
+// Invariants. The writer never writes past its end. If a value does not fit, it returns false. The reader
+// checks every length and the nesting depth, because other processes can write to the memory that it reads.
 #pragma once
 
 #include <Python.h>
@@ -32,18 +31,18 @@ enum DirectTag : unsigned char {
     BYTES_SHORT,
     BYTES_LONG,
     ASCII_SHORT,
-    STR_LONG,  // STR_LONG: kind byte (0: ASCII; 1, 2, 4: bytes per character), u32 number of characters
-    LIST,      // LIST and DICT contain plain values only
+    STR_LONG,  // kind byte (0: ASCII; 1, 2, 4: bytes per character), then u32 number of characters
+    LIST,      // LIST and DICT: only with plain values inside
     DICT,
 };
 
-// Writes a value from `p` up to `end`. Its methods return false if the value does not fit, or if its type
-// lacks a direct encoding.
+// Writes a value to the memory from `p` to `end`. Its methods return false if the value does not fit, or if
+// its type has no direct encoding.
 struct DirectWriter {
     char* p;
     char* end;
-    bool is_plain = false;   // true if lists and dictionaries are accepted
-    bool is_shared = false;  // true if the value is in a container that may have other references
+    bool is_plain = false;   // accept lists and dictionaries
+    bool is_shared = false;  // the value is in a container that may have other references
 
     bool tag(DirectTag t, uint64_t more) {
         if (uint64_t(end - p) < 1 + more) return false;
@@ -118,11 +117,11 @@ struct DirectWriter {
         is_shared = before;
         return true;
     }
-    // Return whether the container holds the only reference to this nested value. A value with other
-    // references could occur twice, or contain itself.
+    // Return whether only the container has a reference to this nested value. A value with other references
+    // could occur twice, or could contain itself.
     static bool is_unshared([[maybe_unused]] PyObject* o, [[maybe_unused]] int depth) {
 #ifdef Py_GIL_DISABLED
-        return false;  // without a GIL, the reference count may change during the call
+        return false;  // without a GIL, the reference count may change at any time
 #else
         return depth == 0 || Py_REFCNT(o) == 1;
 #endif
@@ -149,7 +148,7 @@ struct DirectWriter {
     }
 };
 
-// Reads values that DirectWriter wrote. Returns null, without an error, if the bytes are damaged.
+// Reads values that DirectWriter wrote. Damaged bytes give null without a Python error.
 struct DirectReader {
     const char* p;
     const char* end;
@@ -173,7 +172,7 @@ struct DirectReader {
         return has(sizeof(Int)) ? PyLong_FromLong(raw<Int>()) : nullptr;
     }
     PyObject* real() { return has(sizeof(double)) ? PyFloat_FromDouble(raw<double>()) : nullptr; }
-    // Read bytes that are preceded by their length, an integer of type `Length`.
+    // Read bytes and the length before them, an integer of type `Length`.
     template <class Length>
     PyObject* bytes() {
         return has(sizeof(Length)) ? bytes(raw<Length>()) : nullptr;
@@ -186,8 +185,8 @@ struct DirectReader {
     }
     PyObject* ascii(uint64_t n) {
         if (!has(n)) return nullptr;
-        // Check the bytes, because another process wrote them. A str that is marked as ASCII but contains
-        // other bytes would be invalid.
+        // Check every byte, because another process wrote them. A str object that is marked as ASCII must not
+        // contain other bytes.
         if (!std::all_of(p, p + n, [](char c) { return static_cast<unsigned char>(c) < 128; }))
             return nullptr;
         PyObject* o = PyUnicode_New(Py_ssize_t(n), 127);

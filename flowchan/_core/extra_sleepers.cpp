@@ -37,7 +37,7 @@ ExtraSleeper::~ExtraSleeper() {
 }
 
 void ExtraSleeper::notify() {
-    // relaxed, because the changes themselves are read under the mutex
+    // Relaxed, because the changed data is read under the mutex.
     changes_.fetch_add(1, std::memory_order_relaxed);
     futex_wake(changes_, 1, false);
 }
@@ -60,8 +60,8 @@ void ExtraSleeper::run() {
             changes = changes_.load(std::memory_order_relaxed);
             own.add({changes, reinterpret_cast<uint64_t>(&changes_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0},
                     {});
-            // If `ring_` was called, these words have changed, and a sleep on them would return at once. Wait
-            // for new words.
+            // After calling `ring_`, sleep only on `changes_` until new words arrive. The old words have
+            // changed, so a sleep on them would end at once.
             for (size_t i = 0; !has_signalled_ && i < watched_.words.size(); ++i)
                 own.add(watched_.words[i], watched_.kept[i]);
         }
@@ -69,7 +69,7 @@ void ExtraSleeper::run() {
         if (std::none_of(own.words.begin() + 1, own.words.end(), is_changed)) continue;
         {
             std::lock_guard lock(mutex_);
-            if (changes != changes_.load(std::memory_order_relaxed)) continue;  // new words arrived
+            if (changes != changes_.load(std::memory_order_relaxed)) continue;  // new words have arrived
             has_signalled_ = true;
         }
         ring_();

@@ -1,5 +1,5 @@
-// Extra sleepers: additional threads that sleep on futex words, for more words than a single thread can
-// watch.
+// Extra sleepers: more threads that sleep on futex words. They are needed for more words than one thread can
+// sleep on.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace flowchan {
 
-// Futex words, and the objects that keep their memory mapped.
+// Futex words, and the objects that keep the memory of these words mapped.
 struct Watched {
     std::vector<WaitedWord> words;
     std::vector<std::shared_ptr<void>> kept;
@@ -22,20 +22,20 @@ struct Watched {
     void add(const WaitedWord& word, std::shared_ptr<void> keeps);
 };
 
-// A thread that sleeps on words on behalf of another thread. It calls `ring` once when a word has changed.
+// A thread that sleeps on words for another thread. After a word changes, it calls `ring` once.
 class ExtraSleeper {
   public:
     explicit ExtraSleeper(std::function<void()> ring);
     ~ExtraSleeper();
     ExtraSleeper(const ExtraSleeper&) = delete;
     void watch(Watched watched);
-    // For a forked child, which does not have the thread. The child must not even detach the thread. The
-    // thread's state is on its stack, and another thread of the child may have reused this memory.
+    // Forget the thread in a forked child, where it does not exist. Even detaching it would be wrong: its
+    // state is on its stack, and another thread of the child may already have reused that memory.
     void abandon() { thread_ = nullptr; }
 
   private:
     void run();
-    void notify();  // called with the mutex held, after new words or `over_` were set
+    void notify();  // call with the mutex held, after storing new words or `over_`
     const std::function<void()> ring_;
     std::mutex mutex_;
     Watched watched_;
@@ -44,11 +44,11 @@ class ExtraSleeper {
     std::thread* thread_;
 };
 
-// A growing set of extra sleepers. Only one thread may use it.
+// A growing set of extra sleepers, for use by a single thread.
 class ExtraSleepers {
   public:
     explicit ExtraSleepers(std::function<void()> ring) : ring_(std::move(ring)) {}
-    // Assign each part to a sleeper. Return false if more threads are needed than exist.
+    // Give each sleeper one part. Return false if the system refuses to start a thread that is needed.
     bool watch(std::vector<Watched> parts);
     void end() { all_.clear(); }
     void abandon() {

@@ -1,4 +1,4 @@
-// An item before it is written into a ring: the pieces of memory that make up its payload.
+// Frame: an item before it is written to a ring, as the pieces of memory that form its payload.
 #pragma once
 
 #include <cstdint>
@@ -7,28 +7,29 @@
 
 namespace flowchan {
 
-// Encoding of a slot's payload. The numbers are written into shared memory: never reuse one.
+// How a slot's payload is encoded. The numbers are stored in shared memory, so never reuse one.
 enum Kind : uint64_t {
-    DIRECT = 1,  // direct encoding of small built-ins (direct_values.hpp)
+    DIRECT = 1,  // a small built-in value (direct_values.hpp)
     BYTES = 2,   // the bytes of a `bytes` object
     PICKLE = 3,  // a pickle without buffers
-    // u64 count, then for each its u64 offset and u64 size: a pickle, then its out-of-band buffers
+    // a pickle and its out-of-band buffers; first comes a u64 count, then the u64 offset and u64 size of each
+    // part
     BUFFERS = 4,
-    // PIN bytes that begin with u64 id and u64 id of the fd bundle or 0, followed by the format of BUFFERS.
-    // The process that put the item keeps an object alive for as long as the item exists.
+    // PIN bytes, which begin with a u64 id and the u64 id of the fd bundle (or 0), then the format of
+    // BUFFERS. The process that put the item keeps an object alive as long as the item exists.
     PINNED = 5,
-    // PIN bytes that begin with u64 0 and u64 id of the fd bundle, followed by the format of BUFFERS.
+    // PIN bytes, which begin with a u64 0 and the u64 id of the fd bundle, then the format of BUFFERS.
     // Descriptors travel with the item.
     BUNDLE = 6,
-    // u64 id of a reference to an output that is on another host (references.hpp)
+    // u64 id of a reference to an output on another host (references.hpp)
     REFERENCE = 7,
 };
 
-// Return whether an item of this kind must stay in its slot while it is decoded. Other items are copied and
-// freed first.
+// Return whether an item of this kind must stay in its slot while it is decoded. Other items are copied
+// first, and their slots are freed before decoding.
 inline bool needs_its_slot(uint64_t kind) { return kind == PINNED || kind == BUNDLE; }
 
-// Return whether items of this kind are not taken in runs.
+// Return whether a batched get leaves items of this kind to single gets.
 inline bool is_taken_singly(uint64_t kind) { return needs_its_slot(kind) || kind == REFERENCE; }
 
 constexpr uint64_t PIN = 64;
@@ -44,12 +45,13 @@ struct Frame {
     uint64_t size = 0;
     uint64_t small_size = 0;
     char small[SMALL];          // the payload of DIRECT
-    Piece one{};                // the payload of BYTES and PICKLE, and of any item received in one piece
+    Piece one{};                // the payload of BYTES and PICKLE, and of each item that was received as one
+                                // piece
     std::vector<Piece> pieces;  // the payload of BUFFERS
-    uint64_t deaths = 0;        // number of remote workers that died while they held the item
+    uint64_t deaths = 0;        // number of remote workers that died while holding the item
     uint64_t bundle = 0;        // id of the descriptors that travel with the item, or 0
     std::vector<int> descriptors;
-    mutable int refused = 0;  // errno if the descriptors could not be sent
+    mutable int refused = 0;  // the errno if sending the descriptors failed
 
     void write(char* to) const {
         if (one.at) {

@@ -1,13 +1,13 @@
-// Releasing the GIL, and acquiring it again.
+// Releasing the GIL and taking it again.
 //
-// A daemon thread that requests the GIL while the interpreter is shutting down does not get it. CPython up to
-// 3.13 ends the thread with pthread_exit, which unwinds the C++ frames below like an exception. Their
-// destructors would then drop references without the GIL. Such a thread is therefore blocked here forever, as
-// in CPython 3.14; the process exits without it. A destructor blocks it, because not every C++ library lets a
-// program catch this unwinding.
+// During interpreter shutdown, a daemon thread that asks for the GIL does not get it. CPython up to 3.13 then
+// ends the thread with pthread_exit, which unwinds its C++ frames like an exception. Their destructors would
+// drop references without the GIL. So, as in CPython 3.14, we block such a thread forever, and the process
+// exits without it. A destructor does the blocking, because not every C++ library lets a program catch this
+// unwinding.
 //
-// A free-threaded interpreter lacks the GIL, but its garbage collector sometimes stops all threads. If a
-// thread slept without releasing its thread state, the others would have to wait for it.
+// A free-threaded interpreter has no GIL, but its garbage collector sometimes stops all threads. It has to
+// wait for a thread that sleeps without releasing its thread state, so all other threads would also wait.
 #pragma once
 
 #include <Python.h>
@@ -27,7 +27,7 @@ inline void take_gil(PyThreadState* state) {
     held.got = true;
 }
 
-// Releases the GIL within a block, so that other threads can run Python code.
+// Releases the GIL for the duration of a block.
 class WithoutGil {
   public:
     WithoutGil() : state_(PyEval_SaveThread()) {}

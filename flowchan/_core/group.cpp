@@ -1,4 +1,4 @@
-// A member of a group: how it joins, runs rounds, waits, and notices that other members are lost.
+// A member of a group: how it joins, runs rounds, waits, and notices that other members have died or left.
 #include "group.hpp"
 
 #include "faults.hpp"
@@ -25,16 +25,16 @@ namespace {
 constexpr size_t PAGE = 4096;
 constexpr int64_t DEATH_CHECK_INTERVAL_NS = 20'000'000;  // how often to check for dead members
 constexpr uint32_t CHECKED_AT_ONCE = 8;                  // number of members to check each time
-// number of initial checks without a pause, for members that are just about to arrive
+// checks without a pause at the beginning of a wait, because the other members often arrive at once
 constexpr uint32_t CHECKS_WITHOUT_PAUSE = 200;
 constexpr int YIELDS = 8;
 constexpr int64_t LONG_YIELD_NS = 300'000;
 constexpr uint32_t MOST_LEFT_OUT = 4096;
-// Longer spins are used only while they succeed, because other programs on a busy machine need the core.
+// Spins get longer only while they succeed, because other programs on a busy machine need the core.
 constexpr uint32_t LEAST_PAUSES = 20;
 
-// A pause takes 11 ns, so the limit is 90 µs, about the cost of a sleep and a wake-up. If members outnumber
-// the cores, spinning would keep the awaited member from running.
+// A pause takes 11 ns, so the limit is about 90 µs, the cost of a sleep and a wake-up. If there are more
+// members than cores, spinning would take the core from the member that is awaited.
 uint32_t most_pauses(uint32_t members) {
     static const uint32_t cores = std::thread::hardware_concurrency();
     return members <= cores ? 8000 : LEAST_PAUSES;
@@ -49,9 +49,9 @@ size_t result_length(uint32_t size) { return rounded(BIG / size + LINE, PAGE); }
 size_t big_length(uint32_t size) { return (BIG + result_length(size)) * 2 * size; }
 size_t entries_length(uint32_t size) { return rounded(sizeof(ChannelEntry) * TABLES * size * size, PAGE); }
 
-// Executes a fence in all threads of the processes that share the group. Afterwards the caller sees every
-// store that another thread made before it checked the caller's last store. Returns false if the kernel
-// refuses the call.
+// Execute a fence in all threads of all processes that share the group. Afterwards the caller sees every
+// store that another thread made before that thread checked the caller's last store. Return false if the
+// kernel refuses the call.
 bool fence_all_threads() { return syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0) == 0; }
 
 }  // namespace
@@ -186,8 +186,8 @@ void Member::depart() {
 void Member::give_up() {
     uint32_t present = PRESENT;
     slot_of(rank).membership.compare_exchange_strong(present, GAVE_UP);
-    // From now on, this member's arrays may be overwritten while other members read them. They must see the
-    // new `membership` before they see new data.
+    // From now on, this member's arrays may change while other members read them. They must see the new
+    // `membership` before they see any new data.
     std::atomic_thread_fence(std::memory_order_release);  // pairs with the fence in pull
     broken_ = true;
     wake_all();
@@ -207,7 +207,7 @@ MemberState Member::see(uint32_t member) const {
     const MemberSlot& s = slot_of(member);
     uint64_t pid = s.owner.load();
     const bool coming = pid || may_join(member);
-    if (!coming) pid = s.owner.load();  // the process may have joined and ended just now
+    if (!coming) pid = s.owner.load();  // the process may have joined and ended in between
     return {pid,
             s.membership.load(),
             s.operation.load(std::memory_order_relaxed),
@@ -231,10 +231,10 @@ End Member::begin(Call call) {
     return End::Done;
 }
 
-// After a mismatch or missing memory, the group remains usable. Any other failure is permanent.
+// After a mismatch, or if memory ran out, the group remains usable. Every other failure is permanent.
 End Member::finish(End end) {
     MemberSlot& own = slot_of(rank);
-    // prefetch the line: it is in other members' caches, and the next operation writes it
+    // Fetch this line now: other members have it in their caches, and the next operation writes it.
     prefetch(&own.cell[(round_ + 1) & 1]);
     const bool goes_on = end == End::Done || end == End::Mismatch || end == End::NoMemory;
     end_plan(end == End::Done);
@@ -312,9 +312,9 @@ End Member::await(uint32_t member, Patience& patience) {
     }
 }
 
-// If all cores are busy with members, yielding lets the other members run. If other programs use the cores, a
-// yield lasts for their whole time slices, whereas a thread that is woken from a sleep runs first. So after a
-// long yield, the next waits skip yielding.
+// If the members themselves keep all cores busy, yielding lets another member run. If other programs use the
+// cores, a yield takes as long as their time slices, but a thread that wakes from a sleep runs first. So
+// after one long yield, the next waits do not yield.
 bool Member::arrives_after_yields(uint32_t member) {
     if (left_out_) return --left_out_, false;
     for (int i = 0; i < YIELDS; ++i) {
@@ -331,8 +331,8 @@ bool Member::arrives_after_yields(uint32_t member) {
     return false;
 }
 
-// Returns whether one of the members from `from` on is lost and will never publish this round. A lost member
-// published all its rounds before it was marked as lost.
+// Return whether one of the members from `from` on will never publish this round, because it has died or
+// left. Such a member published all its rounds before it was marked.
 bool Member::any_is_lost(uint32_t from) const {
     for (uint32_t i = 0; i < std::min(size, CHECKED_AT_ONCE); ++i) {
         const uint32_t member = (from + i) % size;
@@ -343,7 +343,7 @@ bool Member::any_is_lost(uint32_t from) const {
     return false;
 }
 
-// Compares all calls after the first round. All members get the same result.
+// Compare the calls of all members after the first round. All members get the same result.
 End Member::judge(Call call) const {
     End end = End::Done;
     for (uint32_t member = 0; member < size; ++member) {

@@ -1,34 +1,33 @@
-// A group: members that run collective operations over shared memory.
+// A group: members that run collective operations through shared memory.
 //
-// Algorithm. Every operation is a sequence of rounds, and the sequence is the same for all members. In a
-// round, each member writes its data into its own part of the memory. It then *publishes* the data by storing
-// the round's number in its cell. It waits until the cells of all other members contain that number, and
-// reads their data. The cells and slots exist twice, for odd and for even rounds. Readers need not
-// acknowledge anything, because a member overwrites the data of round r only for round r + 2. It does so
-// after it has seen all members publish r + 1, which each did only after reading round r.
+// Algorithm. An operation is a sequence of rounds, which is the same for all members. In a round, each member
+// writes its data into its own part of the memory. It then *publishes* the data by storing the number of the
+// round in its cell. It waits until the cells of all other members contain that number, and reads their data.
+// Cells and slots exist twice, for odd and even rounds. This saves readers an acknowledgement: a member
+// overwrites the data of round r only for round r + 2. By then it has seen all members publish round r + 1,
+// and each did so only after it had read round r.
 //
 // Invariants.
-//  - Only its owner writes to a member slot, a cell or a data slot. Published data remains valid, even if its
-//    owner dies.
-//  - All members come to the same decision. A round is complete for all members once all have published it. A
-//    member gives up only if it is waiting for a cell that can never get the number. In this case the cell's
-//    owner is gone, and a second look at the cell did not find the number. So either all survivors complete
-//    an operation, or none does. Mismatched calls and missing memory are detected from the data of the first
-//    round, which all members see.
-//  - A member that gives up in the middle of an operation publishes nothing more, as if it had died. The same
-//    holds for a member that leaves the group; if one of its threads is running an operation, leaving waits
-//    for that thread. So the visible data of a lost member never changes.
+// - Only its owner writes to a member slot, a cell or a data slot. Published data stays valid even if its
+//   owner dies.
+// - All members reach the same result. A round is complete for all members once all have published it. A
+//   member gives up only while it waits for a cell that cannot get the number any more, because the cell's
+//   owner is gone. It then looks at the cell a second time before it gives up. So either all survivors
+//   complete an operation, or none does. All members detect mismatched calls and missing memory from the data
+//   of the first round, which all of them see.
+// - A member that gives up during an operation publishes nothing more, as if it had died. The same is true
+//   of a member that leaves the group. If one of its threads is running an operation, leaving waits for that
+//   thread. So the visible data of a lost member never changes.
 //
 // Direct reads. A receiver reads large arrays from the sender's memory with process_vm_readv. The first round
-// publishes their addresses. A second round confirms the reads, and no member returns before it. So the
-// reader gets the data as published, unless the sender has given up; the reader checks for that afterwards.
-// If one member could not read, all members see that in the second round, and use the slots from then on.
+// publishes the addresses. A second round confirms the reads, and no member returns before it. So the reader
+// gets the published data unless the sender gave up, which the reader checks afterwards. If one member could
+// not read, all members learn that in the second round, and use the slots from then on.
 //
-// Waking. A sleeper increments `sleepers` in the member slot whose cell it is waiting for. A publisher checks
-// that count after storing the round, without a fence in between. The sleeper executes the fence for both
-// sides (membarrier), and checks the cell again before it sleeps. If the system refuses membarrier,
-// publishers execute a fence (`fenced`). A lost wake-up would cost one slice of sleep, but never cause a
-// hang.
+// Waking. A sleeper increments `sleepers` in the member slot whose cell it waits for. A publisher stores the
+// round and then reads that count, without a fence in between. The sleeper executes the fence for both sides
+// (membarrier), and checks the cell again before it sleeps. If the system refuses membarrier, publishers
+// execute a fence themselves (`fenced`). A lost wake-up costs one slice of sleep, but never a hang.
 #pragma once
 
 #include "kernels.hpp"
@@ -45,11 +44,11 @@
 namespace flowchan {
 
 constexpr size_t LINE = 64;
-constexpr size_t INLINE = 32;        // number of bytes that fit into the cell
+constexpr size_t INLINE = 32;        // bytes that fit into the cell
 constexpr size_t SMALL = 16 * 1024;  // size of a small slot in bytes
 constexpr uint32_t MOST_MEMBERS = 1024;
 
-// One value for each member; on the heap only for large groups.
+// One value for each member; it is on the heap only in large groups.
 template <class T>
 class ByRank {
   public:
@@ -73,21 +72,21 @@ class ByRank {
 using Sizes = ByRank<uint64_t>;
 
 struct alignas(LINE) Cell {
-    std::atomic<uint32_t> round{0};  // pairs with Member::await
+    std::atomic<uint32_t> round{0};  // release and acquire: has_arrived
     uint32_t flags = 0;
-    uint64_t key = 0;  // key of the call; equal on all members of one operation
+    uint64_t key = 0;  // identifies the call; equal on all members of one operation
     uint64_t bytes = 0;
-    uint32_t filled = 0;  // time in ns that writing the data of this operation took, if it is timed
-    uint32_t took = 0;    // duration in ns of the last timed operation, from the arrival of the last member
+    uint32_t filled = 0;  // ns that writing this operation's data took, if the operation is timed
+    uint32_t took = 0;    // ns that the last timed operation took after the last member had arrived
     unsigned char data[INLINE] = {};
 };
 static_assert(sizeof(Cell) == LINE);
 
 enum Membership : uint32_t { PRESENT, LEFT, GAVE_UP };
-// Flags of a cell. IN_PLACE: read the data from its owner's memory. TELLS: rank 0 publishes the plan for the
-// next operation in this size class. In addition, all members publish the plan that they use now.
+// Flags of a cell. IN_PLACE: read the data from the owner's memory. TELLS: rank 0 publishes the plan for the
+// next operation of this size class, and all members publish the plan that they use now.
 constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4, TELLS = 8;
-constexpr uint32_t OWN_PLAN = 8, NEXT_PLAN = 16;  // position of the lowest bit
+constexpr uint32_t OWN_PLAN = 8, NEXT_PLAN = 16;  // number of the plan's lowest bit
 
 struct MemberSlot {
     Cell cell[2];
@@ -96,38 +95,38 @@ struct MemberSlot {
     alignas(LINE) std::atomic<uint64_t> owner{0};  // the process that joined as this member
     std::atomic<uint64_t> started{0};
     std::atomic<uint32_t> membership{PRESENT};
-    std::atomic<uint32_t> over{0};  // nonzero: the member has left, even if it gave up first
-    // nonzero: a lock shows whether a process can still join; see Member::hold
+    std::atomic<uint32_t> over{0};  // nonzero: the member has left, perhaps after it gave up
+    // nonzero: a file lock shows whether a process can still join; see Member::hold
     std::atomic<uint32_t> held{0};
     std::atomic<uint32_t> operation{0};  // number of operations started, for error messages
-    // the last operation, for error messages; the top bit is set while it runs
+    // the last operation, for error messages; its top bit is set while the operation runs
     std::atomic<uint32_t> doing{0};
-    std::atomic<uint64_t> proof{0};  // address of this member's `proof_` in its process's memory
+    std::atomic<uint64_t> proof{0};  // address of `proof_` in this member's process
 };
 
 struct GroupHeader {
     static constexpr uint64_t MAGIC = 0x33707567'776f6c66;  // "flowgrup"3
     uint64_t magic = MAGIC;
     uint32_t size = 0;
-    uint32_t crowded = 0;  // nonzero: more members than cores; set by the creator, so that all members agree
+    uint32_t crowded = 0;  // nonzero: more members than cores; the creator sets it, so all members agree
     std::atomic<uint32_t> fenced{0};
-    std::atomic<uint32_t> disbanded{0};  // nonzero: no member may start another operation
-    // shortest time in ns in the last trial; 0: not tried
+    std::atomic<uint32_t> disbanded{0};  // nonzero: no member may start an operation any more
+    // Shortest time in ns of the latest trial. 0: not tried.
     std::atomic<uint32_t> took[OPERATIONS][TRIED][ALL_PLANS] = {};
 };
 
-// Tables of descriptors that a member offers to another member: channels, and the memory of other groups.
+// Tables of descriptors that one member offers to another: channels, and the memory of other groups.
 enum Table : uint32_t { CHANNELS, OFFERS, TABLES };
 struct ChannelEntry {
     uint64_t pid = 0, fd = 0;
-    std::atomic<uint64_t> inode{0};  // 0: no descriptor yet; pairs with Member::channel_from
+    std::atomic<uint64_t> inode{0};  // 0: no descriptor yet; release and acquire: Member::channel_from
 };
 
-// Result of an operation. These results mean that the operation did not start:
+// Result of an operation. If it is one of these, the operation did not start:
 //  - Closed: this member has left the group.
-//  - Taken: another process has joined as this member.
-//  - Within: a signal handler called it while its own thread was running another operation.
-//  - Busy: another thread was running an operation until the timeout.
+// - Taken: another process has joined with this rank.
+// - Within: a signal handler called it while its own thread was running an operation.
+// - Busy: another thread was running an operation for the whole timeout.
 enum class End { Done, MemberLost, Mismatch, NoMemory, TimedOut, Interrupted, Closed, Taken, Within, Busy };
 
 // The deadline of a call, and hooks that run while the call waits.
@@ -135,15 +134,15 @@ class Patience {
   public:
     explicit Patience(Deadline deadline) : deadline(deadline) {}
     virtual ~Patience() = default;
-    // Called before a wait that is longer than a short spin, or before moving much data. May be called
-    // repeatedly.
+    // Called, perhaps repeatedly, before a wait that is longer than a short spin, and before moving much
+    // data.
     virtual void waits() {}
-    // Called every 20 ms during a wait. Returns whether to give up.
+    // Called every 20 ms during a wait. Returns whether the call must give up.
     virtual bool interrupted(int64_t) { return false; }
     const Deadline deadline;
 };
 
-// The visible state of a member.
+// What other members can see of a member.
 struct MemberState {
     uint64_t pid;
     uint32_t membership, operation, doing;
@@ -152,7 +151,7 @@ struct MemberState {
 
 class Member {
   public:
-    // creates the memory of a new group and returns its descriptor; throws std::system_error
+    // Creates the memory of a new group and returns its descriptor; throws std::system_error.
     static int make(uint32_t size);
 
     Member(int fd, uint32_t rank);  // takes ownership of `fd`; throws system_error, invalid_argument
@@ -161,45 +160,46 @@ class Member {
 
     const uint32_t rank, size;
     int fd() const { return fd_; }
-    // Locks the open file description of this descriptor. Every process that may still join as this member
-    // has the descriptor. When the last of these processes closes it, the lock disappears, and the other
-    // members notice.
+    // Locks the open file description behind this descriptor. Every process that may still join with this
+    // rank has the descriptor. When the last of them closes it, the lock disappears, and the other members
+    // notice.
     void hold();
     End join();  // makes this process the member; returns Taken if another process already is
     bool joined() const { return joined_ == process_number_now(); }
-    bool is_taken() const { return joined_ && !joined(); }  // the member is the process that forked this one
-    // Leaves the group; may be called repeatedly. If another thread is running an operation, this waits until
-    // the operation ends, and it publishes nothing more. If a signal handler calls this during an operation
-    // in the same thread, the member leaves when that operation ends.
+    bool is_taken() const { return joined_ && !joined(); }  // this process was forked from the member's
+                                                            // process
+    // Leaves the group; may be called repeatedly. If another thread is running an operation, this stops it
+    // from publishing more, and waits until it has ended. If a signal handler calls this during an operation
+    // of its own thread, the member leaves when that operation ends.
     void leave();
     void retire();                    // leaves after a failure
     void count_out(uint32_t member);  // records that `member` ended before it joined
-    // May be called by any process that maps the memory. Members give up when they start another operation.
-    // Operations in progress end as if a member had died between two operations.
+    // Any process that maps the memory may call this. Members give up when they start another operation.
+    // Running operations end as if a member had died between two operations.
     void disband() { header_->disbanded = 1; }
     bool disbanded() const { return header_->disbanded; }
     MemberState see(uint32_t member) const;
-    // Offers a descriptor to `member`. Returns false, with errno set, if memory is exhausted.
+    // Offers a descriptor to `member`. If memory is exhausted, returns false with errno set.
     bool publish_channel(Table table, uint32_t member, uint64_t fd, uint64_t inode);
     const ChannelEntry& channel_from(Table table, uint32_t member) const {
         return entries_[place_of(table, member, rank)];
     }
     bool broken() const { return broken_; }
 
-    // Returns the plan for an operation on `bytes` bytes: one with the chosen algorithm if that can run, and
+    // Returns the plan for an operation on `bytes` bytes: one with the chosen algorithm if that can run,
     // otherwise the fastest.
     const Plan& plan_of(uint32_t doing, uint64_t bytes) const { return PLANS[number_of(doing, bytes)]; }
-    // Returns the shortest time in ns in the last trial of a plan in this size class. It is 0 if the plan was
-    // never tried or can't run.
+    // Returns the shortest time in ns of the latest trial of a plan in this size class, or 0 if the plan was
+    // never tried or cannot run.
     uint32_t took(uint32_t doing, uint64_t bytes, uint32_t plan) const {
         const uint32_t kind = kind_of(bytes);
         if (kind == UNTRIED || !(possible(doing, kind) >> plan & 1)) return 0;
         return header_->took[doing % OPERATIONS][kind][plan].load(std::memory_order_relaxed);
     }
-    // All members must choose the same algorithm, or else their calls do not match.
+    // All members must choose the same algorithm. Otherwise their calls do not match.
     void choose(uint32_t doing, Algorithm algorithm) { chosen_[doing % OPERATIONS] = algorithm; }
 
-    // A mutex that allows one operation at a time.
+    // A mutex that lets only one operation run at a time.
     class Use {
       public:
         void lock() {
@@ -207,7 +207,7 @@ class Member {
         }
         bool try_lock() {
             uint32_t free = 0;
-            return word_.compare_exchange_strong(free, 1) && own();  // pairs with unlock
+            return word_.compare_exchange_strong(free, 1) && own();  // acquire and release: unlock
         }
         bool try_lock_for(int64_t ns) {
             if (word_.exchange(2) == 0) return own();
@@ -223,12 +223,13 @@ class Member {
       private:
         bool own() { return by_ = std::this_thread::get_id(), true; }
 
-        std::atomic<uint32_t> word_{0};  // 1: locked; 2: locked, and other threads may be sleeping
+        std::atomic<uint32_t> word_{0};  // 1: locked; 2: locked, and other threads may sleep
         std::atomic<std::thread::id> by_{};
     };
     Use& in_use() { return in_use_; }
 
-    // --- operations; `key` says what the call is, for the comparison with those of the others ---
+    // --- operations; `key` identifies the call, so that each member can compare it with the calls of the
+    // others ---
     struct Call {
         uint32_t doing;
         uint64_t key;
@@ -243,12 +244,12 @@ class Member {
         int root = -1;  // negative: all members get the result
     };
     End allreduce(Call call, const Combining& what, Patience& patience);
-    // `in` has `count` elements for each member. This member's elements are combined into `out`.
+    // `in` has `count` elements for each member. `out` gets the combination of all elements for this member.
     End reduce_scatter(Call call, const Combining& what, Patience& patience);
     End broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience);
-    // Provides memory for the data of each member, of any size. It is called once with the sizes, and sets
-    // the target for each member. Null targets are skipped; returning false aborts the operation. `shown`
-    // points to the published data. For large data it is null.
+    // Provides the memory for the data of each member, of any size. It is called once with the sizes, and
+    // sets each member's target; a null target is skipped. Returning false aborts the operation. `shown`
+    // points to the published data, or is null for large data.
     struct Place {
         virtual ~Place() = default;
         virtual bool operator()(const Sizes& sizes, const ByRank<const void*>& shown, ByRank<void*>& to) = 0;
@@ -268,8 +269,8 @@ class Member {
     uint64_t key_of(Call call) const {
         return call.key + uint64_t(chosen_[call.doing % OPERATIONS]) * 0x9e3779b97f4a7c15;
     }
-    // Returns the number in the memory of that member's process that proves whose memory it is. A process id
-    // is not enough: a later process may reuse it, and in another namespace it may mean another process.
+    // Returns a number that a member stores in its process's memory, to prove whose memory that is. A process
+    // id proves nothing: a later process may reuse it, and in another namespace it may mean another process.
     uint64_t proof_of(uint32_t member) const {
         return slot_of(member).owner * 0x9e3779b97f4a7c15 ^ identity_ ^ member;
     }
@@ -287,11 +288,11 @@ class Member {
     unsigned char* result(uint32_t member, uint32_t of_round) const {
         return big_ + (size_t(member) * 2 + (of_round & 1)) * (BIG + result_size_) + BIG;
     }
-    // Returns the memory for the data of one round.
+    // Returns where a member's data for one round is.
     unsigned char* payload(uint32_t member, size_t bytes) const {
         return bytes <= INLINE ? cell(member).data : bytes <= SMALL ? small(member) : big(member);
     }
-    // Returns the size class of an operation, or UNTRIED if all plans are equally fast for it.
+    // Returns the size class of an operation, or UNTRIED if all plans take the same time for it.
     static uint32_t kind_of(uint64_t bytes);
     uint64_t shown_at(uint32_t member) const { return *reinterpret_cast<const uint64_t*>(cell(member).data); }
     End begin(Call call);
@@ -300,16 +301,16 @@ class Member {
     void depart();
     void wake_all();
     void publish(Call call, uint32_t flags, uint64_t bytes);
-    // Runs one more round of an operation after its calls have matched.
+    // Runs another round of an operation whose calls have matched.
     End next(Call call, Patience& patience);
-    // Runs the first round. `fill` writes `payload` bytes to the address that it is called with.
+    // Runs the first round. `fill` writes `payload` bytes to the address that it gets.
     template <class Fill>
     End show(Call call, uint64_t bytes, size_t payload, Fill fill, Patience& patience, uint32_t flags = 0);
-    // Runs a round that publishes this member's big slot, or the fact that its memory is missing.
+    // Runs a round that publishes this member's big slot, or that there was no memory for it.
     End show_big(Call call, bool fits, Patience& patience);
     bool pull(const Plan& plan, uint32_t member, uint64_t from, void* to, size_t bytes) const;
     bool pull_by_one(uint32_t member, uint64_t from, void* to, size_t bytes) const;
-    // Runs the round that follows direct reads. It publishes whether this member could read.
+    // Runs the round after direct reads. It publishes whether this member's reads succeeded.
     End have_read(Call call, bool could, Patience& patience);
     End await_all(Patience& patience);
     End await(uint32_t member, Patience& patience);
@@ -318,7 +319,7 @@ class Member {
     bool has_arrived(uint32_t member) const;
     bool may_join(uint32_t member) const;
     bool any_is_lost(uint32_t from) const;
-    bool reserve_big();  // allocates this member's big slots
+    bool reserve_big();  // allocates the big slots of this member
     uint32_t number_of(uint32_t doing, uint64_t bytes) const;
     uint32_t possible(uint32_t doing, uint32_t kind) const;
     uint32_t first_of(uint32_t doing, uint32_t kind) const;
@@ -334,7 +335,7 @@ class Member {
     struct Swapping;
     bool sizes_match() const;
     End take_shown(Call call, Swapping& all, Patience& patience);
-    // Moves the rest of the data in rounds. In round t, `write` fills this member's big slot if `has` returns
+    // Moves the remaining data in rounds. In round t, `write` fills this member's big slot if `has` returns
     // true, and `read` reads the big slot of another member.
     template <class Has, class Write, class Read>
     End follow(Call call, uint64_t rounds, Patience& patience, Has has, Write write, Read read);
@@ -344,22 +345,22 @@ class Member {
     uint64_t joined_ = 0;
     GroupHeader* header_ = nullptr;
     Algorithm chosen_[OPERATIONS] = {};
-    // Plan of the next operation, used if that operation can run it. It is equal on all members, because rank
-    // 0 published it in the last matching call. Which plans can run is also equal on all members. A choice
-    // that a member made in a mismatched call does not affect this plan.
+    // The plan of the next operation, unless that operation cannot run it. All members have the same one,
+    // because rank 0 published it in the last matching call. They also agree on which plans can run. Choices
+    // that a member made in a mismatched call do not affect it.
     static constexpr uint8_t UNKNOWN = 0xff;
     uint8_t next_[OPERATIONS][TRIED];
     std::vector<Tuner> tuners_;  // only on rank 0
     struct Timed {
         bool is = false;
         uint32_t doing = 0, kind = 0, plan = 0;
-        uint32_t filled = 0;  // longest time in ns that a member took to write its data
-        int64_t since = 0;    // time at which the last member arrived
+        uint32_t filled = 0;  // ns that the slowest member took to write its data
+        int64_t since = 0;    // when the last member arrived
     };
     Timed timed_;   // the current operation
-    Timed before_;  // the previous operation, while the other members' times are not yet known
-    uint32_t took_ = 0, filled_ = 0;  // values for the next cell
-    uint32_t round_flags_ = 0;        // flags for all rounds of the operation
+    Timed before_;  // the previous operation, until the times of the other members are known
+    uint32_t took_ = 0, filled_ = 0;  // these go into the next cell
+    uint32_t round_flags_ = 0;        // these go into every round of the operation
     MemberSlot* slots_ = nullptr;
     unsigned char* small_ = nullptr;
     unsigned char* big_ = nullptr;
@@ -367,12 +368,13 @@ class Member {
     size_t control_ = 0, big_length_ = 0, length_ = 0, result_size_ = 0;
     uint32_t round_ = 0;
     uint32_t pauses_ = 0;
-    uint32_t left_out_ = 0, leave_out_ = 0;  // number of waits that skip yields: remaining, and as last set
-    std::atomic<bool> leaving_ = false;      // all waits must give up
+    uint32_t left_out_ = 0, leave_out_ = 0;  // waits that skip yielding: how many remain, and how many there
+                                             // were last time
+    std::atomic<bool> leaving_ = false;      // true: every wait must give up
     uint64_t proof_ = 0, identity_ = 0;
-    std::atomic<bool> broken_ = false;  // all waits must give up, and no operation may start
+    std::atomic<bool> broken_ = false;  // true: every wait must give up, and no operation may start
     bool fenced_ = false, reserved_ = false;
-    bool direct_ = true;  // false once a member could not read another member's memory
+    bool direct_ = true;  // false once a member failed to read another member's memory
     Use in_use_;
 };
 

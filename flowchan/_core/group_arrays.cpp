@@ -7,13 +7,14 @@ namespace flowchan {
 
 namespace {
 
-// Returns a borrowed reference to a class, which is kept forever, or null if its module is not imported.
+// Returns a class, or null if its module is not imported. The core keeps the class forever, so the reference
+// is borrowed.
 PyObject* class_of(const char* module, const char* name, PyObject*& known) {
     if (known) return known;
     PyObject* imported = PyDict_GetItemString(PyImport_GetModuleDict(), module);
     if (!imported) return nullptr;
     known = PyObject_GetAttrString(imported, name);
-    if (!known) PyErr_Clear();  // its module is still being imported
+    if (!known) PyErr_Clear();  // the module is still being imported
     return known;
 }
 
@@ -40,7 +41,7 @@ constexpr Element integer(bool is_signed, size_t width) {
     }
 }
 
-// Returns the element type for a buffer's format, which uses the notation of Python's struct module.
+// Returns the element type for the format of a buffer, in the notation of Python's struct module.
 Element element_of(const char* format, size_t width) {
     if (!format) return Element::U8;
     if (*format == 'Z')
@@ -64,8 +65,8 @@ Element element_of(const char* format, size_t width) {
     }
 }
 
-// The first fields of NumPy's PyArray_Descr and PyArrayObject. NumPy keeps them binary compatible; they have
-// not changed since version 1.0.
+// The first fields of NumPy's PyArray_Descr and PyArrayObject. NumPy has kept them binary compatible since
+// version 1.0.
 struct NumpyType {
     PyObject_HEAD PyTypeObject* scalars;
     char kind, letter, byte_order, flags;
@@ -86,7 +87,7 @@ constexpr int DATE = 21, SPAN = 22, HALF = 23;
 
 bool is_time(const NumpyType& type) { return type.number == DATE || type.number == SPAN; }
 
-// Returns Raw for other types, and for arrays in the other byte order.
+// Returns Raw for other types, and for arrays in foreign byte order.
 Element element_of(const NumpyType& type) {
     constexpr Element BY_NUMBER[] = {Element::Bool,
                                      Element::I8,
@@ -111,7 +112,8 @@ Element element_of(const NumpyType& type) {
                                                                        : Element::Raw;
 }
 
-// Names of torch's dtypes and their element types; tensors of other dtypes can only be moved.
+// The names of torch's dtypes and their element types. Tensors of other dtypes can be moved, but not
+// combined.
 struct Named {
     const char* name;
     Element element;
@@ -134,13 +136,13 @@ PyObject* dtypes() {
         if (number) PyDict_SetItem(known, dtype, number);
         Py_XDECREF(number);
         Py_XDECREF(dtype);
-        PyErr_Clear();  // old versions of torch lack some dtypes
+        PyErr_Clear();  // older versions of torch lack some dtypes
     }
     Py_XDECREF(torch);
     return known;
 }
 
-// An interned Python string for frequent attribute lookups.
+// An interned Python string, for attributes that are looked up often.
 struct Word {
     PyObject* text;
     explicit Word(const char* word) : text(PyUnicode_InternFromString(word)) {}
@@ -159,7 +161,7 @@ uint64_t hash_of(PyObject* object) {
     return hash;
 }
 
-// Converts an object and drops the reference to it. Returns -1 with an error set on failure.
+// Converts an object to an integer and drops its reference. Returns -1 with an error set on failure.
 long long number(PyObject* object) {
     if (!object) return -1;
     const long long value = PyLong_AsLongLong(object);
@@ -179,14 +181,14 @@ bool Array::read(PyObject* object) {
     const bool is_numpy = is_instance(object, class_of("numpy", "ndarray", ndarray));
     if (is_numpy && !is_exactly(object, ndarray) &&
         is_instance(object, class_of("numpy.ma", "MaskedArray", masked_array)))
-        return false;  // its mask is in separate memory; array_access.py raises the error
+        return false;  // its mask is in separate memory, so array_access.py raises the error
     if (!is_numpy && !is_instance(object, class_of("torch", "Tensor", tensor_class))) return false;
     if (!(is_numpy ? read_numpy(object) : read_tensor(object))) return false;
     if (!view_.obj) kept_ = Py_NewRef(object);
     return true;
 }
 
-// `named` identifies a type that the core does not support.
+// `named` identifies a type that the core does not know.
 void Array::begin(uint64_t named, size_t width) {
     what = kind = mixed(mixed(named, uint64_t(element)), width);
     count = 1;
@@ -197,12 +199,12 @@ void Array::add_shape(uint64_t extent) {
     count *= extent;
 }
 
-// Reads NumPy's own structure for its built-in types, because requesting a buffer takes longer than a small
+// Reads NumPy's own structure for built-in types, because requesting a buffer takes longer than a small
 // operation.
 bool Array::read_numpy(PyObject* object) {
     const auto* array = reinterpret_cast<const NumpyArray*>(object);
     const Element its = element_of(*array->type);
-    const bool time = is_time(*array->type);  // NumPy exports no buffers for dates and time spans
+    const bool time = is_time(*array->type);  // NumPy exports no buffers of dates and time spans
     if ((its == Element::Raw && !time) || !(array->flags & NumpyArray::IN_ONE_PIECE))
         return read_buffer(object);
     data = array->data;
@@ -220,7 +222,7 @@ bool Array::read_buffer(PyObject* array) {
         PyErr_Clear();
         return false;
     }
-    // object references are invalid in other processes
+    // References to objects are invalid in other processes.
     if (view_.format && strchr(view_.format, 'O')) return false;
     data = view_.buf;
     bytes = size_t(view_.len);
@@ -246,7 +248,7 @@ bool Array::read_tensor(PyObject* tensor) {
         quantized("is_quantized");
     if (!is_true(PyObject_GetAttr(tensor, cpu.text))) return false;
     if (!is_true(PyObject_CallMethodNoArgs(tensor, contiguous.text))) {
-        PyErr_Clear();  // for example a sparse tensor; array_access.py raises the error
+        PyErr_Clear();  // for example, a sparse tensor; array_access.py raises the error
         return false;
     }
     PyObject* type = PyObject_GetAttr(tensor, dtype.text);

@@ -7,8 +7,7 @@
 
 namespace flowchan {
 
-// The memory of a contiguous array, which this object keeps alive. Create and destroy it while holding the
-// GIL.
+// The memory of a contiguous array, which this object keeps alive. Hold the GIL to create and destroy it.
 class Array {
   public:
     Array() = default;
@@ -18,8 +17,8 @@ class Array {
         if (view_.obj) PyBuffer_Release(&view_);
         Py_XDECREF(kept_);
     }
-    // Returns false without an error if the object is not a contiguous array in host memory. Returns false
-    // with an error if one of its properties cannot be read.
+    // Returns false without an error if the object is not a contiguous array in host memory, and false with
+    // an error if reading one of its properties fails.
     bool read(PyObject* object);
     bool read_bytes(PyObject* object);  // reads bytes or a bytearray
 
@@ -27,7 +26,7 @@ class Array {
     size_t bytes = 0, count = 0;
     Element element = Element::Raw;
     bool writable = true;
-    // Hashes that are equal in every process: `kind` identifies the element type, `what` the type and the
+    // Hashes that are the same in every process: `kind` of the element type, `what` of the type and the
     // shape.
     uint64_t kind = 0, what = 0;
 
@@ -41,11 +40,10 @@ class Array {
     PyObject* kept_ = nullptr;
 };
 
-// Returns the end of an error message. It describes the conversion of an array whose elements can be moved
-// but not combined.
+// Returns the end of an error message: how to convert an array whose elements can be moved but not combined.
 const char* convert_first(PyObject* array);
 
-// Mixes `value` into a hash. Start with hash 0 for the first value, because mixed(1, 2) equals mixed(2, 1).
+// Mixes `value` into a hash. Begin with hash 0, because mixed(1, 2) equals mixed(2, 1).
 inline uint64_t mixed(uint64_t hash, uint64_t value) {
     hash = (hash ^ value) * 0x9e3779b97f4a7c15;
     return hash ^ (hash >> 29);

@@ -35,7 +35,7 @@ nb::object checked(PyObject* made) {
     return nb::steal(made);
 }
 
-// Allocates Python bytes for the data of each member, or of one member.
+// Allocates Python bytes for the data of all members, or of a single one.
 class PlaceBytes : public Member::Place {
   public:
     PlaceBytes(Calling& calling, int only) : calling_(calling), only_(only) {}
@@ -81,7 +81,7 @@ void need_each(const Arrays& arrays, const Member& group, const char* what) {
                                   .c_str());
 }
 
-// Gathers data into arrays whose sizes are known to all members, because `key` contains them.
+// Gathers into arrays. All members know their sizes, because `key` covers them.
 void allgather_into(nb::handle self, uint32_t doing, uint64_t key, nb::list own, nb::list outs,
                     nb::handle timeout) {
     PyGroup& group = group_of(self.ptr());
@@ -155,7 +155,7 @@ nb::tuple as_tuple(const Plan& plan) {
     return nb::make_tuple(int(plan.algorithm), plan.piece, plan.shows_past, plan.keeps_past, plan.by_two);
 }
 
-// Returns the plans that trials have measured for this number of bytes, and the shortest time of each in ns.
+// Returns each plan that was measured for this number of bytes, with the shortest time in ns.
 nb::list times(PyGroup& group, uint32_t doing, uint64_t bytes) {
     nb::list found;
     for (uint32_t i = 0; i < ALL_PLANS; ++i)

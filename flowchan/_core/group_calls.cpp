@@ -1,11 +1,11 @@
-// The fast calls of a group, for contiguous arrays. For other values, each call falls back to a method in
-// flowchan/collective/group_steps.py. The method has the same name with a leading underscore.
+// The fast calls of a group, for contiguous arrays. For other values, a call falls back to a method in
+// flowchan/collective/group_steps.py that has the same name with a leading underscore.
 #include "group_calls.hpp"
 
 namespace flowchan {
 
-// Combines arrays and writes this member's part into `out`. Returns NotImplemented unless `x` and `out` are
-// contiguous arrays that fit.
+// Combines arrays and writes this member's part to `out`. Returns NotImplemented unless `x` and `out` are
+// contiguous arrays of matching sizes.
 PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObject* op_name,
                                PyObject* timeout) {
     PyGroup& group = group_of(self);
@@ -25,9 +25,9 @@ PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObj
     return end == End::Done ? Py_NewRef(out) : raise_end(self, end, REDUCE_SCATTER, x, op_name);
 }
 
-// Combines the arrays of all members; all members get the result if root < 0. Returns NotImplemented unless
-// `x` and `out` are contiguous arrays that fit. If this is one step of a call that spans several hosts,
-// `part_of` is the key of that call.
+// Combines the arrays of all members; if root < 0, all of them get the result. Returns NotImplemented unless
+// `x` and `out` are contiguous arrays of matching sizes. `part_of` is the key of a call that spans several
+// hosts, if this is one step of it.
 PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
                         int root, PyObject* timeout, uint64_t part_of) {
     PyGroup& group = group_of(self);
@@ -137,7 +137,7 @@ PyObject* barrier(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject*
     });
 }
 
-// Gathers into `out`, a list of arrays. Returns NotImplemented unless all arrays are contiguous.
+// Gathers into a list of arrays, `out`. Returns NotImplemented unless all arrays are contiguous.
 PyObject* allgather_arrays(PyObject* self, PyObject* x, PyObject* out, PyObject* timeout) {
     PyGroup& group = group_of(self);
     Deadline deadline;

@@ -1,18 +1,19 @@
-// Ring: the FIFO of a `processes` channel in shared memory, with leases and committed counts.
+// Ring: the FIFO of a `processes` channel in shared memory. It also stores leases and the committed counts of
+// writers.
 //
-// The data is declared in layout.hpp. The methods are in these files:
+// layout.hpp declares the data, and these files define the methods:
 // - ring.cpp: the mapping and the lock
 // - ring_sessions.cpp: the participants
-// - ring_memory.cpp: slots, blocks and views
+// - ring_memory.cpp: allocation of slots and blocks, and views
 // - ring_items.cpp: puts and gets
-// - ring_runs.cpp: puts and gets of several items at once
-// - ring_leases.cpp: the items that readers have on lease
-// - ring_turns.cpp: the order of outputs
-// - ring_fd_bundles.cpp: descriptors that are sent with items
+// - ring_runs.cpp: batched puts and gets
+// - ring_leases.cpp: acknowledging leased items and giving them back
+// - ring_turns.cpp: the output order of an ordered stage
+// - ring_fd_bundles.cpp: file descriptors that travel with items
 //
-// None of this touches Python objects, so all of it may run with or without the GIL. Two rules prevent
-// deadlocks between threads. A thread never waits for the GIL while it holds the lock, and no code that may
-// call Python runs under the lock.
+// No method touches a Python object, so a caller may or may not hold the GIL. Two rules prevent deadlocks
+// between threads: a thread that holds the lock never waits for the GIL, and no code under the lock calls
+// Python.
 #pragma once
 
 #include <algorithm>
@@ -34,73 +35,80 @@ namespace flowchan {
 
 using Change = ChangeOf<Windows>;
 
-// Orders from a supervisor to a reader, as bits. The reader obeys them once it has finished its leased items.
+// Orders that a supervisor gives to a reader, one bit each. The reader obeys once it has finished its leased
+// items.
 enum Orders : uint32_t {
-    RETIRE = 1,      // the channel counts as drained, for this port only
-    KEEP_TURNS = 2,  // the port's outputs keep turns from now on, because its stage is getting more workers
+    RETIRE = 1,      // report the channel as drained to this port only
+    KEEP_TURNS = 2,  // the stage is getting more workers, so let the port's outputs wait for their turn from
+                     // now on
 };
 
-// State that a port keeps between two operations. State that must survive the process is in Session.
+// State that a port keeps from one operation to the next. State that must outlive the process is in Session.
 struct ReaderState {
     uint32_t session = 0;
-    mutable PortClock clock;  // for threads; a ring keeps it in the session
-    // number of the first leased item, or of the last one before it; UINT64_MAX before the first lease
+    mutable PortClock clock;  // only for threads; a ring has the clock in the session
+    // The number of the oldest leased item. If no item is leased, the number from the latest lease remains
+    // here, or UINT64_MAX if there was none.
     uint64_t number = UINT64_MAX;
     uint32_t leases = 0;
-    uint32_t orders = 0;       // for threads, see Orders; a ring keeps them in Session
-    bool keeps_turns = false;  // the reader has obeyed KEEP_TURNS
-    // A stage's reader wakes writers only when a quarter of the places is free. Its next item is more urgent
-    // than the writer's, and the writers' time slices limit the delay.
+    uint32_t orders = 0;       // only for threads, see Orders; a ring has them in Session
+    bool keeps_turns = false;  // true once the reader has obeyed KEEP_TURNS
+    // The reader of a stage wakes writers only when a quarter of the capacity is free. It needs its own next
+    // item sooner than the writers need room, and a sleeping writer checks again after each time slice
+    // anyway.
     bool lazy = false;
-    // This port never receives an item that another reader gives back. So at the end of the channel, it does
-    // not wait for other readers.
+    // No item that another reader gives back ever reaches this port. So at the end of the channel, the port
+    // does not wait for the leases of other readers.
     bool alone = false;
-    // Processing of an item may start only once. So a death counts against the leased item until the item is
-    // finished, not only while user code is running.
+    // An item's processing may start at most once. So a worker's death counts against its leased item until
+    // the item is finished, not only while user code runs.
     bool once = false;
 };
 struct WriterState {
     uint32_t session = 0;
-    mutable PortClock clock;  // for threads, as in ReaderState
-    bool ordered = false;     // the outputs for item i wait for i's turn
-    bool single = false;      // each item has exactly one output, so the output also completes the item
-    // outputs belong to the item `number`, as numbered by the reader that this writer follows
+    mutable PortClock clock;  // only for threads, as in ReaderState
+    bool ordered = false;     // outputs for input item i wait until it is i's turn
+    bool single = false;      // each input item has exactly one output, and putting it also completes the
+                              // input item
+    // Outputs are made for input item `number`, which the reader that feeds this writer numbered.
     bool keyed = false;
     uint64_t number = 0;
-    uint64_t count = 0;  // outputs made for the item so far, including skipped ones
-    uint64_t skip = 0;   // number of outputs that a dead predecessor has already put for the item
+    uint64_t count = 0;  // outputs made so far for this input item, including skipped ones
+    uint64_t skip = 0;   // number of these outputs that a dead predecessor has already put
 
-    // Count one more output. Return whether to skip it because a predecessor has already put it.
+    // Count one more output. Return whether to skip it, because a predecessor has already put it.
     bool skips() {
         if (!keyed || count >= skip) return false;
         count += 1;
         return true;
     }
-    // Return whether the item's only output has already completed the item (`single`).
+    // Return whether the only output of this input item has already been put, which completes the item
+    // (`single`).
     bool has_passed(uint64_t item) const { return !keyed && count > 0 && number == item; }
 };
 
-// An item that was taken. It is either copied to `local`, or stays in shared memory until `release` frees it.
+// An item that a reader took. Its payload is copied to `local`, or stays in shared memory until `release`
+// frees it.
 struct Taken {
     static constexpr uint64_t LOCAL = 4096;
     uint64_t kind = 0;
     uint64_t size = 0;
-    // number of workers that died while they held the item, in user code or while unpickling it
+    // number of workers that died while they held the item, either in user code or while unpickling
     uint64_t deaths = 0;
     bool is_replay = false;        // see Slot::is_replay
-    bool died_unpickling = false;  // true if the last of these workers was unpickling the item when it died
+    bool died_unpickling = false;  // whether the last of these workers died while unpickling the item
     uint64_t number = 0;
-    // if the item is an output: the input item for which its writer made it; otherwise Slot::KEYLESS
+    // For an output, the input item that its writer was processing. Otherwise Slot::KEYLESS.
     uint64_t made_for = 0;
     const char* at = nullptr;
-    Slot* held = nullptr;  // plain get of a large item: call release() after reading
-    bool viewed = false;   // the session is now the viewer of `slot`: call unview() later
+    Slot* held = nullptr;  // set by a plain get of a large item: call release() after reading
+    bool viewed = false;   // this session now views `slot`: call unview() later
     Slot* slot = nullptr;
     char local[LOCAL];
 };
 
-// Descriptors with which a process maps another process's ring. Sending descriptors through the ring requires
-// the socket.
+// The descriptors with which a process maps a ring that another process created. Only a ring with a `socket`
+// can carry descriptors.
 struct RingHandle {
     int fd;
     int socket = -1;
@@ -109,7 +117,7 @@ struct RingHandle {
 class Ring : public std::enable_shared_from_this<Ring> {
   public:
     Ring(uint64_t capacity, uint64_t max_bytes);  // creates a ring; throws std::system_error, std::bad_alloc
-    // maps another process's ring, and takes ownership of the descriptors
+    // maps a ring that another process created, and takes ownership of the descriptors
     explicit Ring(RingHandle handle);
     ~Ring();
     Ring(const Ring&) = delete;
@@ -123,7 +131,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Header& header() { return *h_; }
     std::span<Session> sessions() { return h_->sessions(); }
 
-    // Take the lock. If `patient` is false and the lock is busy, return false instead of waiting.
+    // Take the lock. If it is busy and `patient` is false, return false instead of waiting.
     bool lock(bool patient);
     void unlock() {
         fault_point();
@@ -141,11 +149,12 @@ class Ring : public std::enable_shared_from_this<Ring> {
 
     // --- items; all under the lock ---
     Step try_put(const Frame& frame, WriterState* writer, Wakes& wakes);
-    // `claim` is the first half of a large put, and `publish` the second.
+    // A large put has two halves: `claim` reserves the memory and `publish` adds the item to the FIFO.
     Step claim(const Frame& frame, WriterState* writer, uint32_t session, Slot*& slot);
     Step publish(const Frame& frame, Slot* slot, WriterState* writer, Wakes& wakes);
     void unclaim(Slot* slot, Wakes& wakes);
-    void write(const Frame& frame, Slot* slot) {  // copies between the two halves, without the lock
+    void write(const Frame& frame, Slot* slot) {  // copies the payload between the two halves, without the
+                                                  // lock
         if (slot->size == frame.size && payload_exists(slot)) frame.write(payload(slot));
     }
     Step try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes);
@@ -160,23 +169,23 @@ class Ring : public std::enable_shared_from_this<Ring> {
     uint64_t put_run(const Small* items, uint64_t count, Wakes& wakes);  // puts several items at once
     uint64_t take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_t most_bytes, Wakes& wakes);
     void release(Slot* slot, Wakes& wakes);  // frees a HELD slot
-    // gives back the item taken last, because it cannot be received now
+    // puts the item taken last back at the head, because the caller cannot receive it now
     void put_back(Taken& taken, ReaderState* reader, Wakes& wakes);
-    void unview(Slot* slot, Wakes& wakes);  // called when a viewer has stopped using the block
-    // lends memory that is filled in place, outside the FIFO
+    void unview(Slot* slot, Wakes& wakes);  // ends a view, once its user has stopped using the block
+    // reserves a slot that the caller fills in place, outside the FIFO
     Step loan(uint64_t size, uint32_t session, Slot*& slot);
     Step put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes);
     std::vector<Held> held() const;
     std::vector<uint64_t> pinned() const;
-    // appends the bundle's descriptors, which this process then owns; returns 0 or an errno
+    // appends the bundle's descriptors, which the caller then owns; returns 0 or an errno
     int open_bundle(uint64_t id, std::vector<int>& descriptors);
-    void drop_bundles();  // drops bundles at the front until reaching one whose item still exists
+    void drop_bundles();  // drops bundles, oldest first, up to the first one whose item still exists
     void acknowledge(ReaderState& reader, Wakes& wakes);  // finishes all leased items
     void acknowledge_oldest(uint32_t session, uint64_t n, Wakes& wakes);
     void give_back_newest(uint32_t session, uint64_t n, Wakes& wakes);  // gives back the newest leased items
-    // gives back the oldest leased items as replays; all of their outputs have been put
+    // gives back the oldest leased items as replays: all of their outputs were put, but some were lost
     void give_back_replays(uint32_t session, uint64_t n, Wakes& wakes);
-    // Return whether the next item to be taken was given back and precedes item `number`.
+    // Return whether the next item to take is one that was given back and precedes item `number`.
     bool is_next_before(uint64_t number) const {
         const Slot* slot = h_->head && slot_exists(h_->head) ? at<Slot>(h_->head) : nullptr;
         return slot && slot->numbered() && slot->number < number;
@@ -186,32 +195,32 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }
     // removes the items that were put but never taken, and returns their number
     uint64_t take_back(Wakes& wakes);
-    // records that all outputs for item writer.number have been put
+    // records that all outputs for input item writer.number have been put
     Step item_done(WriterState& writer, Wakes& wakes);
-    void begin_item(WriterState& writer, uint64_t number);  // must precede the first output for the item
+    void begin_item(WriterState& writer, uint64_t number);  // call this before the first output for the item
     void wake_all_writers(Wakes& wakes);
-    // returns the current value of the session's futex word
+    // starts a wait for the turn of `number`, and returns the value of the session's futex word
     uint32_t await_turn(Session& s, uint64_t number, bool again);
-    void end_turn_wait(Session& s);  // ends the wait for a turn
+    void end_turn_wait(Session& s);  // ends the wait that await_turn started
     void wake_turns(Wakes& wakes);   // wakes the writers whose turn has come
-    // promises that no item before `number` will have more outputs
+    // skips all turns before `number`, because none of those items will have more outputs
     void start_turns_at(uint64_t number, Wakes& wakes);
-    // the lowest number of an unfinished item, whether it was taken or not
+    // returns the lowest number of an item that is not finished, even if no reader has taken it yet
     uint64_t first_unfinished() const;
     void order(uint32_t session, Orders what, Wakes& wakes);
     bool has_room(uint64_t size) const {
         const bool fits = h_->bytes_in - h_->bytes_out + size <= most_inside() || h_->puts == h_->takes;
         return fits && !is_withheld() && h_->puts - h_->takes + h_->parked + h_->claimed < capacity_;
     }
-    // Limit the puts through this object to `puts` items in total, as the other side of a link demands. Wake
-    // the writers if the limit has risen. put_limit_ is the limit plus one, or 0 without a limit.
+    // Limit the puts through this object to `puts` in total, because the other side of a link accepts no
+    // more. Wake the writers if the limit has risen. put_limit_ is the limit plus one, or 0 if there is none.
     void allow(uint64_t puts, Wakes& wakes);
     bool is_limited() const { return put_limit_.load(std::memory_order_relaxed) != 0; }
     bool is_withheld() const {
         const uint64_t limit = put_limit_.load(std::memory_order_relaxed);
         return limit && h_->puts + h_->parked + h_->claimed + 1 >= limit;
     }
-    // Return whether a writer is waiting because of the limit.
+    // Return whether a writer is waiting for a higher limit.
     bool wants_more() const { return is_withheld() && h_->state == OPEN && h_->writer_queue.waiting > 0; }
     uint64_t free_places() const {
         const uint64_t all = h_->puts - h_->takes + h_->parked + h_->claimed;
@@ -219,20 +228,20 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }
     uint64_t most_inside() const {
         return h_->share ? std::min(h_->share, max_bytes_) : max_bytes_;
-    }  // a larger item passes only when the ring is empty
+    }  // a larger item enters only an empty ring
     bool fits(uint64_t size) const { return size <= max_bytes_; }
-    // Return whether an item of this size would need memory that was never used before, although readers are
-    // about to free some. `late`: the put has already waited for recycled memory for as long as that is
-    // worthwhile.
+    // Return whether an item of this size would need memory that was never used, although readers are about
+    // to free some. `late`: the put has already waited for recycled memory as long as that pays off.
     bool lacks_warm_memory(uint64_t size, bool late);
-    // Return whether a link fills this ring, for the plain gets of a remote channel. The link must not report
-    // an item as finished before it is decoded, so that the owner still has it if this process dies.
+    // Return whether a link fills this ring for the plain gets of a remote channel. Such a link must not
+    // report an item as finished before this process has decoded it. If the process dies first, the owner
+    // then still has the item.
     bool is_filled_by_link() const { return h_->notify_writer; }
     void begin_decoding(uint64_t number) {
         if (is_filled_by_link()) decoding_.push_back(number);
     }
     void end_decoding(uint64_t number, Wakes& wakes);
-    uint64_t first_undecoded();  // includes the item at the front if it was put back; UINT64_MAX: none
+    uint64_t first_undecoded();  // includes the head if it was put back; UINT64_MAX if all items are decoded
     bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && is_exhausted(); }
     bool at_end_for(const ReaderState* reader) const;
     uint64_t inside() const { return h_->state == BROKEN ? 0 : h_->puts - h_->takes; }
@@ -244,40 +253,38 @@ class Ring : public std::enable_shared_from_this<Ring> {
 
     // --- the channel; all under the lock ---
     void close(Wakes& wakes);
-    // `in_short`: a shorter cause, used if memory is too short for the whole cause.
+    // `in_short`: a shorter cause to use if memory does not suffice for the whole one.
     void break_(const std::string& cause, Wakes& wakes, const std::string& in_short = {});
-    // changes the state from broken to closed for the ring's only user, so that the items inside can be taken
+    // reopens a broken ring as a closed one, so that its only user can take the remaining items
     void unbreak();
     std::string cause() const;
 
     // --- sessions; all under the lock ---
-    // throws std::length_error when all sessions are taken
+    // throws std::length_error if no session is free
     uint32_t open_session(Session::Role role, Wakes& wakes);
     void adopt(uint32_t session);  // moves the session to the calling process
     void end_session(uint32_t session, bool finished, Wakes& wakes, bool died = false);
     uint64_t seen_state() const {
         return std::atomic_ref(h_->state).load(std::memory_order_acquire);  // may be called without the lock
     }
-    // End unsupervised sessions of dead processes, unless another user has done so recently. `is_sweep_due`
-    // is a hint, read without the lock, that a sweep is due.
+    // End unsupervised sessions whose processes are dead, unless another user has just done so.
+    // `is_sweep_due` reads its hint without the lock.
     void sweep(Wakes& wakes);
     bool is_sweep_due() const {
         const int64_t ago = coarse_now_ns() - int64_t(h_->swept_ns.load(std::memory_order_relaxed));
         return ago < 0 || ago >= SLICE_NS * 4 / 5;
     }
-    // Move the leased items of a dead reader to its replacement.
+    // Reserve the leased items of a dead reader for its replacement.
     void reserve_for(uint32_t from, uint32_t to, bool all = false, bool blame = true);
-    std::vector<Slot*> leased_slots(
-        uint32_t session) const;  // the items that a reader has on lease, oldest first
-    // the numbers of the items that are reserved for this reader
+    std::vector<Slot*> leased_slots(uint32_t session) const;  // oldest first
     std::vector<uint64_t> reserved_numbers(uint32_t session) const;
     void begin_again(ReaderState& reader);
-    // End the session of a writer that died. `items` will be processed again. If the writer had put outputs
-    // for one of them, the ring records their number, so that these outputs are not put twice.
+    // End the session of a dead writer. `items` will be processed again. For each of them, the ring records
+    // how many outputs the writer had put, so that no output is put twice.
     void retire_writer(uint32_t session, const std::vector<uint64_t>& items, Wakes& wakes);
     const char* payload_of(Slot* slot) const { return payload(slot); }
     Session& session(uint32_t index) const { return h_->records()[index < SESSIONS ? index : 0]; }
-    // true if this process cannot map the whole channel
+    // Return whether this process could not map the whole channel.
     bool is_map_incomplete() const { return map_incomplete_; }
 
     Spin spin;
@@ -289,15 +296,15 @@ class Ring : public std::enable_shared_from_this<Ring> {
     SharedLock lock_;
     int fd_ = -1, socket_ = -1;
     bool map_incomplete_ = false;
-    std::vector<uint64_t> decoding_;  // numbers of the items that plain gets of this process are decoding
-    bool decoding_seen_ = false;      // true if the link has seen such items
-    std::atomic<uint64_t> put_limit_ = 0;  // written under the lock; without the lock, only a hint
+    std::vector<uint64_t> decoding_;  // numbers of the items that plain gets in this process are decoding now
+    bool decoding_seen_ = false;      // whether the link saw such items
+    std::atomic<uint64_t> put_limit_ = 0;  // written under the lock; reads without the lock are only hints
     Peers peers_;
-    // Copies of the constants, made when this process first mapped the header, so that damage to the header
-    // does not affect them.
+    // Copies of the constants from the first time this process mapped the header. Later damage to the header
+    // then cannot affect this process.
     uint64_t length_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0,
              blocks_end_ = 0;
-    // Return the object at this offset, which is that of a slot.
+    // Return the object at this offset, as counted for slots.
     template <class T>
     T* at(uint64_t offset) const {
         return reinterpret_cast<T*>(windows_.slots() + offset);
@@ -307,7 +314,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
         return reinterpret_cast<Group*>(windows_.header() + groups_at_)[number % groups_];
     }
     uint64_t finished() const { return h_->takes - std::min(h_->leased, h_->takes); }
-    uint64_t finished_before_wait_ = 0;  // value of finished() when a put waited in vain for memory
+    uint64_t finished_before_wait_ = 0;  // finished() when a put last waited for memory without success
     bool is_exhausted() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
     Step end() const { return h_->cut_off ? Step::Broken : Step::Drained; }
     void sweep_now(Wakes& wakes);
@@ -339,7 +346,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Slot* new_bare_slot(Change& change);
     void free_slot(Slot* slot, Change& change);
     void push_free(Slot* slot, Change& change);
-    using Span = std::pair<uint64_t, uint64_t>;  // first and last offset of some memory
+    using Span = std::pair<uint64_t, uint64_t>;  // first and last offset of a memory range
     bool find_used(std::vector<Span>& used, std::vector<Slot*>& free);
     void fill_free_lists(const std::vector<uint64_t>& heads, Change& change);
     void rebuild_lists(uint32_t cls);
