@@ -40,13 +40,11 @@ class Channel {
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
     std::atomic<uint64_t> forks = fork_count;
     bool hosts = false;           // ring: some readers are on other hosts, which descriptors cannot reach
-    bool elsewhere = false;       // another process owns the channel, so items go through two rings of this
-                                  // process
+    bool elsewhere = false;       // another process owns the channel: items go through two rings here
     nb::object reading, writing;  // elsewhere: these two rings, once they are open
     // elsewhere: value of `fork_count` when the rings were opened
     std::atomic<uint64_t> opened_in = fork_count;
-    uint64_t moved_there = 0;        // elsewhere: the owner's number of puts and gets when this process last
-                                     // asked
+    uint64_t moved_there = 0;        // elsewhere: number of puts and gets that the owner last reported
     int64_t last_found_nothing = 0;  // elsewhere: when the owner last had nothing for a select
     // ring: the session of this process's plain calls, opened when it is first needed
     std::atomic<uint32_t> plain = 0;
@@ -68,8 +66,7 @@ class Channel {
     uint32_t plain_session();      // 0 for threads; throws nb::python_error
     Channel& through(Side side);   // the ring that calls in this process use; throws nb::python_error
     void fetch(Py_ssize_t most);   // elsewhere: asks for up to `most` items; throws nb::python_error
-    bool asks_again(Side side);    // elsewhere: asks the owner; returns whether to retry; throws
-                                   // nb::python_error
+    bool asks_again(Side side);    // elsewhere: asks the owner; true: retry; throws nb::python_error
     bool usable();                 // false with a Python error set if a forked child uses a `threads` channel
 };
 
@@ -192,10 +189,8 @@ struct In {
     nb::object channel;
     Channel* ch;
     ReaderState state;
-    std::vector<LocalQueue::Item>
-        leased_items;         // threads: the items on lease, which the port gives back unless it finishes
-                              // them
-    std::vector<Out*> feeds;  // the writers of the outputs for the leased item
+    std::vector<LocalQueue::Item> leased_items;  // threads: items on lease; those not finished are given back
+    std::vector<Out*> feeds;                     // the writers of the outputs for the leased item
     std::atomic<uint64_t> forks = fork_count;
     uint64_t generation = 0;
     std::atomic<bool> open = true;

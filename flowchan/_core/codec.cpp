@@ -207,8 +207,7 @@ uint64_t bundle_of(uint64_t kind, const char* at, uint64_t size) {
 void notify_put(const ObjectFrame& frame, PyObject* channel) {
     PyObject* put = PyTuple_GET_ITEM(frame.keep, 2);
     PyObject* none = PyObject_CallOneArg(put, channel);
-    if (!none) PyErr_WriteUnraisable(put);  // the item is already in the channel, so the put can no longer
-                                            // fail
+    if (!none) PyErr_WriteUnraisable(put);  // too late to fail: the item is in the channel
     Py_XDECREF(none);
 }
 

@@ -45,8 +45,7 @@ struct Frame {
     uint64_t size = 0;
     uint64_t small_size = 0;
     char small[SMALL];          // the payload of DIRECT
-    Piece one{};                // the payload of BYTES and PICKLE, and of each item that was received as one
-                                // piece
+    Piece one{};                // the payload of BYTES, PICKLE, and any item received as one piece
     std::vector<Piece> pieces;  // the payload of BUFFERS
     uint64_t deaths = 0;        // number of remote workers that died while holding the item
     uint64_t bundle = 0;        // id of the descriptors that travel with the item, or 0

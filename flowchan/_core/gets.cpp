@@ -211,8 +211,7 @@ Step await_place(LocalQueue& queue, Out& out) {
     const bool now = waits();
     lock.unlock({});
     if (!now) return Step::Done;
-    nb::object kept = nb::find(out);          // other threads may close and release the port while this one
-                                              // waits
+    nb::object kept = nb::find(out);          // other threads may close the port during the wait
     if (!kept.is_valid()) return Step::Done;  // the port is being destroyed
     return perform(
         queue,

@@ -166,8 +166,7 @@ class Member {
     void hold();
     End join();  // makes this process the member; returns Taken if another process already is
     bool joined() const { return joined_ == process_number_now(); }
-    bool is_taken() const { return joined_ && !joined(); }  // this process was forked from the member's
-                                                            // process
+    bool is_taken() const { return joined_ && !joined(); }  // in a child of the member's process
     // Leaves the group; may be called repeatedly. If another thread is running an operation, this stops it
     // from publishing more, and waits until it has ended. If a signal handler calls this during an operation
     // of its own thread, the member leaves when that operation ends.
@@ -368,8 +367,7 @@ class Member {
     size_t control_ = 0, big_length_ = 0, length_ = 0, result_size_ = 0;
     uint32_t round_ = 0;
     uint32_t pauses_ = 0;
-    uint32_t left_out_ = 0, leave_out_ = 0;  // waits that skip yielding: how many remain, and how many there
-                                             // were last time
+    uint32_t left_out_ = 0, leave_out_ = 0;  // waits that skip yielding: remaining, and as last set
     std::atomic<bool> leaving_ = false;      // true: every wait must give up
     uint64_t proof_ = 0, identity_ = 0;
     std::atomic<bool> broken_ = false;  // true: every wait must give up, and no operation may start

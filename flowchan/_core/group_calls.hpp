@@ -1,4 +1,4 @@
-// Code that all calls of a group share: arguments, waiting and errors.
+// What all calls of a group share: parsing arguments, waiting, and raising errors.
 #pragma once
 
 #include "arguments.hpp"
@@ -16,11 +16,10 @@ namespace flowchan {
 
 using namespace nb::literals;
 
-// Kinds of inputs, as in flowchan/collective/operations.py: arrays with one element type, or Python values.
+// Kinds of input, as in flowchan/collective/operations.py: arrays of one element type, or Python values.
 constexpr uint64_t TYPED = 0, VALUES = 1, KINDS = 4;
 
-// Returns the key that members compare to check that their calls match. `array` is the input, if it is an
-// array.
+// Returns the key by which members check that their calls match. `array` is the input if that is an array.
 inline uint64_t key_of(uint32_t doing, uint64_t key, const Array* array = nullptr) {
     const uint64_t found = mixed(mixed(0, doing), key);
     return array && key % KINDS == TYPED ? mixed(found, array->kind) : found;
@@ -32,14 +31,14 @@ constexpr int64_t STALLED_NS = 10'000'000'000;
 class PyGroup : public Member {
   public:
     using Member::Member;
-    // nonzero: Python runs all operations, because some are queued or use other backends
+    // nonzero: Python runs all operations, because some of them are queued or use other backends
     std::atomic<uint32_t> queued{0};
 };
 
 inline PyGroup& group_of(PyObject* self) { return *nb::inst_ptr<PyGroup>(self); }
 
-// A call in progress. It releases the GIL before it waits or moves much data. While it is waiting, it checks
-// for signals and reports stalls.
+// A call in progress. It releases the GIL before it waits or moves much data. During a wait, it checks for
+// signals and reports stalls.
 class Calling : public Patience {
   public:
     Calling(PyObject* self, uint32_t doing, Deadline deadline)
@@ -55,7 +54,7 @@ class Calling : public Patience {
         take_back();
         return end;
     }
-    // Calls `f` with the GIL held, in the middle of an operation.
+    // Calls `f` with the GIL held during an operation.
     template <class F>
     bool with_gil(F f) {
         const bool released = take_back();
@@ -78,8 +77,8 @@ class Calling : public Patience {
     }
 
   private:
-    // Waits until no other thread is running an operation. A forked child gets Taken at once, because
-    // it would wait forever.
+    // Waits until no other thread runs an operation. In a forked child that thread does not exist, so the
+    // wait would never end. The child gets Taken at once.
     End await_turn() {
         PyGroup& group = group_of(self_);
         Member::Use& use = group.in_use();
@@ -105,8 +104,8 @@ class Calling : public Patience {
     bool has_reported_ = false;
 };
 
-// Raises the error for an operation that ended with `end`, and returns null. `x`, `root` (unless negative)
-// and `more` are the arguments of the call.
+// Raises the error for an operation that ended with `end`, and returns null. `x`, `root` and `more` are the
+// arguments of the call; a negative `root` means that the call has none.
 inline PyObject* raise_end(PyObject* self, End end, uint32_t doing, PyObject* x, PyObject* more,
                            int root = -1) {
     if (end == End::Interrupted) return nullptr;
@@ -147,8 +146,8 @@ inline bool parse_root(const char* call, PyObject* value, const Member& group, u
 
 inline bool is_default(PyObject* value) { return !value || value == Py_None; }
 
-// Returns whether `out` can hold the result; if not, array_access.py raises the error. `out` may be `in` or a
-// part of `in`, because each element is read before it is written.
+// Returns whether `out` can hold the result. If not, array_access.py raises the error. `out` may be `in` or a
+// part of it, because each element is read before it is overwritten.
 inline bool fits(const Array& in, const Array& out, size_t count) {
     if (out.kind != in.kind || out.count != count || !out.writable) return false;
     const auto from = reinterpret_cast<uintptr_t>(in.data), to = reinterpret_cast<uintptr_t>(out.data);
@@ -182,7 +181,7 @@ inline PyObject* call_general(PyObject* self, const char* method, PyObject* cons
     return result;
 }
 
-// Existing memory for the data of each member: arrays or bytes, or None if the data is not needed.
+// Existing memory for each member's data: arrays or bytes, or None if the data is not needed.
 class Arrays : public Member::Place {
   public:
     Arrays() = default;
@@ -191,8 +190,8 @@ class Arrays : public Member::Place {
             PyErr_Format(PyExc_TypeError, "arrays must be contiguous and in host memory, got %R", objects);
         if (PyErr_Occurred()) throw nb::python_error();
     }
-    // Reads a list or tuple. Returns false, with or without an error set, unless all arrays are contiguous in
-    // host memory.
+    // Reads a list or tuple of arrays. Returns false if one of them is not contiguous in host memory. An
+    // error may be set in that case.
     bool read(PyObject* objects) {
         if (!PyList_Check(objects) && !PyTuple_Check(objects)) return false;
         many_ = std::vector<One>(size_t(PySequence_Fast_GET_SIZE(objects)));
@@ -203,7 +202,8 @@ class Arrays : public Member::Place {
         }
         return true;
     }
-    // Data that does not fit is skipped, so that the other members can continue.
+    // Data of the wrong size is skipped here instead of raising an error, so that the other members can go
+    // on.
     bool operator()(const Sizes& sizes, const ByRank<const void*>&, ByRank<void*>& to) override {
         for (size_t r = 0; r < to.size(); ++r) {
             if (!many_[r].wanted) continue;
@@ -214,7 +214,7 @@ class Arrays : public Member::Place {
         }
         return true;
     }
-    // Returns false, with an error set, if the data of a member did not fit.
+    // Returns false with an error set if some member's data had the wrong size.
     bool check() const {
         if (misfit_ >= 0)
             PyErr_Format(
@@ -229,8 +229,9 @@ class Arrays : public Member::Place {
     bool are_of_kind(uint64_t kind) const {
         return std::all_of(many_.begin(), many_.end(), [=](const Array& one) { return one.kind == kind; });
     }
-    // Returns memory from which `in` can be read while these arrays are being written. It is `in` itself, or
-    // a copy in `copy` if one of these arrays overlaps `in`. The array at index `own` may be `in`.
+    // Returns memory with the data of `in` that stays unchanged while these arrays are written. It is a copy
+    // in `copy` if `in` overlaps one of them, and otherwise `in` itself. The array at index `own` may be
+    // `in`.
     const void* kept(const Array& in, size_t own, std::vector<char>& copy) const {
         const auto begins = [](const Array& array) { return reinterpret_cast<uintptr_t>(array.data); };
         for (size_t i = 0; i < many_.size(); ++i) {
@@ -267,19 +268,19 @@ class Arrays : public Member::Place {
     uint64_t has_ = 0;
 };
 
-// Operations on contiguous arrays; they return NotImplemented for other values.
+// These operations work on contiguous arrays. For other values, they return NotImplemented.
 PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
                         int root, PyObject* timeout, uint64_t part_of = 0);
 PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* timeout);
 PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObject* op_name,
                                PyObject* timeout);
 
-// Sends each array in `in` to its member, and receives the other members' arrays into `out`.
+// Sends each array in `in` to its member, and receives one array from each member into `out`.
 End swap_arrays(PyObject* self, Member::Call call, const Arrays& in, const Arrays& out, Deadline deadline);
 
-// Returns a list of the values of all members, or NotImplemented if `x` is not a plain value.
+// Returns a list of all members' values, or NotImplemented if `x` is not a plain value.
 PyObject* allgather_values(PyObject* self, PyObject* x, PyObject* timeout);
-// Convert a plain value to bytes and back. `plain_bytes` returns None for any other value.
+// Convert a plain value to bytes and back. For any other value, `plain_bytes` returns None.
 PyObject* plain_bytes(PyObject* value);
 PyObject* from_plain_bytes(PyObject* bytes);
 

@@ -1,9 +1,9 @@
-// The choice of plans.
+// How the members choose a plan for each operation.
 //
-// Algorithm. Rank 0 finds the fastest plan by trials, for each operation and size class. In each operation it
-// publishes the plan for the next one. So all members know the plan when that operation starts, without an
-// extra message. The cells of the next operation contain the time that each member took, and the slowest
-// member determines the result.
+// Algorithm. Rank 0 tries out plans for each operation and size class, and keeps the fastest. In each
+// operation, it publishes the plan for the next one, so all members know that plan in time without an extra
+// message. The cells of the next operation report how long each member took. The slowest member's time
+// counts.
 #include "group.hpp"
 
 #include <algorithm>
@@ -12,19 +12,19 @@ namespace flowchan {
 
 namespace {
 
-// In an exchange, each member reads all inputs. Larger groups try it only for small data, because reading
-// many large inputs is slow.
+// In an exchange, each member reads all inputs. A group with more members than this tries it only for small
+// data, because reading many large inputs takes too long.
 constexpr uint32_t MOST_EXCHANGE = 7;
 constexpr uint32_t SMALL_KINDS = 2;
-// Lower bound of the smallest size class, in bytes. For smaller data, all plans are equally fast.
+// Lower bound of the smallest size class in bytes. For smaller data, all plans take the same time.
 constexpr uint64_t LEAST = 8 * 1024;
-constexpr uint32_t IN_ONE_PIECE = 4;  // number of classes whose data fits into one small piece
-// number of classes whose data one thread reads before a second one could start
+constexpr uint32_t IN_ONE_PIECE = 4;  // size classes whose data fits into one small piece
+// Size classes whose data one thread has read before a second thread could start.
 constexpr uint32_t BY_ONE = 8;
 
 constexpr uint32_t BY_TWO = plans_where([](const Plan& one) { return one.by_two; });
 constexpr uint32_t KEPT_PAST = plans_where([](const Plan& one) { return one.keeps_past; });
-// Plans with large pieces that are otherwise equal to a plan with small pieces.
+// Plans with large pieces. Each is equal to a plan with small pieces, except for the piece size.
 constexpr uint32_t IN_LARGE = plans_where([](const Plan& one) {
     return one.algorithm != Algorithm::Direct && one.piece == BIG && !one.shows_past && !one.keeps_past;
 });
@@ -37,8 +37,8 @@ uint32_t Member::kind_of(uint64_t bytes) {
     return bytes <= LEAST ? UNTRIED : std::min<uint32_t>(std::bit_width((bytes - 1) / LEAST) - 1, TRIED - 1);
 }
 
-// Returns a bit for each plan that can run this operation, except for plans with the same effect as another.
-// The result is equal on all members that make the same call.
+// Returns a bit for each plan that can run this operation, leaving out plans that would do the same as
+// another. All members that make the same call get the same result.
 uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
     const bool in_one_piece = kind < IN_ONE_PIECE || kind == UNTRIED;
     uint32_t found = usable_plans(doing, kind);
@@ -48,12 +48,12 @@ uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
     return found;
 }
 
-// Returns a bit for each plan that can run this operation, including plans with the same effect.
+// Returns a bit for each plan that can run this operation, even if some of them do the same.
 uint32_t Member::usable_plans(uint32_t doing, uint32_t kind) const {
     if (const Algorithm algorithm = chosen_[doing % OPERATIONS]; algorithm != Algorithm::Any)
         return plans_of(algorithm == Algorithm::Direct && !direct_ ? Algorithm::Chunks : algorithm);
     if (doing == REDUCE || doing == ALLREDUCE) {
-        // If the group has two members, exchange reads as much data as slices, but copies less.
+        // With two members, exchange reads as much data as slices, but copies less.
         const bool by_slices = size > 2 || doing == REDUCE;
         const bool by_exchange = size <= MOST_EXCHANGE || is_small(kind);
         return (by_slices ? plans_of(Algorithm::Slices) : 0) |
@@ -63,8 +63,8 @@ uint32_t Member::usable_plans(uint32_t doing, uint32_t kind) const {
     return plans_of(Algorithm::Chunks) | (may_read ? plans_of(Algorithm::Direct) : 0);
 }
 
-// Returns the plan to try first. If members outnumber the cores, it has few rounds, because each round then
-// costs context switches.
+// Returns the plan to try first. If there are more members than cores, this is a plan with few rounds,
+// because each round then costs context switches.
 uint32_t Member::first_of(uint32_t doing, uint32_t kind) const {
     uint32_t found = possible(doing, kind);
     if (const uint32_t slices = found & plans_of(Algorithm::Slices); !is_small(kind) && slices)
@@ -79,7 +79,7 @@ uint32_t Member::number_of(uint32_t doing, uint64_t bytes) const {
     return next != UNKNOWN && (possible(doing, kind) >> next & 1) ? next : first_of(doing, kind);
 }
 
-// Returns the plan for this operation. `bytes`: size of this member's data.
+// Returns the plan for this operation. `bytes` is the size of this member's data.
 const Plan& Member::begin_plan(uint32_t doing, uint64_t bytes) {
     const uint32_t plan = number_of(doing, bytes);
     round_flags_ = plan << OWN_PLAN;
@@ -94,7 +94,7 @@ const Plan& Member::begin_plan(uint32_t doing, uint64_t bytes) {
     return PLANS[plan];
 }
 
-// Called in the first round, once all members have arrived with matching calls.
+// Called in the first round, once all members have arrived and their calls match.
 void Member::have_come(Call call) {
     if (cell(0).flags & TELLS)
         next_[call.doing % OPERATIONS][kind_of(cell(0).bytes)] = cell(0).flags >> NEXT_PLAN & 15;
@@ -116,7 +116,8 @@ void Member::have_come(Call call) {
 void Member::end_plan(bool done) {
     took_ = timed_.is && done ? saturated(now_ns() - timed_.since) : 0;
     before_ = timed_;
-    // not after a failed operation: its cells lack the times of the previous operation
+    // After a failed operation, its cells do not have the times of the previous operation, so clear
+    // `before_`.
     before_.is = rank == 0 && took_;
     timed_.is = false;
     filled_ = round_flags_ = 0;

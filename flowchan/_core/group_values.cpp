@@ -1,5 +1,6 @@
-// Conversion between Python values and bytes. Plain values use the encoding of direct_values.hpp, without a
-// pickle. The last byte identifies the format; flowchan/collective/value_bytes.py handles the other formats.
+// Converts Python values to bytes and back. Plain values use the encoding of direct_values.hpp and need no
+// pickle. The last byte says which format it is. flowchan/collective/value_bytes.py handles the other
+// formats.
 #include "codec.hpp"
 #include "group_calls.hpp"
 
@@ -10,10 +11,10 @@ namespace flowchan {
 namespace {
 
 constexpr char PLAIN = 2;
-constexpr size_t MOST_PLAIN = 64 * 1024;  // in bytes; for larger values, pickle is equally fast
+constexpr size_t MOST_PLAIN = 64 * 1024;  // in bytes; above that, pickle is as fast
 
-// An encoded value. The next value that this thread encodes reuses the buffer. A signal handler may encode
-// another value during a call; that value gets its own buffer.
+// An encoded value. This thread reuses the buffer for its next value. If a signal handler encodes a value
+// during a call, that value gets another buffer.
 class Written {
   public:
     explicit Written(PyObject* value) : buffer_(std::move(spare_)) {
@@ -44,7 +45,7 @@ PyObject* read_value(const void* at, size_t bytes) {
     return read_plain(from, from + bytes - 1);
 }
 
-// Decodes small plain values directly from the slots, and copies other values as bytes.
+// Decodes small plain values right in the slots, and copies all other values as bytes.
 class PlaceValues : public Member::Place {
   public:
     PlaceValues(Calling& calling, PyObject* found, uint32_t size)

@@ -1,9 +1,8 @@
-// Kernels that combine the values of several members element by element, always in the order of their ranks.
-// Therefore every member that computes the result gets the same bits.
+// Kernels that combine the values of several members element by element. They always proceed in the order of
+// the ranks, so every member that computes the result gets the same bits.
 //
-// float16 and bfloat16 values are summed in float32 over all members, and rounded once. Integers wrap around.
-// A NaN stays NaN in minimum and maximum, and NaT (the date or time span without a value) stays NaT in every
-// operation.
+// float16 and bfloat16 values are summed over all members in float32, and rounded once. Integers wrap around.
+// Minimum and maximum keep a NaN. All operations keep a NaT (a date or time span without a value).
 #pragma once
 
 #include <cstddef>
@@ -11,7 +10,7 @@
 
 namespace flowchan {
 
-// Element types. Raw elements can be moved but not combined.
+// Element types. Raw elements can be moved, but not combined.
 enum class Element : uint8_t {
     Raw,
     Bool,
@@ -33,13 +32,13 @@ enum class Element : uint8_t {
     Span
 };
 
-// In the same order as the names for `op=`.
+// In the same order as the names that `op=` accepts.
 enum class Op : uint8_t { Sum, Mean, Prod, Min, Max, And, Or, Xor };
 
-// Combines `count` elements of each of the `number` inputs into `out`, which may be one of the inputs.
+// Combines `count` elements of each of `number` inputs into `out`, which may be one of the inputs.
 using Kernel = void (*)(void* out, const void* const* in, size_t number, size_t count);
 
-// null if elements of this type can't be combined with this operation
+// Returns null if this operation cannot combine elements of this type.
 Kernel find_kernel(Element element, Op op);
 size_t size_of_element(Element element);
 

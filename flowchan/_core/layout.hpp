@@ -100,8 +100,7 @@ struct alignas(64) Session {
 // Therefore a block contains only payload, and may be filled while it is still on its free list.
 struct alignas(64) Slot {
     static constexpr uint64_t KEYLESS = UINT64_MAX;
-    static constexpr uint64_t INLINE = 80;  // the first 16 of these bytes share a cache line with the words
-                                            // above
+    static constexpr uint64_t INLINE = 80;  // the first 16 bytes share a cache line with the words above
     uint64_t next;
     static constexpr uint64_t REPLAY = 1 << 5, NUMBERED = 1 << 6, LOANED = 1 << 7, DEATH = uint64_t(1) << 40;
     static constexpr uint64_t PLACE_BITS = 0x1f | 0xffff << 8, VIEW_BITS = uint64_t(0xffff) << 24 | LOANED;

@@ -1,28 +1,29 @@
-// Link: the connection between two hosts of a run, and the ports of the workers that it serves.
+// Link: the connection between two hosts of a run, and the ports of the remote workers that it serves.
 //
-// The owner side has the channels, and the worker side runs remote workers. Like every worker, a remote
-// worker has ports on the owner side. A stream of the link couples each of these ports with a ring on the
-// worker side, which the worker reads or writes. A Source on the owner side leases items and sends them as
-// ITEM frames to the Sink on the worker side. The worker's outputs come back as OUT frames (wire.hpp).
+// The owner side has the channels, and the worker side runs remote workers. A remote worker has ports on the
+// owner side, like every worker. For each of these ports, the worker side has a ring that the worker reads or
+// writes. A stream of the link connects the ports of one worker with these rings. On the owner side, a Source
+// leases items and sends them as ITEM frames. On the worker side, a Sink puts them into a ring. The outputs
+// of the worker come back as OUT frames (wire.hpp).
 //
-// Exactly once. A sent item stays on lease at its origin. An output stays there until the other side has put
-// it into its ring. An item stays there until the worker has finished it *and* all of its outputs are in
-// their rings on the owner side (R4). The frames of a port are ordered and counted. After a break, each side
-// reports what it has received, and the other side continues from there. Only Python dials, listens and
-// proves secrets; it passes each new connection to `attach`, with or without TLS. A worker processes one item
-// after another, so its outputs come in the order of its items, and each output names its item. The owner
-// side puts it as that item's output, as it would for a local worker. After a death, the next worker that
-// gets the item skips the outputs that have already been put.
+// Exactly once. A sent item stays on lease where it came from. For an output, the lease ends when the other
+// side has put it into its ring. For an item, it ends when the worker has finished the item *and* all of its
+// outputs are in their rings on the owner side (R4). The frames of a port are ordered and numbered. After a
+// break, each side reports what it has received, and the other side goes on from there. Only Python code
+// connects, listens and authenticates. It passes each new connection to `attach`, with or without TLS. A
+// worker processes one item after another, so its outputs come in the order of its items. Each output names
+// its item, and the owner side puts it as an output for that item, as it does for a local worker. If the
+// worker dies, the next worker that gets the item skips the outputs that have already been put.
 //
 // Large outputs for remote workers stay on the host that made them (references.hpp, link_references.cpp).
 //
-// No thread waits for a receiver. Items are sent only as far as the worker's window allows. Outputs are sent
-// until too many are waiting for room on the owner side (staged). A slow stage therefore does not hold up the
-// frames of other stages.
+// No thread waits for a receiver. A Source sends only as many items as fit into the worker's window. Outputs
+// are sent until too many of them wait for room on the owner side (these are *staged*). So a slow stage does
+// not delay the frames of other stages.
 //
-// Two threads serve a link: one sends and moves staged items, and the other receives. (With many workers,
-// more threads sleep on the rings and wake the sender.) Both threads work under `mutex_`, except while they
-// send, receive or copy a large item. Neither ever needs the GIL.
+// Two threads serve a link: one sends and moves staged items, the other receives. (If there are many workers,
+// more threads sleep on the rings and wake the sender.) Both work under `mutex_`, except while they send,
+// receive, or copy a large item. Neither ever needs the GIL.
 #pragma once
 
 #include <algorithm>
@@ -43,19 +44,19 @@ namespace flowchan {
 
 struct LinkStream {
     uint32_t number = 0;
-    // owner side: the stream through which the same process gets items from this channel
+    // owner side: the stream through which the same process gets items from this channel; 0: none
     uint32_t partner = 0;
-    bool announced = false;  // worker side: OPEN was sent over this connection
-    int filling = 0;         // number of large items that are being received into its rings
-    // owner side: the worker will send nothing more, and everything it sent has been put
+    bool announced = false;  // worker side: OPEN was sent over the current connection
+    int filling = 0;         // number of large items that are arriving for its rings
+    // owner side: the worker will send nothing more, and everything that it sent has been put
     bool finished = false;
-    bool settling = false;       // owner side: an item must wait for its turn before it can be finished
-    std::deque<Source> sources;  // owner side: for the worker's inputs; worker side: for its outputs
-    std::deque<Sink> sinks;      // for the other ports
+    bool settling = false;       // owner side: an item can finish only when its turn comes
+    std::deque<Source> sources;  // owner side: the worker's inputs; worker side: its outputs
+    std::deque<Sink> sinks;      // the other ports
 };
 
-// An event of a link; flowchan/transport/link_events.py defines each kind. Only the fields that its kind uses
-// are set.
+// An event of a link. flowchan/transport/link_events.py documents the kinds. Each kind sets only some of the
+// fields.
 struct LinkEvent {
     enum class Kind : uint8_t { None, Broken, Finished, Refused, TooLarge, ToFetch, NotRemade, Closed };
 
@@ -66,26 +67,26 @@ struct LinkEvent {
     std::string why;  // ToFetch: the location
 };
 
-// The current counts of one stream, summed over its input ports.
+// The current counts of a stream, summed over its input ports.
 struct StreamCounts {
     uint32_t number;
-    // items sent or with the worker; items started; outputs that wait for room
+    // items that are in transit or with the worker; items started; outputs that wait for room
     uint64_t ahead, started, staged;
-    uint64_t window;       // number of bytes that this side may have in transit
-    bool starved;          // the worker is waiting for an item
-    uint64_t taken, used;  // total number of items taken out of the rings on this side, and put into them
-    // number of wait queues on this side in which the link waits on behalf of the other side
+    uint64_t window;       // how many bytes this side may have in transit
+    bool starved;          // the worker waits for an item
+    uint64_t taken, used;  // items taken out of the rings on this side, and put into them, in total
+    // number of wait queues on this side in which the link stands for the other side
     uint64_t standing;
 };
 
-// The bytes to send, in order. Small pieces are copied; large items are sent in place. Only the sender thread
-// uses this.
+// The bytes to send, in order. Small pieces are copied, and large items are sent from where they are. Only
+// the sender thread uses this.
 class Outgoing {
   public:
     uint64_t size() const { return size_; }
     void add(const void* head, uint64_t length, const void* at, uint64_t size);
     void add_in_place(std::shared_ptr<Ring> ring, const char* at, uint64_t size);
-    // sends up to `most` bytes, and waits until the other side accepts them; returns the error, or ""
+    // sends up to `most` bytes, and waits until the other side accepts them; returns the error text, or ""
     std::string send(int fd, uint64_t most);
     void clear() { *this = {}; }
 
@@ -107,7 +108,7 @@ class Link {
     ~Link();
     Link(const Link&) = delete;
 
-    void attach(int fd);  // takes ownership of the descriptor; unacknowledged items are sent again
+    void attach(int fd);  // takes ownership of the descriptor, and resends unacknowledged items
     struct Taking {
         std::shared_ptr<Ring> ring;
         uint32_t session;
@@ -118,57 +119,56 @@ class Link {
         WriterState writer;
         bool follows, replays;
     };
-    // `on_demand`: items are sent only to workers that are waiting for one or processing one. `limited`: the
-    // owner side grants the other side one put for each free place; other writers may still take the place
-    // first.
-    // `lends`: large outputs of the first port stay on the worker's side until they are fetched.
+    // `on_demand`: send items only to workers that wait for an item or process one. `limited`: the owner side
+    // grants the other side one put for each free place, but other writers may still take the place first.
+    // `lends`: large outputs of the first port stay on the worker's side until a host fetches them.
     void open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
                      bool on_demand, bool limited, bool lends = false);
-    // owner side: items prefetched through `reads` take up the room of `writes`
+    // owner side: items that were prefetched through `reads` use room that `writes` would grant
     void pair_streams(uint32_t writes, uint32_t reads);
-    // Owner side: send up to `most` of the next items of a stream's input, even if other readers are waiting.
+    // Owner side: send up to `most` of the next items of a stream's input, even while other readers wait.
     // Return how many were sent in total, and whether the channel has ended or the stream is gone. Return
     // nothing during a recall.
     std::optional<std::pair<uint64_t, bool>> offer(uint32_t number, uint64_t most);
-    // the total number of puts granted, and whether the channel has ended
+    // Return how many puts were granted in total, and whether the channel has ended.
     std::pair<uint64_t, bool> room(uint32_t number);
-    // Worker side: wait until the owner has put `count` items of a stream's output (true) or never will
-    // (false). Return nothing at the deadline.
+    // Worker side: wait until the owner has put `count` items of a stream's output, and return true. Return
+    // false if it never will, and nothing at the deadline.
     std::optional<bool> await_used(uint32_t number, uint64_t count, int64_t until);
     void drop_stream(uint32_t number);
-    // Outputs that stay on the worker's side until another host fetches them (references.hpp). The address
-    // at which hosts fetch them must be set on the owner side before the first stream is opened.
+    // Outputs that stay on the worker's side until another host fetches them (references.hpp). On the owner
+    // side, set the address at which hosts fetch them before opening the first stream.
     void set_fetch_address(std::string address) { fetch_address_ = std::move(address); }
     const std::string& fetch_address() const { return fetch_address_; }
-    // Worker side: send outputs to the host that is connected to `fd`, until the connection ends.
+    // Worker side: send outputs to the host behind `fd` until the connection ends.
     void serve_fetches(int fd);
     // Worker side: fetch an output over `fd`. Return false if the other host does not have it. Throw
     // std::system_error if the connection fails.
     bool fetch(int fd, const std::string& location);
     void report_unreachable(const std::string& location);  // worker side: the output cannot be fetched
     void ring_doorbell();
-    std::atomic<bool> has_messages{false};  // whether the table of references has some for this link
+    std::atomic<bool> has_messages{false};  // true if the table of references has messages for this link
     void close();
-    LinkEvent next_event(int64_t until);  // returns an event of kind None if none comes by then
+    LinkEvent next_event(int64_t until);  // returns an event of kind None at the deadline
 
-    // The time since the last byte arrived, and the round-trip time, in ns.
+    // Time in ns: since the last byte arrived, and of a round trip.
     int64_t silent_for() const { return now_ns() - last_byte_at_.load(std::memory_order_relaxed); }
     int64_t round_trip() const { return round_trip_.load(std::memory_order_relaxed); }
     bool connected();
-    // The time in ns since connections began to break with items in transit and none arriving; 0 unless at
-    // least two in a row did.
+    // Return for how many ns connections have broken with items in transit and without any arriving. Return 0
+    // until at least two connections in a row have done so.
     int64_t stuck_for();
-    uint64_t breaks_in_vain();  // how many connections in a row broke without progress
+    uint64_t breaks_in_vain();  // connections in a row that broke without progress
     std::vector<StreamCounts> counts();
     std::atomic<uint64_t> bytes_in{0}, bytes_out{0}, breaks{0};
 
   private:
-    static constexpr uint64_t GATHER = 256 << 10;  // bytes sent or received at a time
-    static constexpr uint64_t LARGE = 64 << 10;    // larger items are not copied on the way
+    static constexpr uint64_t GATHER = 256 << 10;  // most bytes to send or receive at a time
+    static constexpr uint64_t LARGE = 64 << 10;    // larger items are not copied along the way
 
     // sending (link_send.cpp)
     void send_loop();
-    std::string send_some(int fd);  // returns the error, or ""
+    std::string send_some(int fd);  // returns the error text, or ""
     bool fill();
     bool serve_as_owner(LinkStream& stream);
     void report_output(LinkStream& stream, Sink& sink, uint16_t port);
@@ -219,10 +219,10 @@ class Link {
 
     // receiving (link_receive.cpp)
     void receive_loop();
-    std::string receive(int fd, uint64_t connection);  // returns the reason when the connection ends
+    std::string receive(int fd, uint64_t connection);  // returns why the connection ended
     bool is_sent_here_only(FrameType type) const;
     bool handle_pong(int64_t pinged_at);
-    bool handle(const Head& head, const char* payload);  // false: the other side sent invalid data
+    bool handle(const Head& head, const char* payload);  // returns false if the other side sent invalid data
     void release_ring();
     bool handle_item(LinkStream& stream, Sink& sink, const Received& item);
     bool receive_item(LinkStream& stream, Sink& sink, const Received& item);
@@ -241,22 +241,23 @@ class Link {
     bool claim(LinkStream& stream, Sink& sink, const Received& item, Slot*& slot);
     void count_arrival(Sink& sink, bool is_news);
     void refuse(const LinkStream& stream, Sink& sink, uint64_t size);
-    struct Following {  // the bytes after a large item
+    struct Following {  // the bytes that follow a large item
         char* at;
         uint64_t room, have = 0;
     };
-    struct Large {  // a large item that is being received
+    struct Large {  // a large item that is arriving
         Received item;
         LinkStream* stream = nullptr;
-        Sink* sink = nullptr;  // null: the item has no receiver
-        Slot* slot = nullptr;  // null: the item has no room yet
-        // Whether a worker that has died had already put the item, and its index among the outputs for its input.
+        Sink* sink = nullptr;  // null: no port receives the item
+        Slot* slot = nullptr;  // null: there is no room for the item yet
+        // whether a dead worker had already put this item, and the item's index among the outputs for its
+        // input
         bool skips = false;
         uint64_t index = 0;
         bool is_of_replay = false;
         std::vector<char> buffer;
-        std::vector<char> part;  // what has arrived over earlier connections
-        // a skipped item also gets a buffer, so that a break does not lose what has arrived
+        std::vector<char> part;  // what arrived over earlier connections
+        // A skipped item also gets a buffer, so that a break does not lose the bytes that have arrived.
         bool is_to_be_staged() const { return sink && !slot; }
     };
     bool begin_large(const Head& head, Large& large);
@@ -295,48 +296,48 @@ class Link {
     const bool owner_side_;
     const int pid_;
     std::mutex mutex_, closing_;
-    // Signals that the connection or `filling` has changed. It is a pointer, because a forked child must not
-    // destroy it: the destructor waits for threads that do not exist in the child.
+    // Signals that the connection or `filling` has changed. This is a reference to a heap object, because a
+    // forked child must not destroy it: its destructor would wait for threads that the child does not have.
     std::condition_variable& changed_ = *new std::condition_variable;
     std::map<uint32_t, std::unique_ptr<LinkStream>> streams_;
     int fd_ = -1;
-    int users_ = 0;  // threads that send or receive over fd_
+    int users_ = 0;  // threads that are sending or receiving over fd_
     uint64_t connection_ = 0;
     bool closed_ = false;
     int64_t connected_at_ = 0;
     int64_t stuck_since_ = 0;  // see stuck_for()
     uint64_t breaks_in_vain_ = 0;
-    bool lost_ = false;  // the connection is unusable; its last user closes the descriptor
+    bool lost_ = false;  // the connection is unusable; its last user closes fd_
     std::string fetch_address_;
-    uint64_t seen_generation_ = 0;  // of the table of references
-    uint32_t last_served_ = 0;      // the stream after which the next round begins
+    uint64_t seen_generation_ = 0;  // generation() of the table of references at the last look
+    uint32_t last_served_ = 0;      // the next round begins after this stream
 
-    // The sender also changes `out_` without the mutex. Like `changed_`, `out_` is allocated separately,
-    // because a fork may copy it in the middle of a change.
+    // The sender also changes `out_` without the mutex, so a fork may copy it in the middle of a change.
+    // Therefore `out_` is on the heap like `changed_`.
     Outgoing& out_ = *new Outgoing;
     uint64_t queued_items_ = 0;  // items in `out_`
-    bool has_news_ = false;      // the receiver has changed something for the sender to handle
-    // Used by the receiver: the lock of the ring into which it is putting items, held for several of them.
+    bool has_news_ = false;      // the receiver has changed something that the sender must handle
+    // For the receiver: the lock of the ring into which it is putting items, kept over several items.
     std::optional<RingLock> held_;
     Ring* held_ring_ = nullptr;
     uint32_t held_for_ = 0;
     bool pong_ = false;
     uint64_t pong_n_ = 0;
     int64_t pinged_at_ = 0;
-    bool timed_ = false;  // whether round_trip_ has been measured over this connection
+    bool timed_ = false;  // round_trip_ was measured over this connection
     int64_t least_trip_ = 200'000;
 
     std::atomic<uint32_t> doorbell_{0};
     std::atomic<bool> asleep_{false};
-    // when the last byte arrived, and when an item, a part of one or an acknowledgement last arrived
+    // when the last byte arrived; when an item, a part of one or an acknowledgement last arrived
     std::atomic<int64_t> last_byte_at_{0}, progress_at_{0}, round_trip_{200'000};
     std::deque<LinkEvent> events_;
-    // allocated separately, like `changed_`
+    // on the heap, like `changed_`
     std::condition_variable& event_added_ = *new std::condition_variable;
-    // These are allocated separately, because a forked child does not have the threads. The child must not
-    // even detach them: its own threads may have reused their stacks, which hold the state of each thread.
+    // On the heap, because a forked child does not have these threads. The child must not even detach them:
+    // their state is on their stacks, and its own threads may have reused that memory.
     std::thread &sender_ = *new std::thread, &receiver_ = *new std::thread;
-    ExtraSleepers extra_sleepers_{[this] { ring_doorbell(); }};  // additional sleepers for the sender
+    ExtraSleepers extra_sleepers_{[this] { ring_doorbell(); }};  // for words beyond the sender's own limit
 };
 
 }  // namespace flowchan

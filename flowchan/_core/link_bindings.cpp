@@ -83,8 +83,9 @@ nb::tuple tuple_of(const LinkEvent& event) {
     return nb::make_tuple("closed");
 }
 
-// Only the main thread handles signals. Other threads sleep until an event comes. A driver has such a thread
-// for each agent, and each slice would take the GIL.
+// Return how long one sleep may last. Only the main thread handles signals, so only it wakes after each
+// slice. Other threads sleep until an event comes. A driver has one such thread for each agent, and each
+// wake-up would take the GIL.
 int64_t slice_here(Deadline deadline) {
     return thread_number() == uint32_t(getpid()) ? deadline.slice()
                                                  : std::min<int64_t>(deadline.left(), 3600'000'000'000);

@@ -4,21 +4,21 @@
 
 namespace flowchan {
 
-// --- how far ahead ---
+// --- how much may be in transit ---
 
 void Window::update(bool starved, bool waits, bool gathers, uint64_t ahead, uint64_t done,
                     int64_t round_trip) {
     const int64_t now = now_ns();
     const int64_t passed = now - at_, worth = slow(round_trip);
     const uint64_t finished = done - done_;
-    // A remote worker may get items steadily and still have to wait for some, or get them only as fast as the
-    // window allows. In the second case, the worker finishes as many items as are in transit in the time that
-    // replacing them takes. The window grows at most once per round trip, because more items cannot arrive
-    // earlier.
+    // A remote worker may need more items even if it never starves. Either it has to wait for some of them,
+    // or it processes items only as fast as the window lets them arrive. In the second case (`hurries`), it
+    // finishes a full window within two round trips. The window grows at most once per round trip, because
+    // more items cannot arrive earlier.
     const bool hurries = double(finished) * double(2 * round_trip) > size_ * double(passed);
     starved = starved || ((waits || hurries) && ahead >= size() && passed >= round_trip);
-    // The items that the worker finishes in a few round trips. 1 ms is added for the threads on the way,
-    // which may have to be woken.
+    // How many items the worker finishes in four round trips. The extra 1 ms is for the threads along the
+    // way, which may have to be woken.
     const double few = passed ? double(finished) / double(passed) * double(4 * round_trip + 1'000'000) : 0;
     if (starved) {
         const bool quick = finished && passed / int64_t(finished) < worth;
@@ -45,11 +45,11 @@ void Allowance::update(uint64_t used, int64_t round_trip) {
 
 void ByteWindow::update(uint64_t most, int64_t round_trip) {
     const int64_t now = now_ns(), passed = now - at_;
-    const int64_t trip = round_trip + 1'000'000;  // 1 ms is added as for `few`
+    const int64_t trip = round_trip + 1'000'000;  // the extra 1 ms is as for `few`
     if (passed < trip) return;
     const double two_trips = double(freed_) / double(passed) * double(2 * trip), before = double(size_);
-    // The window grows only if that increases the throughput: a slow reader is far from emptying it in a
-    // round trip.
+    // Grow only if that raises the throughput. A window that was never full is not the limit, because a slow
+    // reader is far from emptying it in a round trip.
     const double next = std::clamp(two_trips, before / 2, full_ ? 2 * before : before);
     size_ = std::clamp(uint64_t(next), LEAST, std::clamp(most, LEAST, MOST));
     at_ = now;
@@ -96,15 +96,15 @@ bool Source::take(uint64_t most) {
         if (refused) return true;
         if (!took) break;
     }
-    replay_waits = false;  // `serve_as_owner` looks again
-    // This reader may have been woken for items that it does not take, so wake another one.
+    replay_waits = false;  // makes `serve_as_owner` look again
+    // This reader may have been woken for items that it does not take, so it wakes another reader.
     if (entries.size() == before && ring->header().head)
         holding.wakes.readers += ring->header().reader_queue.call(1);
     return entries.size() != before || ending != Ending::Open;
 }
 
-// Take one item, with the ring's lock held. Return false if there is none now, if the channel has ended, or
-// if the item was refused and put back.
+// Take one item while holding the ring's lock. Return false if there is none now, if the channel has ended,
+// or if the item was refused and put back.
 bool Source::take_one(Wakes& wakes) {
     Taken taken;
     const Step step = ring->try_take(taken, &reader, reader.session, wakes);
@@ -122,7 +122,7 @@ bool Source::take_one(Wakes& wakes) {
     Entry entry{taken.at,       taken.size,          taken.number,
                 taken.made_for, uint8_t(taken.kind), uint8_t(std::min(taken.deaths, Head::MOST_DEATHS)),
                 taken.is_replay};
-    // the windows count the bytes that the other side will fetch
+    // The windows count the bytes that the other side will fetch.
     if (entry.kind == REFERENCE) entry.size = references().size_of(entry.reference());
     entries.push_back(entry);
     bytes += entry.size;
@@ -135,16 +135,16 @@ void Source::handle_take(Step step) {
         ending = Ending::Broke;
         cause = ring->cause();
     } else if (step == Step::Drained && (active() == 0 || (starved && started == active()))) {
-        // A worker that gathers and holds all remaining items gets the end now. Items that other readers may
-        // still give back go to readers other than this one.
+        // A worker that gathers items and has all remaining ones gets the end now. If other readers still
+        // give items back, other readers than this one take them.
         ending = Ending::Drained;
     }
 }
 
-// Take several small items at once if possible, with the ring's lock held.
+// Take several small items at once if possible, while holding the ring's lock.
 bool Source::take_run(uint64_t most, Wakes& wakes) {
     Ring::InRun run[Redo::MOST];
-    // As in `wants`, the limit also counts items on the other side.
+    // As in `wants`, the limit includes items on the other side.
     const uint64_t room = most_bytes() - std::min(bytes, most_bytes());
     const uint64_t n = ring->take_run(reader, run, most, room, wakes);
     if (n && active() == 0) progress_at = now_ns();
@@ -225,10 +225,10 @@ void Source::leave() {
     sent = base;
 }
 
-// Return whether other readers are waiting while this worker has been processing one item for a long time.
+// Return whether this worker has been busy with one item for long while other readers wait for items.
 bool Source::should_recall(int64_t round_trip) const {
     if (!may_recall() || now_ns() - progress_at < Window::slow(round_trip)) return false;
-    // the worker does not want more, so other readers should get these
+    // This worker wants no more items, so other readers should get these.
     if (on_demand && !started && !starved) return true;
     const Header& h = ring->header();
     const auto seen = [](const auto& word) {
@@ -283,7 +283,7 @@ bool Source::enter_queue() {
     RingLock holding(*ring);
     queue_place.leave();
     const Header& h = ring->header();
-    // At the end of a channel, other readers may still give back leased items, which wakes all waiters.
+    // At the end of a channel, other readers may still give back leased items, which would wake all waiters.
     const bool ended = h.state == BROKEN || (ring->at_end_for(&reader) && active() == 0);
     const bool any = (h.head && !is_held_back()) || (ring->is_limited() && ring->wants_more() != want_sent);
     if (any || ring->session(reader.session).reserved_head || ended) return false;
@@ -363,7 +363,7 @@ void Sink::count_used(uint64_t output, uint64_t reference, uint64_t key) {
     forget_reference(0);
 }
 
-// The output behind this reference may leave the worker's host. Outputs leave it in order.
+// Forget a reference, because its output may now leave the worker's host. Outputs leave in order.
 void Sink::forget_reference(uint64_t reference) {
     const auto is_it = [reference](const Lent& one) { return one.reference == reference; };
     const auto found = reference ? std::ranges::find_if(lent, is_it) : lent.end();
@@ -416,7 +416,7 @@ void Sink::enter_queue() {
     queue_place.enter(writer.ordered && writer.keyed, writer.number);
 }
 
-// The caller holds the ring's lock.
+// Call this while holding the ring's lock.
 static Sink::Progress progress_in(Ring& ring, bool on_demand) {
     Sink::Progress now;
     const Header& h = ring.header();

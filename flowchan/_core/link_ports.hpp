@@ -1,6 +1,6 @@
-// The two ends of a port whose worker runs on another host. A Source takes items out of a local ring, so that
-// they can be sent. A Sink puts received items into a local ring. Each belongs to a stream of a Link
-// (link.hpp), and all of its functions are called under the link's mutex. None of them touches Python.
+// The two classes behind the port of a remote worker. A Source takes items out of a local ring, so that the
+// link can send them. A Sink puts received items into a local ring. Each of them is part of a stream of a
+// Link (link.hpp). Their functions are called under the mutex of the link, and never touch Python.
 #pragma once
 
 #include <deque>
@@ -16,8 +16,8 @@
 
 namespace flowchan {
 
-// Holds a ring's lock, which it takes without the GIL. After unlocking, it wakes the waiters that the
-// operations have called.
+// Holds the lock of a ring, and takes it without needing the GIL. After unlocking, it wakes the waiters that
+// the operations have called.
 class RingLock {
   public:
     explicit RingLock(Ring& ring) : ring_(ring) {
@@ -34,11 +34,11 @@ class RingLock {
     Ring& ring_;
 };
 
-// A place in a ring's wait queue that is kept over many sleeps, until the ring wakes it.
+// An entry in the wait queue of a ring. It stays there over many sleeps, until the ring wakes it.
 class KeptPlace {
   public:
     KeptPlace(Ring& ring, Side side, uint32_t session) : ring_(ring), caller_{side, this, session} {}
-    // The ring's lock must be held. `number`: the item for whose turn the place waits.
+    // Call this while holding the ring's lock. `number`: the item whose turn to wait for.
     void enter(bool ordered, uint64_t number) {
         if (entered_) return;
         caller_.ordered = ordered;
@@ -65,29 +65,29 @@ enum class Ending : uint8_t { Open, Drained, Broke };
 
 constexpr uint64_t MOST_AHEAD = 1 << 16;  // items in transit to a worker, or waiting for room on this side
 
-// How many items a remote worker may have in advance, not counting the one that it waits for. The window is
-// one item, unless the worker would wait longer for its next item than it takes to process one. Then the
-// window is as many items as the worker finishes in a few round trips. No worker therefore keeps many items
-// that others could start, however fast or remote it is.
+// How many items a remote worker may have in advance, in addition to the one that it waits for. Normally,
+// this is one item. If the worker would wait longer for its next item than it takes to process one, it is as
+// many items as the worker finishes in a few round trips. So no worker, however fast or far away, keeps many
+// items that others could start.
 class Window {
   public:
     uint64_t size() const { return uint64_t(size_); }
-    // Update the window from the worker's state. `waits`: the worker is waiting for an item. `starved`: in
-    // addition, no item is in transit to it. `gathers`: the worker holds items while it waits.
+    // Update the window from the state of the worker. `waits`: it waits for an item. `starved`: it waits, and
+    // no item is in transit to it. `gathers`: it keeps items while it waits for more.
     void update(bool starved, bool waits, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip);
     void shrink() { size_ = 1; }
-    // Return the time per item above which a worker counts as slow, so that waiting for its next item costs
-    // it little in comparison.
+    // Return the time per item above which a worker counts as slow. Compared with that time, waiting for the
+    // next item costs the worker little.
     static int64_t slow(int64_t round_trip) { return 16 * round_trip + 4'000'000; }
 
   private:
     double size_ = 1;
-    uint64_t done_ = 0;  // at the last update
+    uint64_t done_ = 0;  // as of the last update
     int64_t at_ = 0;
-    bool starved_ = false;  // since the last update
+    bool starved_ = false;  // at any time since the last update
 };
 
-// How many outputs may be in transit: as many as the other side finds room for in a few round trips.
+// How many outputs may be in transit: as many as the other side makes room for in a few round trips.
 class Allowance {
   public:
     static constexpr uint64_t LEAST = 1024;
@@ -95,18 +95,18 @@ class Allowance {
     void update(uint64_t used, int64_t round_trip);
 
   private:
-    uint64_t most_ = LEAST, used_ = 0;  // at the last update
+    uint64_t most_ = LEAST, used_ = 0;  // as of the last update
     int64_t at_ = 0;
 };
 
-// How many bytes may be in transit, in addition to one item. The window is what the other side processes in
-// two round trips of an idle connection. On a busy connection, a round trip takes longer the more bytes are
-// in transit.
+// How many bytes may be in transit, in addition to one item: as many as the other side processes in two round
+// trips of an idle connection. (On a busy connection, a round trip takes longer, the more bytes are in
+// transit.)
 class ByteWindow {
   public:
     static constexpr uint64_t LEAST = 4 << 20, MOST = 64 << 20;
     uint64_t size() const { return size_; }
-    // Note that the other side has finished `bytes`, when `under_way` bytes were in transit.
+    // Record that the other side has finished `bytes` bytes while `under_way` bytes were in transit.
     void free(uint64_t bytes, uint64_t under_way) {
         freed_ += bytes;
         full_ = full_ || under_way >= size_;
@@ -116,7 +116,7 @@ class ByteWindow {
   private:
     uint64_t size_ = LEAST, freed_ = 0;  // since the last update
     int64_t at_ = 0;
-    bool full_ = false;  // whether the window has been full since the last update
+    bool full_ = false;  // the window was full at some time since the last update
 };
 
 class Source {
@@ -126,13 +126,13 @@ class Source {
         const char* at;
         uint64_t size, number, key;
         uint8_t kind, deaths;
-        // The owner side uses these for outputs that stay on the worker's host (references.hpp). If `is_replay`
-        // is set, the outputs of the item replace lost ones, and `outputs` of them have arrived.
+        // The owner side uses these for outputs that stay on the worker's host (references.hpp). `is_replay`:
+        // the outputs of the item replace lost ones. `outputs`: how many of them have arrived.
         bool is_replay = false;
         uint32_t outputs = 0;
-        // number of its outputs that are on the worker's host
+        // how many of its outputs are on the worker's host
         uint32_t references = 0;
-        // If the item is itself a reference, the other side knows this many of its moves.
+        // If the item is itself a reference, the other side has been told this many of its moves.
         uint64_t moves = 0;
 
         uint64_t reference() const {
@@ -141,8 +141,8 @@ class Source {
             return id;
         }
     };
-    // The leased items, oldest first, in a ring buffer that grows. A std::deque would call malloc for every
-    // dozen items.
+    // The leased items, oldest first, in a circular buffer that grows. A std::deque would call malloc for
+    // every few items.
     class Entries {
       public:
         uint64_t size() const { return end_ - begin_; }
@@ -160,17 +160,18 @@ class Source {
 
       private:
         void grow();
-        std::vector<Entry> all_;  // empty, or with a size that is a power of two
+        std::vector<Entry> all_;  // its size is 0 or a power of two
         uint64_t begin_ = 0, end_ = 0;
     };
 
     Source(std::shared_ptr<Ring> ring, uint32_t session, bool alone);
     ~Source();
 
-    // Set if the outputs for the items have turns. The source then takes no item that precedes one that it
-    // already has, except a replay, whose outputs are not put. The output for that item would have to be put first. But it would be sent behind the
-    // output for the other item, which may be waiting for room. The worker that gave the item back, or its
-    // replacement, has no item with a higher number and can take it.
+    // True if the outputs for the items have turns. Then the source takes no item that precedes one that it
+    // already has. The output for such an item would have to be put first, but it would be sent behind the
+    // output for the other item, and that output may wait for room. The worker that gave the item back, or
+    // its replacement, has no item with a higher number, so it can take the item. A replay is an exception,
+    // because its outputs are not put.
     bool ascending = false;
     bool is_held_back() const {
         if (!ascending || ring->is_replay_next()) return false;
@@ -179,53 +180,55 @@ class Source {
         return n > held() && ring->is_next_before(entries[n - 1].number);
     }
 
-    // Take items from the ring, up to `most` entries. Return whether anything changed.
+    // Take items from the ring, as long as there are fewer than `most` entries. Return whether anything
+    // changed.
     bool take(uint64_t most);
     void free_oldest(uint64_t n);
     // Owner side: the items before `upto` are finished, and all of their outputs have been put. Their leases
-    // end in order, once no output of theirs is on the worker's host.
+    // end in order. A lease also waits until none of the item's outputs is on the worker's host.
     void settle(uint64_t upto);
     bool free_settled();  // returns whether a lease has ended
-    // number of leased items that are not settled, and of those that are
+    // Return how many leased items are not settled, and how many are.
     uint64_t active() const { return entries.size() - held(); }
     uint64_t held() const { return settled > base ? settled - base : 0; }
-    void release(uint64_t key);  // An output of item `key` has left the worker's host.
-    // Owner side: find out whether the next item is a replay. Call this if outputs are lost.
+    void release(uint64_t key);  // An output for item `key` has left the worker's host.
+    // Owner side: find out whether the next item is a replay. Call this if outputs were lost.
     void look_for_replay();
     void give_back_replays();  // Owner side: the outputs on the worker's host are lost.
-    void leave();              // called when the reader is gone; the remaining items go back
-    // Start over on a new connection. No item counts as sent until the other side has reported what it has
-    // received.
+    void leave();              // the reader is gone, so the remaining items go back
+    // Start over on a new connection. No item counts as sent until the other side has reported which items it
+    // has received.
     void connect() {
         known = end_sent = recall_sent = want_sent = false;
         sent = base;
         part = {};
         pulls.clear();
-        // the other side may not know where the outputs behind its items are
+        // The other side may not know where the outputs are to which its items refer.
         for (uint64_t i = 0; i < entries.size(); ++i) entries[i].moves = UINT64_MAX;
     }
-    void resume_after(uint64_t got);  // on a new connection, the items after `got` are sent again
+    void resume_after(uint64_t got);  // on a new connection, send the items after `got` again
     bool has_unsent() const { return known && !recalling && sent < base + entries.size(); }
     Entry& unsent() { return entries[sent - base]; }
-    // the item of the first unsent output: no item from this one on can be finished; Slot::KEYLESS: none
+    // Return the input item of the first unsent output, or Slot::KEYLESS if there is none. Neither this item
+    // nor a later one can be finished.
     uint64_t first_key();
-    // Owner side: a worker that is neither waiting for an item nor processing one gets none, and its items go
-    // back for others.
+    // Owner side: send no item to a worker that neither waits for one nor processes one. Its items go back,
+    // so that others can take them.
     bool on_demand = false;
-    // Owner side: the largest number of items that may be sent in advance. A worker that gathers items and
-    // holds all that were sent gets more, without a limit.
+    // Owner side: how many items may be sent in advance. A worker that gathers items and has all that were
+    // sent always gets more.
     uint64_t allowed_ahead() const {
         if (on_demand && !starved && !started) return 0;
         const bool gathers = starved && started && started == active();
-        // Outputs are fetched from several hosts at the same time. A single host may be slow, because
-        // others also fetch from it.
+        // Fetch outputs from several hosts at the same time. A single host may be slow, because others also
+        // fetch from it.
         const uint64_t fetches = active() && entries.back().kind == REFERENCE ? FETCHES : 0;
-        // A replay is always taken. The worker's other outputs may be waiting for room. The readers that would
-        // make room may be waiting for the outputs of the replay.
+        // Always take a replay. The worker's other outputs may wait for room, and the readers that would make
+        // room may wait for the outputs of the replay.
         const uint64_t replays = replay_waits ? active() + 1 : 0;
         return std::max({window.size(), fetches, replays, gathers ? started + MORE : 0});
     }
-    // number of bytes that may be in transit, or may stay here for the other side
+    // Return how many bytes may be in transit, or may stay here for the other side.
     uint64_t most_bytes() const {
         if (remakes) return UINT64_MAX;
         return lends ? std::min(ByteWindow::MOST, ring->most_inside() / 2) : byte_window.size();
@@ -247,11 +250,11 @@ class Source {
     const std::shared_ptr<Ring> ring;
     ReaderState reader;
     KeptPlace queue_place;
-    Entries entries;  // on lease here, starting with item `base`; those before `sent` are in transit
+    Entries entries;  // leased items, from item `base` on; those before `sent` are in transit
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
     uint64_t settled = 0;         // Owner side: see settle().
     uint64_t replays = 0;         // Owner side: number of active replays.
-    bool remakes = false;         // Worker side: the owner waits for the outputs of a replay.
+    bool remakes = false;         // Worker side: the owner waits for outputs of a replay.
     bool replay_waits = false;    // Owner side: see look_for_replay().
     bool lends = false;           // Worker side: large outputs stay here, and references to them are sent.
     std::vector<uint64_t> pulls;  // Worker side: outputs that the owner side wants after all.
@@ -259,27 +262,26 @@ class Source {
     Allowance allowance;          // worker side
     ByteWindow byte_window;
     void update_byte_window(int64_t round_trip) { byte_window.update(ring->most_inside(), round_trip); }
-    // the first bytes of an item that the other side has from an earlier connection
+    // the first bytes of an item, which the other side has from an earlier connection
     struct Part {
         uint64_t item = 0, size = 0;
         auto operator<=>(const Part&) const = default;
-    } part, largest_part;                         // in this connection, and ever
+    } part, largest_part;                         // on this connection, and at most so far
     bool set_part(uint64_t item, uint64_t size);  // false: the other side cannot have received this
     uint64_t acknowledged = 0;                    // number of items that the other side has reported
     bool owes() const { return !left && acknowledged < base + entries.size(); }
-    bool known = false;  // whether the other side has reported on this connection what it has received
+    bool known = false;  // whether the other side has reported on this connection what it received
     bool left = false;
-    // whether an item was found that cannot be sent to another host
+    // an item was found that cannot be sent to another host; the event for this has been reported
     bool refused = false, refused_reported = false;
-    bool end_sent = false;  // whether the end was sent over this connection
+    bool end_sent = false;  // the end was sent over this connection
     Ending ending = Ending::Open;
     std::string cause;
-    // Owner side: how many items the worker has started, whether it is waiting for more, and whether it takes
-    // no more.
+    // Owner side: how many items the worker has started, whether it waits for more, and whether it takes no
+    // more.
     uint64_t started = 0;
     bool starved = false, leaving = false;
-    // Owner side: items that the worker has not started are recalled when other workers are waiting for items
-    // (C8).
+    // Owner side: if other workers wait for items, items that the worker has not started are recalled (C8).
     bool recalling = false, recall_sent = false;
     int64_t progress_at = 0;  // when the worker last finished an item, or got its first one
     bool may_recall() const {
@@ -287,9 +289,9 @@ class Source {
     }
     bool should_recall(int64_t round_trip) const;
     void handle_recalled(uint64_t got);
-    // Worker side: whether the last WANT frame reported that a writer is waiting for more room.
+    // Worker side: the last WANT frame said that a writer waits for more room.
     bool want_sent = false;
-    // in total, without the items that were given back
+    // Return how many items were taken in total, without those that were given back.
     uint64_t taken() const { return base + entries.size(); }
 };
 
@@ -304,8 +306,8 @@ class Sink {
     struct Staged {
         uint64_t key, kind, deaths;
         uint64_t output;            // owner side: its number among all outputs of the stream
-        std::vector<char> payload;  // worker side, of a REFERENCE: its location, until it has been fetched
-        // worker side: whether the output could not be fetched, and whether the owner side knows
+        std::vector<char> payload;  // worker side, for a REFERENCE: the location, until the output is fetched
+        // worker side: fetching the output failed; the owner side has been informed
         bool unreachable = false, unreachable_sent = false;
     };
 
@@ -313,76 +315,75 @@ class Sink {
     ~Sink();
 
     bool drops_items() const { return over || refuses; }  // later items are dropped
-    // Put the item as an output for item `number` of the ring that the worker reads (Slot::KEYLESS: for no
-    // item).
+    // Put the item as an output for item `number` of the ring from which the worker reads. Slot::KEYLESS: it
+    // is not an output for any item.
     Step put(const Received& item, uint64_t number, Wakes& wakes);
     Step begin(uint64_t number);  // Done: skip this output
-    // The last put: whether it was skipped, and the index of its output among those of the input item.
+    // The last put: whether it was skipped, and the index of its output among the outputs for its input item.
     bool skipped = false;
     uint64_t index = 0;
     Step done_with(uint64_t number, Wakes& wakes);
     void end(Ending ending, const std::string& cause);
-    bool check_ended();  // called without the lock; returns whether the channel has just ended
+    bool check_ended();  // call without the lock; returns whether the channel has just ended
     void enter_queue();  // waits in the queue for room or for a turn
 
     const std::shared_ptr<Ring> ring;
     WriterState writer;
     const bool follows, replays;
-    bool on_demand = false;  // worker side: only a worker that is waiting needs an item
-    // Owner side: whether the other side may put items only into room that it was granted, and whether it is
-    // waiting for more room.
+    bool on_demand = false;  // worker side: only a worker that waits needs an item
+    // Owner side: the other side may put items only into room that was granted; it waits for more room.
     bool limited = false, wanted = false;
-    // Return whether the sink is waiting for room or for a turn. `settling`: an item of its stream is waiting
-    // to be finished.
+    // Return whether the sink waits for room or for a turn. `settling`: an item of its stream can finish only
+    // when its turn comes.
     bool waits_to_put(bool settling) const {
         return !over && (!staged.empty() || settling || waits_for_room());
     }
     bool waits_for_room() const { return wanted && !over && staged.empty() && limit_sent <= used; }
     uint64_t limit_sent = 0;
     bool has_room(uint64_t prefetched);
-    uint64_t limit(uint64_t prefetched) const {  // called with the ring's lock held
+    uint64_t limit(uint64_t prefetched) const {  // call while holding the ring's lock
         return used + std::max(ring->free_places(), prefetched) - prefetched;
     }
     KeptPlace queue_place;
-    // Items for which the ring has no room. The other side sends no more than it may (Source::wants).
+    // Items for which the ring has no room. The other side limits how many it sends (Source::wants).
     std::deque<Staged> staged;
     uint64_t staged_bytes = 0;
     bool stage(const Received& item, std::vector<char> payload);  // false: too many items are staged
     void unstage();
     void forget_staged();
     uint64_t got = 0, used = 0, settled = 0;
-    // Owner side: the outputs that have arrived, from number `released` on, if any of them was a reference.
-    // An output with a reference stays on the worker's host until the reference is released.
+    // Owner side: the outputs that have arrived, from number `released` on, if one of them was a reference.
+    // The output behind a reference stays on the worker's host until the reference is released.
     struct Lent {
         uint64_t reference = WAITING;  // 0: none
         uint64_t key = 0;
     };
-    static constexpr uint64_t WAITING = UINT64_MAX;  // of an output that has not been put yet
+    static constexpr uint64_t WAITING = UINT64_MAX;  // the output has not been put yet
     std::deque<Lent> lent;
     bool is_lent = false;
-    bool remakes_sent = false;  // Owner side: whether the last report had the flag REMAKES.
+    bool remakes_sent = false;  // Owner side: the last report had the flag REMAKES.
     uint64_t released = 0;
     uint64_t freed() const { return is_lent ? released : used; }
     void begin_lending();
-    // Count output `output`, which was put, or which has no reader.
+    // Count output `output`, which was put, or which no reader needs any more.
     void count_used(uint64_t output, uint64_t reference, uint64_t key);
     void forget_reference(uint64_t reference);
     bool has_readers() const {
         return ring->seen_state() != BROKEN &&
                std::atomic_ref(ring->header().readers).load(std::memory_order_relaxed) > 0;
     }
-    // The bytes of item `got` that arrived before a connection broke. The rest follows over the next one.
+    // The bytes of item `got` that arrived before a connection broke. The others follow over the next one.
     std::vector<char> part;
     bool part_reported = false;  // over this connection
     bool over = false;           // its session or its channel has ended
-    bool refuses = false;   // an item arrived that the ring cannot accept; its channel is about to be broken
+    bool refuses = false;   // an item arrived that the ring cannot accept; its channel will be broken soon
     bool recalled = false;  // worker side: the recall must be acknowledged
     void recall();
-    bool dirty = true;                  // whether the other side does not know the current state
+    bool dirty = true;                  // the other side does not know the current state
     Ending pending_end = Ending::Open;  // how the sink ends once everything is put
     std::string pending_cause;
 
-    // Worker side: the worker's progress with the items in the ring.
+    // Worker side: how far the worker is with the items in the ring.
     struct Progress {
         uint64_t done = 0, started = 0;
         uint8_t flags = 0;
@@ -390,16 +391,16 @@ class Sink {
     } last_sent, seen;
     Progress read_progress();       // also sets `seen`
     bool enter_queue_for_worker();  // false: the worker has made progress since the last read_progress()
-    // Until this time, a fast worker with enough items is not watched. Waking this thread for each of its
-    // items would cost more than a cheap item does, for the worker as well. The owner side does not need a
-    // report for each item.
+    // Until this time, do not watch a fast worker that has enough items. Waking this thread for each cheap
+    // item would cost more than the item itself, also for the worker. The owner side does not need a report
+    // for each item.
     int64_t unwatched_until = 0;
     void mark_progress_sent();
 
   private:
     static constexpr int64_t UNWATCHED_NS = 100'000;
     static constexpr uint64_t ENOUGH = 2;
-    uint64_t inside_ = 0;  // at the last read_progress()
+    uint64_t inside_ = 0;  // as of the last read_progress()
     int64_t progress_sent_at_ = 0;
 };
 

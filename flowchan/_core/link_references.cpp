@@ -1,4 +1,4 @@
-// Outputs that stay on the host that made them until the host of their reader fetches them (references.hpp).
+// Outputs that stay on the host that made them until the reader's host fetches them (references.hpp).
 #include "link.hpp"
 
 #include <sys/socket.h>
@@ -10,7 +10,7 @@ namespace flowchan {
 
 namespace {
 
-constexpr uint64_t GONE = UINT64_MAX;  // the size that is sent if this host does not have the output
+constexpr uint64_t GONE = UINT64_MAX;  // sent as the size if this host does not have the output
 
 struct Request {
     uint64_t output;
@@ -37,7 +37,7 @@ bool send_all(int fd, iovec first, iovec second) {
     return true;
 }
 
-// Receive `size` bytes. Return how many came before the connection ended.
+// Receive `size` bytes. Return how many arrived before the connection ended.
 uint64_t receive_all(int fd, void* to, uint64_t size) {
     uint64_t have = 0;
     while (have < size) {
@@ -63,8 +63,8 @@ bool parse(const std::string& text, Location& location) {
 
 // --- the owner ---
 
-// Put item number `output` of a port. On the owner side, a dead worker may have put the same output already.
-// If that output was on the worker's host, this one replaces it.
+// Put output number `output` of a port. On the owner side, a dead worker may already have put the same
+// output. If that output was on the worker's host, this one replaces it.
 Step Link::put(LinkStream& stream, Sink& sink, const Received& item, uint64_t output, Wakes& wakes) {
     const uint64_t number = number_for(stream, sink, item.key);
     const Step step = sink.put(item, number, wakes);
@@ -81,7 +81,7 @@ Step Link::put(LinkStream& stream, Sink& sink, const Received& item, uint64_t ou
     return step;
 }
 
-// Let an output replace the lost one at its place. Return the reference that now refers to the output, or 0.
+// Replace a lost output with this one. Return the reference that now refers to this output, or 0.
 uint64_t Link::repair(const Sink& sink, const Received& item, uint64_t number, uint64_t index) {
     if (item.kind != REFERENCE) {
         references().repair(sink.ring.get(), number, index, item.kind, {item.at, item.size});
@@ -106,7 +106,7 @@ void Link::replace_lost(LinkStream& stream, Sink& sink, const Received& item) {
     sink.count_used(sink.got, id, item.key);
 }
 
-// Report a replay that has finished without remaking every lost output.
+// Report a replay that finished without making all lost outputs again.
 void Link::report_if_not_remade(const LinkStream& stream, const Source::Entry& entry) {
     if (!entry.is_replay) return;
     for (uint16_t port = 0; port < stream.sinks.size(); ++port)
@@ -114,7 +114,7 @@ void Link::report_if_not_remade(const LinkStream& stream, const Source::Entry& e
             report({.kind = LinkEvent::Kind::NotRemade, .stream = stream.number, .port = port});
 }
 
-// Add a reference to an output that the worker's host has kept. Return its id, or 0 if the frame is invalid.
+// Add a reference to an output that the worker's host keeps. Return its id, or 0 if the frame is invalid.
 uint64_t Link::add_kept(const LinkStream& stream, const Sink& sink, const Received& item) {
     const bool has_source = sink.follows && stream.sources.size() == 1;
     Kept kept;
@@ -151,7 +151,7 @@ bool Link::handle_unreachable(Source& source, uint64_t item) {
     return true;
 }
 
-// If the outputs have no readers any more, free those that are on the worker's host.
+// If no reader is left for the outputs, free those on the worker's host.
 bool Link::free_unread(LinkStream& stream, Sink& sink) {
     if (sink.lent.empty() || sink.has_readers()) return false;
     for (Sink::Lent& one : sink.lent) {
@@ -163,7 +163,7 @@ bool Link::free_unread(LinkStream& stream, Sink& sink) {
     return true;
 }
 
-// Return whether the order of items and outputs allows this one to be put now.
+// Return whether this item may be put now, as far as the order of items and outputs is concerned.
 bool Link::can_put(LinkStream& stream, Sink& sink, const Sink::Staged& item) {
     const bool is_to_be_fetched = !owner_side_ && item.kind == REFERENCE;
     return !is_to_be_fetched && is_settled(stream, sink, item.key);
@@ -171,13 +171,13 @@ bool Link::can_put(LinkStream& stream, Sink& sink, const Sink::Staged& item) {
 
 // --- frames to send ---
 
-// Owner side: send the next item, which is a reference. Return false if its output is lost at the moment.
+// Owner side: send the next item, which is a reference. Return false while its output is lost.
 bool Link::add_reference(const LinkStream& stream, Source& source, uint16_t port) {
     Source::Entry& entry = source.unsent();
     const auto seen = references().look(entry.reference());
     if (!seen || seen->state == References::Seen::State::Lost) return false;
     const bool here = seen->state == References::Seen::State::Here;
-    // the other side may have the first bytes from an earlier connection
+    // The other side may have the first bytes from an earlier connection.
     const uint64_t size = seen->payload.size(), begun = source.part.size;
     const uint64_t skipped = here && source.part.item == source.sent && begun < size ? begun : 0;
     Head head{.size = size - skipped, .n = source.sent, .stream = stream.number, .port = port};
@@ -190,7 +190,7 @@ bool Link::add_reference(const LinkStream& stream, Source& source, uint16_t port
     return true;
 }
 
-// Owner side: report the new locations of outputs behind items that have been sent.
+// Owner side: for items that have been sent, report new locations of the outputs to which they refer.
 void Link::report_moves() {
     const uint64_t now = references().generation();
     if (std::exchange(seen_generation_, now) == now) return;
@@ -213,7 +213,7 @@ void Link::report_moves() {
     }
 }
 
-// Owner side: do what the table of references wants.
+// Owner side: act on the messages from the table of references.
 void Link::handle_messages() {
     const References::Inbox inbox = references().collect(this);
     for (const References::Released& one : inbox.released) {
@@ -250,7 +250,7 @@ void Link::report_unreachable_items(LinkStream& stream) {
     }
 }
 
-// --- the host of the reader ---
+// --- the reader's host ---
 
 bool Link::handle_location(LinkStream& stream, Sink& sink, const Received& item) {
     Location location;
@@ -291,7 +291,7 @@ void Link::report_to_fetch(const LinkStream& stream, const Sink& sink, const std
             .why = {location.data(), location.size()}});
 }
 
-// Return the item that is waiting for the output at this location, or null.
+// Return the item that waits for the output at this location, or null.
 Sink::Staged* Link::find_staged(const Location& location) {
     for (auto& [number, stream] : streams_)
         for (Sink& sink : stream->sinks)

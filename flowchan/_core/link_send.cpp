@@ -1,5 +1,5 @@
-// The sending thread of a link: takes items, sends states, and moves staged items. When it has no work, it
-// sleeps in the wait queues of all the rings that it is waiting for.
+// The sending thread of a link. It takes items, sends states, and moves staged items. When it has no work, it
+// sleeps in the wait queues of all rings from which it expects work.
 #include "link.hpp"
 
 #include <sys/socket.h>
@@ -10,13 +10,13 @@ namespace flowchan {
 namespace {
 
 constexpr int64_t PING_NS = 500'000'000;
-// how often to check whether other workers are waiting for items that this worker has not started
+// How often to check whether other workers wait for items that this worker has not started.
 constexpr int64_t RECALL_NS = 10'000'000;
-constexpr uint64_t SOME = 8, MANY = 256;  // items in a run
+constexpr uint64_t SOME = 8, MANY = 256;  // items taken in one batch
 constexpr std::chrono::microseconds REST{20};
 constexpr size_t MOST_PIECES = 64;
-constexpr uint64_t IN_PLACE = 16 << 10;    // larger items are sent in place
-constexpr int64_t CROWDED_NS = 2'000'000;  // how often to check the words for which no thread has room
+constexpr uint64_t IN_PLACE = 16 << 10;    // larger items are not copied before sending
+constexpr int64_t CROWDED_NS = 2'000'000;  // how often to check words that no thread sleeps on
 
 }  // namespace
 
@@ -42,8 +42,8 @@ void Link::send_loop() {
     }
 }
 
-// While items arrive fast but are sent in small runs, a short rest makes the runs longer. A system call costs
-// as much as a hundred items. A single item never waits.
+// If items arrive fast but are sent in small batches, rest briefly, so that the batches become larger. A
+// system call costs as much as a hundred items. A single item is sent without a rest.
 std::string Link::send_some(int fd) {
     const uint64_t before = out_.size(), items = std::exchange(queued_items_, 0);
     const std::string why = out_.send(fd, GATHER);
@@ -52,14 +52,14 @@ std::string Link::send_some(int fd) {
     return why;
 }
 
-// --- what is to be sent ---
+// --- filling the send buffer ---
 
 void Link::add_frame(const Head& head, const std::string& payload) {
     out_.add(&head, head.length(), payload.data(), payload.size());
 }
 
-// Gather as many frames as are sent at a time. Each round begins with a different stream. Return whether
-// there is more to do at once.
+// Gather as many frames as one send takes. Each round begins with the next stream. Return whether there is
+// more to do at once.
 bool Link::fill() {
     if (is_full()) return true;
     const int64_t now = now_ns();
@@ -126,7 +126,7 @@ void Link::report_output(LinkStream& stream, Sink& sink, uint16_t port) {
     add_frame(head, cause);
 }
 
-// Send items until enough bytes are gathered. Return whether any was sent.
+// Send items until there are enough bytes for one send. Return whether any was sent.
 bool Link::add_items(LinkStream& stream, Source& source, uint16_t port) {
     const uint64_t before = source.sent;
     while (source.has_unsent() && !is_full()) {
@@ -142,7 +142,7 @@ bool Link::serve_as_worker(LinkStream& stream) {
     for (Sink& sink : stream.sinks) sink.read_progress();
     if (!std::exchange(stream.announced, true)) {
         add_frame({.stream = stream.number, .type = FrameType::OPEN});
-        // the owner side must know which items have arrived before it receives their outputs
+        // The owner side must know which items have arrived before it gets their outputs.
         add_progress(stream);
     }
     bool moved = false;
@@ -161,7 +161,7 @@ bool Link::serve_as_worker(LinkStream& stream) {
         report_want(stream, stream.sources[port], port);
     }
     // A worker that ends its outputs has already ended its inputs and finished its leased items. The owner
-    // side must learn of that first.
+    // side must learn about the inputs first.
     for (uint16_t port = 0; port < stream.sources.size(); ++port) {
         Source& source = stream.sources[port];
         if (source.ending == Ending::Open || source.end_sent) continue;
@@ -172,10 +172,9 @@ bool Link::serve_as_worker(LinkStream& stream) {
     return moved;
 }
 
-// Send the worker's outputs through all of its ports, in the order of their items. When the owner side
-// receives an output for item n, it therefore knows that all outputs for earlier items have arrived. This
-// includes outputs that are still in a ring, because a worker puts all outputs for an item before any output
-// for a later one.
+// Send the worker's outputs through all of its ports, in the order of their input items. So when the owner
+// side gets an output for item n, all outputs for earlier items have arrived there. This includes outputs
+// that are still in a ring, because a worker puts all outputs for one item before any output for the next.
 bool Link::add_outputs(LinkStream& stream) {
     bool any = false;
     while (!is_full()) {
@@ -205,7 +204,7 @@ void Link::report_want(LinkStream& stream, Source& source, uint16_t port) {
     add_frame({.n = wants, .stream = stream.number, .port = port, .type = FrameType::WANT});
 }
 
-// Send the worker's progress. An item counts as finished only after its outputs have been sent.
+// Send the worker's progress. An item counts as finished only when its outputs have been sent.
 void Link::add_progress(LinkStream& stream) {
     uint64_t first = Slot::KEYLESS;
     for (Source& source : stream.sources)
@@ -214,7 +213,7 @@ void Link::add_progress(LinkStream& stream) {
         Sink& sink = stream.sinks[port];
         Sink::Progress now = sink.seen;
         now.done = std::min(now.done, first);
-        // all of the worker's outputs must be sent first
+        // All of the worker's outputs must be sent first.
         if (first != Slot::KEYLESS) now.flags &= uint8_t(~NO_MORE);
         if (now == sink.last_sent && !sink.dirty) continue;
         sink.last_sent = now;
@@ -235,7 +234,8 @@ void Link::add_progress(LinkStream& stream) {
     }
 }
 
-// Report the bytes of an item that arrived over an earlier connection, so that only the rest is sent.
+// Report how many bytes of an item arrived over an earlier connection, so that the other side sends only the
+// rest.
 void Link::report_part(const LinkStream& stream, Sink& sink, uint16_t port) {
     if (std::exchange(sink.part_reported, true) || sink.part.empty()) return;
     add_frame({.n = sink.got,
@@ -285,7 +285,7 @@ bool Link::add_end(LinkStream& stream, Source& source, uint16_t port) {
     return true;
 }
 
-// --- what is on its way out ---
+// --- the send buffer ---
 
 void Outgoing::add(const void* head, uint64_t length, const void* at, uint64_t size) {
     if (pieces_.empty() || pieces_.back().ring) pieces_.push_back({nullptr, nullptr, copied_.size(), 0});
@@ -334,8 +334,8 @@ std::string Outgoing::send(int fd, uint64_t most) {
     return "";
 }
 
-// Remove sent bytes only once they fill half of the buffer, because there may always be more to send. Each
-// byte then moves at most once.
+// Remove sent bytes only when they fill half of the buffer, so that each byte moves at most once. Waiting for
+// an empty buffer is no option, because there may always be more to send.
 void Outgoing::forget_sent() {
     const auto first = std::ranges::find_if(pieces_, [](const Piece& piece) { return !piece.ring; });
     const uint64_t sent = first == pieces_.end() ? copied_.size() : first->begin;
@@ -345,9 +345,9 @@ void Outgoing::forget_sent() {
         if (!piece.ring) piece.begin -= sent;
 }
 
-// --- what waits for room ---
+// --- staged items ---
 
-// Put as many staged items as there is room for. Return whether anything moved.
+// Put staged items as long as there is room. Return whether anything moved.
 bool Link::move_staged(LinkStream& stream) {
     bool moved = owner_side_ && settle(stream);
     for (Sink& sink : stream.sinks) {
@@ -382,14 +382,14 @@ bool Link::move_staged(LinkStream& stream) {
     return moved;
 }
 
-// Report an item with descriptors, which cannot be sent to another host. It stays in the ring until the
+// Report an item with descriptors, because it cannot go to another host. It stays in the ring until the
 // channel is broken.
 void Link::report_if_refused(const LinkStream& stream, Source& source, uint16_t port) {
     if (!source.refused || std::exchange(source.refused_reported, true)) return;
     report({.kind = LinkEvent::Kind::Refused, .stream = stream.number, .port = port});
 }
 
-// Owner side: report that the worker will send nothing more, and that everything it sent has been put.
+// Owner side: report that the worker will send nothing more, and that everything that it sent has been put.
 void Link::report_if_finished(LinkStream& stream) {
     const auto has_left = [](const Source& source) { return source.left; };
     const auto is_over = [](const Sink& sink) { return sink.over; };
@@ -400,8 +400,8 @@ void Link::report_if_finished(LinkStream& stream) {
     report({.kind = LinkEvent::Kind::Finished, .stream = stream.number});
 }
 
-// Owner side: mark the items that the worker has finished as having no more outputs, if turns depend on that.
-// Then end their leases. Return whether anything moved.
+// Owner side: settle the items that the worker has finished. If turns depend on it, first record that there
+// are no more outputs for these items. Then end their leases. Return whether anything moved.
 bool Link::settle(LinkStream& stream) {
     bool moved = false;
     stream.settling = false;
@@ -409,7 +409,7 @@ bool Link::settle(LinkStream& stream) {
         uint64_t upto = source.done;
         for (Sink& sink : stream.sinks) {
             if (numbering(stream, sink) != &source) {
-                // A worker with several inputs does not say which item an output belongs to.
+                // If a worker has several inputs, its outputs do not say which item they are for.
                 if (stream.sources.size() > 1 && !sink.staged.empty()) upto = source.base;
                 continue;
             }
@@ -440,7 +440,7 @@ bool Link::settle(LinkStream& stream) {
     return moved;
 }
 
-// The lock of the sink's ring must be held.
+// Call this while holding the lock of the sink's ring.
 bool Link::settle_sink(LinkStream& stream, Sink& sink, uint64_t upto, Wakes& wakes) {
     Source& source = stream.sources[0];
     while (sink.settled < upto) {
@@ -455,12 +455,12 @@ bool Link::settle_sink(LinkStream& stream, Sink& sink, uint64_t upto, Wakes& wak
 
 // --- sleeping ---
 
-// Sleep until there may be work: a ring in whose wait queue this thread is waiting has changed, or the
-// doorbell has rung.
+// Sleep until there may be work: a ring has changed in whose wait queue this thread stands, or the doorbell
+// has rung.
 void Link::sleep(uint32_t heard) {
-    // The words that this thread sleeps on, then those of the extra sleepers. Each port of a stream reserves
-    // one word, whether it is watched or not. A busy stream therefore changes the words of only one sleeper,
-    // and does not shift those of the others.
+    // `own` gets the words that this thread sleeps on, and `others` those of the extra sleepers. Each port of
+    // a stream reserves one word, even if it is not watched. So a busy stream changes the words of one
+    // sleeper only, and does not shift the words of the others.
     Watched own;
     std::vector<Watched> others;
     size_t ports = 0;
@@ -483,7 +483,7 @@ void Link::sleep(uint32_t heard) {
     asleep_.store(false, std::memory_order_relaxed);
 }
 
-// Add the words of a stream to those to watch. Return false if there is work to do.
+// Add the words of a stream to those to watch. Return false if there is work to do instead.
 bool Link::collect(LinkStream& stream, Watched& all, int64_t& until) {
     const bool connected = fd_ >= 0 && !lost_;
     auto watch = [&](KeptPlace& queue_place, const std::shared_ptr<Ring>& ring) {
@@ -515,7 +515,7 @@ bool Link::collect(LinkStream& stream, Watched& all, int64_t& until) {
             sink.queue_place.leave();
         }
     }
-    // After entering a wait queue, try once more: later changes wake this thread.
+    // Try once more after entering the wait queues. From now on, every change wakes this thread.
     return !again || !move_staged(stream);
 }
 

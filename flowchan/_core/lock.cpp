@@ -17,7 +17,7 @@ void SharedLock::make(pthread_mutex_t& mutex) {
     pthread_mutexattr_t attr;
     pthread_mutexattr_init(&attr);
     pthread_mutexattr_setpshared(&attr, PTHREAD_PROCESS_SHARED);
-    // musl checks whether the kernel reports dead owners; glibc assumes that it does.
+    // musl checks whether the kernel reports dead owners. glibc assumes that it does.
     const int error = pthread_mutexattr_setrobust(&attr, PTHREAD_MUTEX_ROBUST);
     if (error) fail(error, "set_robust_list");
     pthread_mutex_init(&mutex, &attr);
@@ -34,7 +34,7 @@ void SharedLock::attach(pthread_mutex_t& mutex, int fd, uint64_t& given_up) {
 SharedLock::Got SharedLock::lock(bool patient) {
     if (!is_valid()) return Got::Lost;
     int rc;
-    // Each attempt takes the lock's cache line away from its owner, so the attempts become rarer.
+    // Each attempt takes the lock's cache line from its owner, so attempts become less frequent.
     for (int i = 0; (rc = pthread_mutex_trylock(mutex_)) == EBUSY; ++i) {
         if (i < 40) {
             for (int pauses = 1 << std::min(i, 4); pauses; --pauses) cpu_relax();
@@ -48,13 +48,13 @@ SharedLock::Got SharedLock::lock(bool patient) {
     return rc == 0 ? Got::Taken : rc == EOWNERDEAD ? Got::FromDead : Got::Lost;
 }
 
-// Return whether `thread` is alive and has this memory mapped. Return true if that cannot be determined.
+// Return whether `thread` is alive and has this memory mapped. If that is unknown, return true.
 bool SharedLock::is_used_by(uint64_t thread) const {
     struct stat st;
     char path[32];
     snprintf(path, sizeof path, "/proc/%lu/maps", static_cast<unsigned long>(thread));
     FILE* maps = fstat(fd_, &st) == 0 ? fopen(path, "re") : nullptr;
-    // a user of a channel may read the maps of all its other users
+    // A user of a channel may read the maps of all other users of that channel.
     if (!maps) return errno != ENOENT && errno != EACCES;
     char* line = nullptr;
     size_t room = 0;
@@ -70,13 +70,12 @@ bool SharedLock::is_used_by(uint64_t thread) const {
 }
 
 // Wait for the lock, unless it can never be unlocked because its word names this thread or a thread that does
-// not exist. (When a thread dies while holding the lock, the kernel marks the word before the thread is
-// gone.)
+// not exist. (The kernel marks the word of a thread that dies with the lock before the thread is gone.)
 int SharedLock::lock_slowly() {
     [[maybe_unused]] uint32_t before = 0;
     for (;;) {
-        // This uses the realtime clock, because glibc before 2.30 and musl offer no other clock here. If that
-        // clock is set back, only the check after a timeout is delayed.
+        // Use the realtime clock, because glibc before 2.30 and musl offer no other clock here. If that clock
+        // is set back, the only effect is that the check after a timeout is late.
         timespec until;
         clock_gettime(CLOCK_REALTIME, &until);
         until.tv_nsec += 2 * SLICE_NS;
@@ -85,7 +84,7 @@ int SharedLock::lock_slowly() {
         const int rc = pthread_mutex_timedlock(mutex_, &until);
         if (rc != ETIMEDOUT) return rc;
         if (std::atomic_ref(*given_up_).load(std::memory_order_relaxed))
-            return EINVAL;  // the process that held the lock may have marked it as given up
+            return EINVAL;  // the lock's holder may have given the mutex up
 #ifdef __GLIBC__
         const uint32_t word = uint32_t(__atomic_load_n(&mutex_->__data.__lock, __ATOMIC_RELAXED));
         const uint32_t owner = word & FUTEX_TID_MASK;

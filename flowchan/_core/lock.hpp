@@ -1,8 +1,8 @@
-// A lock in memory that several processes share. It survives the death of its owner.
+// A lock in memory that several processes share. If its owner dies, another process can take it.
 //
-// It is a robust mutex of the C library. This class adds a check for damage to the mutex itself. The library
-// trusts the mutex's type without a check, so this class stores the type that it read first. During a long
-// wait, it checks whether the thread that the mutex names as its owner exists.
+// It is a robust mutex of the C library, with checks for damage to the mutex itself. The library trusts the
+// type that is stored in the mutex, so this class compares it with the type that it read first. During a long
+// wait, it checks that the thread that the mutex names as its owner exists.
 #pragma once
 
 #include <pthread.h>
@@ -14,26 +14,27 @@ namespace flowchan {
 
 class SharedLock {
   public:
-    // FromDead: the owner died; repair the protected data, then call `mark_consistent`. Lost: the mutex can
-    // never be locked again, and the protected data must be given up.
+    // FromDead: the owner died, so repair the protected data and then call `mark_consistent`. Lost: the mutex
+    // can never be locked again, so give up the protected data.
     enum class Got { Taken, FromDead, Busy, Lost };
 
     static void make(pthread_mutex_t& mutex);
-    // `fd`: the memory that contains the mutex. `given_up`: nonzero once a process has found the mutex Lost.
+    // `fd`: the memory with the mutex. `given_up`: becomes nonzero when a process finds that the mutex is
+    // Lost.
     void attach(pthread_mutex_t& mutex, int fd, uint64_t& given_up);
 
-    // Returns Busy only if not `patient`.
+    // Returns Busy only if `patient` is false.
     Got lock(bool patient);
     void mark_consistent() { pthread_mutex_consistent(mutex_); }
     void unlock() {
         if (is_valid()) pthread_mutex_unlock(mutex_);
     }
     bool is_valid() const { return kind_of(*mutex_) == kind_.load(std::memory_order_relaxed); }
-    // From now on, this process does not use the mutex.
+    // Make this process stop using the mutex.
     void give_up() { kind_.store(-1, std::memory_order_relaxed); }
 
   private:
-    // Return the type of a mutex, or 0 if the C library does not expose it.
+    // Return the type of a mutex, or 0 if the C library hides it.
     static int kind_of(const pthread_mutex_t& mutex) {
 #ifdef __GLIBC__
         return mutex.__data.__kind;
@@ -47,7 +48,7 @@ class SharedLock {
     pthread_mutex_t* mutex_ = nullptr;
     uint64_t* given_up_ = nullptr;
     int fd_ = -1;
-    std::atomic<int> kind_ = 0;  // -1: given up. A hint, so relaxed
+    std::atomic<int> kind_ = 0;  // -1: given up; a hint, so all accesses are relaxed
 };
 
 }  // namespace flowchan

@@ -1,5 +1,5 @@
-// The methods that are called once per item, as plain C functions, because a general binding layer costs more
-// than the operation.
+// The methods that are called once per item. They are plain C functions, because a general binding layer
+// would cost more than the operation itself.
 #include <cmath>
 
 #include "arguments.hpp"
@@ -7,8 +7,8 @@
 
 namespace flowchan {
 
-// Return whether an object is a real number. A Fraction, a Decimal or a NumPy scalar is one; a bool, or an
-// object that only has a __float__, is not.
+// Return whether an object is a real number, such as a Fraction, a Decimal or a NumPy scalar. A bool is not,
+// and neither is an object that only has a __float__ method.
 static bool is_real(PyObject* v) {
     if (PyFloat_Check(v) || PyLong_Check(v)) return !PyBool_Check(v);
     nb::object real = nb::module_::import_("numbers").attr("Real"),
@@ -16,7 +16,7 @@ static bool is_real(PyObject* v) {
     return PyObject_IsInstance(v, real.ptr()) == 1 || PyObject_IsInstance(v, decimal.ptr()) == 1;
 }
 
-// Return NAN for an object that is not a real number.
+// Return NAN if the object is not a real number.
 static double seconds_of(PyObject* v) {
     double s = is_real(v) ? PyFloat_AsDouble(v) : NAN;
     if (!PyErr_Occurred()) return s;
@@ -315,7 +315,7 @@ PyObject* in_next(PyObject* self) {
 
 #undef PORT
 
-// --- garbage collection: a channel owns the items inside, a port owns its channel ---
+// --- garbage collection: a channel owns the items inside it, and a port owns its channel ---
 
 int channel_traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
@@ -353,7 +353,7 @@ int in_clear(PyObject* self) {
     drop_items(std::exchange(in_of(self).leased_items, {}));
     return 0;
 }
-// Runs before any garbage connected with this port is cleared, so that its leased items go back intact.
+// Runs before the garbage to which this port refers is cleared, so that its leased items go back intact.
 void in_finalize(PyObject* self) {
     if (!nb::inst_ready(self)) return;
     nb::error_scope kept;

@@ -35,11 +35,11 @@ struct Pidfd {
 
 namespace {
 
-std::atomic<uint64_t> own_start_{0};  // 0: not yet queried
+std::atomic<uint64_t> own_start_{0};  // 0: not known yet
 
-// held during a fork, so that in the child it can be unlocked and its data is consistent
+// A fork holds this mutex, so that the child can unlock it and finds consistent data.
 std::mutex open_mutex;
-// Never destroyed, because threads use it while a program exits.
+// Never destroyed, because threads still use it while the program exits.
 auto& all_open = *new std::vector<std::weak_ptr<const Pidfd>>;
 
 void before_fork() { open_mutex.lock(); }
@@ -56,7 +56,7 @@ void in_child() {
 
 [[maybe_unused]] const int fork_hook = pthread_atfork(before_fork, in_parent, in_child);
 
-// Read the state letter and the start time from /proc/<pid>/stat. Return false, with errno set, on failure.
+// Read the state letter and the start time from /proc/<pid>/stat. On failure, return false with errno set.
 bool read_stat(uint64_t pid, char& state, uint64_t& started) {
     char path[32], text[512];
     snprintf(path, sizeof path, "/proc/%lu/stat", static_cast<unsigned long>(pid));
@@ -68,10 +68,10 @@ bool read_stat(uint64_t pid, char& state, uint64_t& started) {
     errno = error;
     if (n <= 0) return false;
     text[n] = 0;
-    const char* p = strrchr(text, ')');  // the command name may itself contain ")" and spaces
+    const char* p = strrchr(text, ')');  // the command name may contain ")" and spaces
     if (!p) return false;
     unsigned long long start = 0;
-    // after the ")": state is field 3 of the line, start time is field 22
+    // Behind the ")" come field 3 of the line, the state, and later field 22, the start time.
     if (sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
                &state, &start) != 2)
         return false;
@@ -91,9 +91,9 @@ bool process_alive(uint64_t pid, uint64_t started) {
     char state;
     uint64_t now = 0;
     if (read_stat(pid, state, now)) return state != 'Z' && state != 'X' && (started == 0 || started == now);
-    // the process may be hidden from this user
+    // The process may be hidden from this user.
     if (errno == ENOENT) return kill(pid_t(pid), 0) == 0 || errno == EPERM;
-    return errno != ESRCH;  // unknown, for example when no descriptor is free; count it as alive
+    return errno != ESRCH;  // unknown, for example because no descriptor is free; count it as alive
 }
 
 uint64_t own_start() {
@@ -102,15 +102,15 @@ uint64_t own_start() {
     return start;
 }
 
-// Return whether this many descriptors leave most of the limit to the program.
+// Return whether so many descriptors would still leave most of the limit to the program.
 static bool is_room_for(size_t descriptors) {
     rlimit most;
     return getrlimit(RLIMIT_NOFILE, &most) != 0 || descriptors <= most.rlim_cur / 4;
 }
 
-// Return null if no pidfd can be opened, or if another thread holds the mutex. Waiting for the mutex could
-// deadlock with a fork, which also needs it. The pid may have been reused, so the start time is compared
-// after opening.
+// Return null if no pidfd can be opened, or if another thread holds the mutex. Waiting for that mutex could
+// deadlock with a fork, which also takes it. The start time is compared after opening, because the pid may
+// have been reused.
 std::shared_ptr<const Pidfd> Peers::open(uint64_t pid, uint64_t started) {
     std::unique_lock guard(open_mutex, std::try_to_lock);
     if (!guard) return nullptr;
@@ -145,8 +145,7 @@ void Peers::begin_round() {
     now.round += 1;
 }
 
-// Return this process's own table. In a forked child, the parent's table may be inconsistent, so it is
-// abandoned.
+// Return the table of this process. In a forked child, the parent's table may be inconsistent, so abandon it.
 Peers::Table& Peers::table() {
     if (!table_ || table_->of != process_number()) table_ = new Table{process_number()};
     return *table_;

@@ -1,5 +1,4 @@
-// Queries about processes: whether one is alive, and when it started. Also a guard that starts threads with
-// signals blocked.
+// Whether a process is alive, and when it started. Also a guard that starts threads with all signals blocked.
 #pragma once
 
 #include <pthread.h>
@@ -12,18 +11,19 @@ namespace flowchan {
 
 struct Pidfd;
 
-// Return the start time of a process, in the kernel's ticks since boot, or 0 if the process does not exist.
-// The pid and the start time together identify a process uniquely.
+// Return the start time of a process, in kernel ticks since boot, or 0 if there is no such process. The pid
+// and the start time together identify a process.
 uint64_t process_start(uint64_t pid);
 
-// Return whether the process with this pid and start time is still running (a zombie is not). started = 0
-// matches any start time.
+// Return whether the process with this pid and start time is still running. A zombie does not count as
+// running. started = 0 matches any start time.
 bool process_alive(uint64_t pid, uint64_t started);
 
-// Other processes whose state is queried repeatedly. From the second query on, each process has an open
-// pidfd, so that a query needs one system call and not /proc. All users that query the same process share its
-// pidfd. If the system refuses pidfds, or if they would exceed a quarter of this process's descriptor limit,
-// queries use /proc. A forked child closes its parent's pidfds. Only one thread at a time may use this.
+// Processes whose state is queried again and again. From the second query on, a pidfd for the process stays
+// open, so that a query costs one system call instead of a look into /proc. All users that query the same
+// process share its pidfd. If the system refuses pidfds, or if they would exceed a quarter of the descriptor
+// limit, queries use /proc. A forked child closes the pidfds of its parent. Only one thread at a time may use
+// this object.
 class Peers {
   public:
     Peers() = default;
@@ -48,14 +48,14 @@ class Peers {
     Table* table_ = nullptr;
 };
 
-// This process's pid, available without a system call. A fork updates it in the child.
+// The pid of this process, without a system call. A fork updates it in the child.
 extern uint32_t own_number;
 inline uint32_t process_number() { return own_number; }
 // Return the start time of this process.
 uint64_t own_start();
 
-// Blocks all signals in this thread, and in the threads that it starts while this object exists. Python's
-// main thread must handle the signals.
+// Blocks all signals in this thread, and in the threads that it starts, while this object exists. They must
+// go to Python's main thread.
 class NoSignals {
   public:
     NoSignals() {

@@ -1,4 +1,4 @@
-// The put operation, from the Python object to the transport.
+// Puts, from the Python object down to the transport.
 #include "arguments.hpp"
 #include "channel.hpp"
 #include "raising.hpp"
@@ -12,12 +12,12 @@ using namespace nb::literals;
 
 namespace {
 
-// Return the result of a put whose port was closed during the wait.
+// Return the result of a put whose port was closed while it waited.
 Step left(uint64_t state) {
     return state == OPEN ? Step::PortClosed : state == BROKEN ? Step::Broken : Step::Closed;
 }
 
-// Before the first output for an item, set the item and the number of its outputs that have already been put.
+// Before the first output for an input item: record the item, and how many of its outputs were already put.
 template <class M>
 void begin(M& m, Out& out) {
     if (out.state.keyed) return;
@@ -27,7 +27,7 @@ void begin(M& m, Out& out) {
     out.state.keyed = true;
 }
 
-// Inlined into each put: a put that does not wait then skips building the identity of its caller.
+// Inlined, so that a put that does not wait does not build all of the caller's identity.
 [[gnu::always_inline]] inline Caller writing_inlined(Channel& ch, const Out* out, uint64_t size, bool waits) {
     Caller caller{Side::Writer, out, 0, size};
     caller.clock = out ? &out->state.clock : nullptr;
@@ -54,8 +54,7 @@ Step put(LocalQueue& queue, Channel& ch, Out* out, PyObject* item, Deadline dead
     return step;
 }
 
-// Prepare a put into a ring, under the ring's lock. Return Wait unless the result of the put is already
-// known.
+// Prepare a put into a ring, under the ring's lock. Return Wait unless the result is already known.
 Step before_put(Ring& ring, Out* out) {
     if (!out) return Step::Wait;
     if (!out->open) return left(ring.header().state);
@@ -63,11 +62,11 @@ Step before_put(Ring& ring, Out* out) {
     return out->state.skips() ? Step::Done : Step::Wait;
 }
 
-// Wait for recycled memory. A writer that outpaces its readers would otherwise touch more and more new
-// memory, up to the channel's limit. The wait lasts at most about as long as touching new memory would take,
-// and only while readers are freeing some. A new MB costs 0.7 to 1 ms of CPU time, a recycled one 0.03 to
-// 0.07 ms. A new MB takes 0.25 ms to find and clear, 0.4 ms for faults at the first touch, and 0.2 ms to
-// return.
+// Wait for recycled memory. Without this, a writer that outpaces its readers would touch more and more new
+// memory, up to the limit of the channel. The wait ends after about the time that touching new memory would
+// take, and lasts only while readers are freeing memory. A new MB costs 0.7 to 1 ms of CPU time, and a
+// recycled one 0.03 to 0.07 ms. Of the cost of a new MB, 0.25 ms is for finding and clearing it, 0.4 ms for
+// the faults of the first touch, and 0.2 ms for returning it.
 Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadline deadline) {
     constexpr uint64_t WORTH_IT = 64 << 10, BYTES_A_NS = 1;
     if (size < WORTH_IT || deadline.now_only()) return Step::Done;
@@ -82,8 +81,8 @@ Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadlin
         soon);
 }
 
-// Put a large item in two steps and copy it between them, without the lock, so that no other caller waits for
-// the copy.
+// Put a large item in two steps. Copy it between them without the lock, so that no other caller waits for the
+// copy.
 Step put_large(Ring& ring, Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadline) {
     WriterState* writer = out ? &out->state : nullptr;
     uint32_t session = out ? out->state.session : ch.plain_session();
@@ -111,20 +110,20 @@ Step put_large(Ring& ring, Channel& ch, Out* out, const ObjectFrame& frame, Dead
     return step;
 }
 
-// Return the loan from this channel that contains one of the frame's buffers; `at` is set to that buffer.
+// Return the loan of this channel in which one of the frame's buffers is, and set `at` to that buffer.
 std::shared_ptr<Block> loan_of(Channel& ch, const ObjectFrame& frame, const void*& at) {
     nb::object self = nb::find(ch);
-    nb::ft_object_guard guard(self);  // guards `loans`
+    nb::ft_object_guard guard(self);  // this guards `loans`
     std::shared_ptr<Block> loan;
     for (size_t i = 2; !loan && i < frame.pieces.size(); ++i)  // piece 0 is the table, and piece 1 the pickle
         loan = loan_with(ch.loans, at = frame.pieces[i].at);
     return loan;
 }
 
-// Put an item whose large buffer was filled in place. Wait: the item must be copied like any other. This is
-// the case for memory that a forked child inherited, because that memory is on loan to the parent. It is also
-// the case for an item that was received where an earlier loan was put. `put` is set first, so that two
-// threads cannot put the same memory twice.
+// Put an item whose large buffer was filled in place. Return Wait if the item must be copied like any other.
+// This happens in a forked child, because the loans that it inherits still belong to its parent. It also
+// happens if the buffer is where an item was received into a loan that was put earlier. `put` is set first,
+// so that two threads cannot put the same memory twice.
 Step put_loaned(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     const void* at = nullptr;
     std::shared_ptr<Block> loan = loan_of(ch, frame, at);
@@ -174,7 +173,7 @@ Step put_frame(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline d
 
 PyObject* py_not_put = nullptr;
 
-// Report that an encoded item was not put, so that it does not keep the channels in it alive.
+// Report that an encoded item was not put, so that it no longer keeps the channels inside it alive.
 void report_not_put(PyObject* packed) {
     nb::error_scope kept;
     PyObject* none = PyObject_CallOneArg(py_not_put, packed);
@@ -206,9 +205,9 @@ Step put_bare(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t
     return ch.with([&](auto& transport) { return put(transport, ch, out, item, deadline, size); });
 }
 
-// Box an item and put the box. The box has the marks of the sampled items that the worker is processing, or
-// the mark of a new sample. If putting the box fails, put the bare item, so that any error describes the
-// user's item.
+// Box an item and put the box. The box gets the marks of the sampled items that the worker is processing, or
+// the mark of a new sample. If the box cannot be put, put the bare item. An error then describes the user's
+// item, not the box.
 Step put_boxed(Channel& ch, Out& out, PyObject* item, Deadline deadline, uint64_t& size) {
     constexpr uint64_t RARELY = 1 << 16;
     const nb::object owner = out.tracing_owner;
@@ -218,7 +217,7 @@ Step put_boxed(Channel& ch, Out& out, PyObject* item, Deadline deadline, uint64_
     const Step step = put_bare(ch, &out, box.ptr(), deadline, size);
     if (step == Step::Interrupted && PyErr_Occurred() && !is_interrupt()) {
         PyErr_Clear();
-        if (tracing.countdown) tracing.countdown = RARELY;  // the next box would probably fail as well
+        if (tracing.countdown) tracing.countdown = RARELY;  // the next box would probably also fail
         return put_bare(ch, &out, item, deadline, size);
     }
     if (step != Step::Done) return step;
@@ -281,8 +280,8 @@ static nb::object lend(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadlin
     return view;
 }
 
-// Lend `size` bytes of the channel's memory, and wait until they are available. The caller fills and then
-// puts them.
+// Lend `size` bytes of the channel's memory, after waiting until they are free. The caller fills them and
+// then puts them.
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
     Deadline deadline;
     if (!ch.usable() || !parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
@@ -321,7 +320,7 @@ PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline) {
     }
     Py_DECREF(iterator);
     if (!PyErr_Occurred()) Py_RETURN_NONE;
-    // The error's `items_put` counts the items that were put, so that the caller can continue after them.
+    // `items_put` of the error says how many items were put, so that the caller can go on behind them.
     add_to_error("items_put", PyLong_FromSsize_t(done));
     return nullptr;
 }

@@ -1,4 +1,4 @@
-// Errors of calls on channels, and storage of the cause for which a channel broke.
+// Errors that channel calls raise, and how the cause of a broken channel is stored.
 #include "raising.hpp"
 #include "wire.hpp"
 
@@ -19,7 +19,7 @@ PyObject* kept_class(const char* name) {
     return error_class(name);
 }
 
-// Raise Broken with the cause that was passed to abort(), which may be null.
+// Raise Broken with the cause that abort() got, which may be null.
 void raise_broken(const std::string& message, PyObject* cause) {
     PyObject* cls = error_class("Broken");
     PyObject* error = cls ? PyObject_CallFunction(cls, "s", message.c_str()) : nullptr;
@@ -37,7 +37,7 @@ std::string amount(uint64_t bytes) {
     return text;
 }
 
-// Return the cause for a channel that ended because a counted writer died: a WorkerDied, or null.
+// Return a WorkerDied as the cause if the channel ended because a counted writer died, otherwise null.
 PyObject* writer_died(const std::string& description, uint64_t pid) {
     const std::string text =
         "process " + std::to_string(pid) + " ended without closing its counted writer of " + description;
@@ -48,7 +48,7 @@ PyObject* writer_died(const std::string& description, uint64_t pid) {
     return PyObject_Call(cls.ptr(), arguments.ptr(), keywords.ptr());
 }
 
-// Describe how full a channel is, and which processes keep its memory in use.
+// Describe how full a channel is, and which processes keep its memory.
 std::string fill(Channel& ch) {
     std::vector<Held> held;
     const Counts counts = locked(ch, [&](auto& transport, Wakes&) {
@@ -67,8 +67,7 @@ std::string fill(Channel& ch) {
     return text;
 }
 
-// Return a note on an item for whose memory this process lacks address space now. Return "" if the address
-// space suffices.
+// Return a note for the error if this process lacks address space for the memory of an item, otherwise "".
 std::string address_space_note(Channel& ch, uint64_t size) {
     const bool copies = ch.with(Each{[](LocalQueue&) { return false; }, [](Ring&) { return true; }});
     if (!copies || size < (1 << 20)) return "";
@@ -83,7 +82,7 @@ std::string address_space_note(Channel& ch, uint64_t size) {
 
 std::string seconds(Deadline deadline) { return deadline.now_only() ? "now" : "within the timeout"; }
 
-// Return the cause for Broken: for `threads` the exception itself, for `processes` the decoded pickle.
+// Return the cause for Broken: the exception itself for `threads`, the decoded pickle for `processes`.
 PyObject* stored_cause(LocalQueue& queue) { return Py_XNewRef(queue.cause); }
 
 PyObject* stored_cause(Ring& ring) {
@@ -97,11 +96,11 @@ PyObject* stored_cause(Ring& ring) {
     return cause;
 }
 
-// Faults of a channel that its state does not show. Channels across threads never have any.
+// Problems of a channel that its state does not show. A `threads` channel never has any.
 struct Fault {
-    uint64_t cut_off = 0;  // id of the process whose death ended the channel
+    uint64_t cut_off = 0;  // pid of the process whose death ended the channel
     bool damaged = false;
-    bool map_incomplete = false;  // true if this process cannot map the whole channel
+    bool map_incomplete = false;  // this process cannot map the whole channel
 };
 
 Fault fault(Channel& ch) {
@@ -147,14 +146,14 @@ void raise_not_transferable(Channel& ch, PyObject* item) {
 
 namespace {
 
-// Return the kind followed by the payload, or "" if the exception cannot be sent.
+// Return the kind and the payload, or "" if the exception cannot be sent.
 std::string pickled(PyObject* exception) {
     ObjectFrame frame;
-    frame.leaves = true;  // because no slot would keep memory on a device alive
+    frame.leaves = true;  // no slot would keep memory on a device alive
     const bool is_encoded = exception && encode(exception, frame);
     PyErr_Clear();
     if (!is_encoded || frame.bundle || frame.size >= MOST_CAUSE)
-        return "";  // descriptors are sent only with items
+        return "";  // only items can carry descriptors
     std::string all(1 + frame.size, char(frame.kind));
     frame.write(all.data() + 1);
     return all;
@@ -236,7 +235,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
                             ("this port of " + description + " was closed; open another one").c_str());
             break;
         default:
-            break;  // Interrupted: the error has already been set
+            break;  // Interrupted: the error is already set
     }
     return nullptr;
 }

@@ -1,26 +1,25 @@
-// The redo record: makes a critical section on shared memory happen wholly or not at all, even if its process
-// is killed.
+// The redo record makes a critical section on shared memory atomic: even if its process is killed, all of it
+// happens or nothing.
 //
 // Algorithm (write-ahead redo logging, as in databases). A change to the shared state is a list of (word, new
-// value) pairs. The list is first written to the record. The record is then marked as valid, applied, and
-// cleared. A process that takes the lock from a dead owner looks at the record. A valid record was written
-// completely, so it is applied (again). If the record is not valid, no part of it was applied, and nothing
-// needs to be done. The values are absolute, so applying them twice has the same effect as applying them
-// once.
+// value) pairs. The process first writes the list to the record. It then marks the record as valid, applies
+// it, and clears it. A process that takes the lock from a dead owner looks at the record. A valid record is
+// complete, so the process applies it, perhaps for the second time. If the record is not valid, no part of
+// the change was applied, so there is nothing to repair. The values are absolute, so applying them twice does
+// no harm.
 //
-// Why compiler fences are enough. A process that reads a dead owner's record gets the lock from the kernel,
-// after the owner was descheduled for the last time. All stores that the owner executed are visible by then,
-// although they may have left its core in another order. So only the order in which the owner executed them
-// matters. This is the program's order, provided that the compiler does not change it. The same holds for
-// processors with a weaker store order than x86_64: a core stops between two instructions, and everything
-// before them has happened. The kernel marks the lock of a dead thread with a full barrier (dmb ish on
-// aarch64), in the dying thread itself.
+// Compiler fences are enough. A process gets the lock of a dead owner from the kernel, after the owner was
+// descheduled for the last time. By then, all stores that the owner executed are visible, even if they left
+// its core in another order. So only the order in which the owner executed them matters. If the compiler does
+// not change it, that is the order in the program. The same is true of processors with a weaker store order
+// than x86_64: a core stops between two instructions, and everything before them has happened. When a thread
+// dies, the kernel marks its lock in that thread, with a full barrier (dmb ish on aarch64).
 //
 // The ring has several records, so that the cache lines of a record stay with the core that uses it. Writers
-// use other records than readers. Different processes use different records, as far as the number of records
-// allows. The choice of a record affects only speed. Only the lock's holder writes a record, and it clears
-// the record before it unlocks, so at most one is valid. A process that finds the owner dead looks at all
-// records.
+// and readers use different records, and so do different processes, as long as there are enough records.
+// Which record a process uses only affects speed. Only the holder of the lock writes a record, and it clears
+// the record before it unlocks. So at most one record is valid, and a process that finds the owner dead
+// checks all of them.
 #pragma once
 
 #include "faults.hpp"
@@ -39,20 +38,21 @@ struct alignas(64) Redo {
         uint64_t offset;
         uint64_t value;
     };
-    volatile uint64_t valid;  // number of entries, or 0 if nothing must be redone
+    volatile uint64_t valid;  // number of entries, or 0 if there is nothing to redo
     Entry entry[MOST];
 
     template <class Words>
     void apply(const Words& words, uint64_t n) const {
         for (uint64_t i = 0; i < n; ++i) {
-            // Atomic, because Traits<Ring>::ready in blocking.hpp reads some words as hints without the lock.
-            // Relaxed, because a reader that acts on a hint takes the lock and checks the word again.
+            // Atomic, because Traits<Ring>::ready in blocking.hpp reads some words without the lock, as
+            // hints. Relaxed, because a reader that relies on a hint takes the lock and checks the word
+            // again.
             std::atomic_ref(*words.at(entry[i].offset)).store(entry[i].value, std::memory_order_relaxed);
             fault_point();
         }
     }
-    // Apply the record after its owner died. If the record is damaged, that is, if an entry refers to a word
-    // that is not in `words`, change nothing and return false.
+    // Apply the record after its owner has died. The record is damaged if an entry refers to a word that is
+    // not in `words`. In that case, change nothing and return false.
     template <class Words>
     bool recover(const Words& words) {
         const uint64_t n = valid;
@@ -68,8 +68,8 @@ struct alignas(64) Redo {
     }
 };
 
-// A change under construction. Reads see the old values until `commit`. `Words` converts between words and
-// their offsets.
+// A change that is being composed. Until `commit`, reads return the old values. `Words` converts between
+// words and their offsets.
 template <class Words>
 class ChangeOf {
   public:

@@ -7,7 +7,7 @@
 namespace flowchan {
 
 References& references() {
-    static References& all = *new References;  // threads of links may use it until the process has ended
+    static References& all = *new References;  // threads of links may use it until the process ends
     return all;
 }
 
@@ -126,7 +126,7 @@ void References::lose(Link* link, uint32_t stream) {
     lose_if(link, &stream);
 }
 
-// Mark the outputs of a link, or of one of its streams, as lost. Outputs that are here are not lost.
+// Mark the outputs of a link, or of one of its streams, as lost. Outputs that have arrived here are not lost.
 void References::lose_if(Link* link, const uint32_t* stream) {
     for (auto next = records_.begin(); next != records_.end();) {
         const auto found = next++;

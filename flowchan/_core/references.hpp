@@ -1,20 +1,20 @@
-// References to outputs that stay on the host that made them, until the host of their reader fetches them.
+// References to outputs that stay on the host that made them until the reader's host fetches them.
 //
-// A large output of a remote worker is not sent to the owner of the channel. The worker's host keeps it on
-// lease in the worker's ring, and sends a reference. The owner puts the reference into the channel, so order,
-// numbers and leases are those of any other item. When a remote worker takes the reference, its host gets the
-// location of the output and fetches it from there. When that worker has finished the item, the owner
-// releases the reference, and the host that made the output frees it.
+// A large output of a remote worker does not travel to the owner of the channel. The worker's host keeps it
+// on lease in the worker's ring, and sends a reference. The owner puts the reference into the channel, where
+// it has an order, a number and a lease like any other item. When a remote worker takes the reference, its
+// host learns where the output is and fetches it from there. When that worker has finished the item, the
+// owner releases the reference, and the host that made the output frees it.
 //
 // Exactly once. The owner keeps the input item of such an output on lease until the output is released. If
-// the host is lost, its references are lost, and the input item goes back to its channel, marked as a replay.
-// The outputs of a replay are not put into the channel. Each one takes the place of the lost output that has
-// the same input item and index. If that output has been released, the new one is dropped. The reference to the output
-// keeps its place in the channel and its lease. If a host cannot connect to another one, the owner pulls the
-// output to itself and sends it on.
+// the host is lost, its references are lost. The input item then goes back to its channel, marked as a
+// replay. The outputs of a replay are not put into the channel. Each one replaces the lost output that has
+// the same input item and index. If that output was released in the meantime, the new one is dropped. Either
+// way, the reference keeps its position in the channel and its lease. If one host cannot connect to another,
+// the owner pulls the output to itself and sends it on.
 //
-// Threads. One table serves all links of the process. Its lock is taken last: under the locks of a link and
-// of a ring, and never around them.
+// Threads. One table serves all links of the process. Take its lock last: after the locks of a link and of a
+// ring, never before.
 #pragma once
 
 #include <atomic>
@@ -33,18 +33,18 @@ namespace flowchan {
 class Link;
 class Ring;
 
-// The place where a remote host finds an output. A reference has this payload on its way to the reader's
-// host. The address of the host that has the output follows.
+// Where a remote host finds an output. This is the payload of a reference that is sent to the reader's host.
+// Behind it follows the address of the host that has the output.
 struct Location {
-    uint64_t id;      // of the reference
-    uint64_t size;    // of the output, in bytes
-    uint64_t output;  // number of the output on its stream
+    uint64_t id;      // id of the reference
+    uint64_t size;    // size of the output in bytes
+    uint64_t output;  // number of the output in its stream
     uint32_t stream;
     uint16_t port;
-    uint16_t kind;  // of the output
+    uint16_t kind;  // kind of the output
 };
 
-// An output of one stream of a link.
+// Identifies an output of a link.
 struct OutputKey {
     uint32_t stream;
     uint16_t port;
@@ -58,53 +58,54 @@ class References {
         uint16_t port;
         uint64_t id, key;
     };
-    struct Inbox {  // what the table wants a link to do
+    struct Inbox {  // what the table asks a link to do
         std::vector<Released> released;
         std::vector<OutputKey> pulls;
     };
-    struct Seen {  // a snapshot of a reference
+    struct Seen {  // a snapshot of one reference
         enum class State : uint8_t { There, Here, Lost } state;
         uint64_t size, kind, moves;
-        std::string payload;  // There: its location; Here: the output itself
+        std::string payload;  // There: the location; Here: the output itself
     };
 
     void join(Link* link);   // from now on, the link gets messages
-    void leave(Link* link);  // all outputs behind the link are lost
+    void leave(Link* link);  // the link is gone, and its outputs are lost
 
     // Add a reference to an output that a worker made for input item `key` of its stream.
     uint64_t add(Link* link, const OutputKey& output, uint64_t key, uint64_t size, uint64_t kind);
-    // Record that the reference is in `ring`, as output `index` for the item that the ring calls `number`.
+    // Record that the reference is in `ring`, as output `index` for the item that the ring numbered `number`.
     void place(uint64_t id, const Ring* ring, uint64_t number, uint64_t index);
-    // Let the output of `with` replace the lost output at this place. Return the reference to it, or 0 if no
-    // output is lost there. In both cases, `with` is gone.
+    // Replace the lost output at this place with the output of reference `with`. Return the reference that
+    // now has this output, or 0 if no output is lost there. In both cases, the reference `with` ceases to
+    // exist.
     uint64_t repair(const Ring* ring, uint64_t number, uint64_t index, uint64_t with);
-    // Do the same with an output that has arrived here.
+    // Do the same with an output that has arrived on this host.
     void repair(const Ring* ring, uint64_t number, uint64_t index, uint64_t kind, std::string bytes);
     bool is_any_lost(const Ring* ring, uint64_t number);
     bool is_any_lost() const { return lost_.load(std::memory_order_acquire) > 0; }
-    void wake_links();  // after replays were given back
-    // Its reader has finished the item, or will never read it.
+    void wake_links();  // call this after giving back replays
+    // Release a reference, because its reader has finished the item or will never read it.
     void release(uint64_t id);
-    void forget(const Ring* ring);           // the channel has ended with references inside
+    void forget(const Ring* ring);           // the channel has ended with references in it
     void lose(Link* link, uint32_t stream);  // the outputs of this stream are gone
-    // Return nothing if the reference was released, or if the caller already knows its `moves`.
+    // Return nothing if the reference was released, or if its `moves` have not changed.
     std::optional<Seen> look(uint64_t id, uint64_t moves = UINT64_MAX);
     uint64_t size_of(uint64_t id);
-    void pull(uint64_t id);  // ask for the output itself
+    void pull(uint64_t id);  // asks for the output itself
     void pulled(Link* link, const OutputKey& output, uint64_t kind, std::string bytes);
-    void ask_again(Link* link);  // repeat all pulls over a new connection
+    void ask_again(Link* link);  // repeats all pulls over a new connection
     Inbox collect(Link* link);
-    // changes whenever a lost reference has been repaired or an output has been pulled
+    // Changes whenever a lost reference is repaired or an output is pulled.
     uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
     uint64_t count();
 
     std::mutex& mutex() { return mutex_; }  // for fork()
-    void clear_in_child();                  // has no links; called with the lock held
+    void clear_in_child();                  // a forked child has no links; call while holding the lock
 
   private:
     using Place = std::tuple<const Ring*, uint64_t, uint64_t>;
     struct Record {
-        Link* link;  // null: the output is lost, unless `bytes` has it
+        Link* link;  // null: the output is lost, unless it is in `bytes`
         OutputKey output;
         uint64_t key, size, kind, moves = 0;
         Place place{};
@@ -112,7 +113,7 @@ class References {
         std::string bytes;
     };
     void lose_if(Link* link, const uint32_t* stream);
-    void changed();  // wakes all links, because a reference has a new location
+    void changed();  // a reference has a new location, so wake all links
     std::unordered_map<uint64_t, Record>::iterator erase(
         std::unordered_map<uint64_t, Record>::iterator found);
 

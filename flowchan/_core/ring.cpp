@@ -1,4 +1,4 @@
-// The mapping and the lock of a ring, and how its channel ends. ring.hpp lists the other files.
+// The mapping and the lock of a ring, and how its channel ends. ring.hpp lists the other files of the ring.
 #include "ring.hpp"
 
 #include "memory.hpp"
@@ -17,7 +17,7 @@ constexpr uint32_t FIRST_SESSIONS = 64;
 
 uint64_t align(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
-// Offsets of all parts in the memory of a channel.
+// Where each part of a channel's memory begins.
 struct Layout : Constants {
     uint64_t blocks_end;
 
@@ -27,15 +27,15 @@ struct Layout : Constants {
         magic = MAGIC;
         version = VERSION;
         capacity = capacity_;
-        max_bytes = std::min(max_bytes_, class_size(CLASSES - 1));  // the size of the largest block: 1.9 TB
+        max_bytes = std::min(max_bytes_, class_size(CLASSES - 1));  // the size of the largest block is 1.9 TB
         groups = std::clamp<uint64_t>(capacity, 64, 4096);
         groups_at = align(sizeof(Header) + SESSIONS * sizeof(Session), UNIT);
         blocks_at = align(groups_end(), LARGEST_PAGE);
-        // The blocks get four times max_bytes. Leased and viewed items do not count as inside, size classes
-        // waste up to a fifth, and long-lived views leave gaps that are too small to use.
+        // Blocks get four times max_bytes. Leased and viewed items need memory, although they do not count as
+        // inside. Size classes waste up to a fifth. Long-lived views leave gaps that are too small to use.
         const uint64_t slots = (2 * capacity + SESSIONS) * sizeof(Slot);
         length = align(blocks_at + 4 * max_bytes + GROW + slots, LARGEST_PAGE);
-        // Blocks must leave room for the slots of `capacity` items.
+        // The blocks must leave room for the slots of `capacity` items.
         blocks_end = (length - slots) / PAGE * PAGE;
     }
 };
@@ -83,7 +83,7 @@ Ring::Ring(RingHandle handle) {
     try {
         map(layout, layout.blocks_end);
     } catch (...) {
-        fd_ = -1;  // on failure, it still belongs to the caller
+        fd_ = -1;  // after a failure, the caller still owns it
         throw;
     }
     lock_.attach(h_->mutex, fd_, h_->damaged);
@@ -136,11 +136,11 @@ bool Ring::lock(bool patient) {
     return true;
 }
 
-// Break the channel because the mutex itself is damaged. Operations that do not read the state check
+// Break the channel because the mutex itself is damaged. Operations that do not look at the state check
 // `damaged`.
 bool Ring::lock_without_mutex() {
     lock_.give_up();
-    // Both stores are hints for readers without the lock, so they order no other memory access.
+    // Readers without the lock take both words as hints, so the stores order no other memory access.
     std::atomic_ref(h_->damaged).store(1, std::memory_order_relaxed);
     std::atomic_ref(h_->state).store(BROKEN, std::memory_order_relaxed);
     return true;
@@ -155,13 +155,13 @@ bool Ring::redo() {
 }
 
 // Repair the ring after the lock's owner died in its critical section. Only the last Change can be
-// incomplete; it is completed. Only one operation with several Changes must be continued here: `advance`. The
-// next call continues any other.
+// incomplete, and this completes it. Of the operations with several Changes, only `advance` must be continued
+// here. The next call continues any other.
 void Ring::recover() {
     if (!redo()) found_damage();
     Wakes wakes;
     advance(wakes);
-    // the dead process may have counted sleepers as woken without waking them
+    // The dead process may have counted sleepers as woken without waking them.
     h_->reader_queue.woken = h_->writer_queue.woken = 0;
     wakes.readers += h_->reader_queue.call_all();
     wake_all_writers(wakes);
@@ -172,7 +172,7 @@ void Ring::recover() {
 
 void Ring::close(Wakes& wakes) {
     if (h_->state != OPEN) return;
-    sweep_now(wakes);  // detects a writer that was killed before this close
+    sweep_now(wakes);  // notices a writer that was killed before this close
     if (h_->state != OPEN) return;
     Change change(record(Side::Writer), windows_);
     close_with(change, wakes);
@@ -180,7 +180,7 @@ void Ring::close(Wakes& wakes) {
     advance(wakes);
 }
 
-// Close the channel as a part of `change`: when the last port leaves, leaving and closing must be one step.
+// Close the channel as a part of `change`. When the last port leaves, leaving and closing must be one step.
 // Call `advance` afterwards.
 void Ring::close_with(Change& change, Wakes& wakes) {
     if (h_->state != OPEN) return;

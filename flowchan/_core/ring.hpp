@@ -68,8 +68,7 @@ struct WriterState {
     uint32_t session = 0;
     mutable PortClock clock;  // only for threads, as in ReaderState
     bool ordered = false;     // outputs for input item i wait until it is i's turn
-    bool single = false;      // each input item has exactly one output, and putting it also completes the
-                              // input item
+    bool single = false;      // an input item has exactly one output, and putting it completes the item
     // Outputs are made for input item `number`, which the reader that feeds this writer numbered.
     bool keyed = false;
     uint64_t number = 0;

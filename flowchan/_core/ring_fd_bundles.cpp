@@ -1,15 +1,15 @@
-// Descriptors that travel with items: how a channel is put into a channel (C14).
+// File descriptors that travel with items. This is how a channel is put into a channel (C14).
 //
-// A descriptor stays open as long as a process has it open or it is queued in a socket. So each ring has a
-// socket that all its users share. It is a datagram socket connected to itself, and no other socket may send
-// to it. A put sends the descriptors of its item as one datagram, an fd bundle, with an id that is also in
-// the item. The receiver of the item peeks at the bundle in the queue, which opens the descriptors. The
-// bundle stays in the queue: if this receiver dies, the next receiver of the item needs it.
+// A descriptor stays open as long as a process has it open or a socket has it queued. So each ring has a
+// datagram socket that all its users share. It is connected to itself, and no other socket may send to it. A
+// put sends the descriptors of its item as one datagram, called an fd bundle. The item contains the id of the
+// bundle. The receiver of the item peeks at the bundle, which opens the descriptors. The bundle stays in the
+// queue, because if this receiver dies, the next one needs it.
 //
-// All of this runs under the ring's lock. The bundle is sent before the put's commit, so every item that
+// All of this runs under the ring's lock. The bundle is sent before the put commits, so every item that
 // exists has its bundle. A put that dies or fails in between leaves a bundle without an item. Before each
-// send and after each received item, bundles are removed from the front of the queue, up to the first whose
-// item still exists.
+// send and after each received item, the caller removes bundles from the front of the queue, up to the first
+// one whose item still exists.
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <algorithm>
@@ -27,8 +27,8 @@ struct Label {
 constexpr int MOST = 253;  // the kernel's SCM_MAX_FD
 constexpr size_t CONTROL_BYTES = CMSG_SPACE(MOST * sizeof(int));
 
-// Choose the datagram that the next peek returns, by an offset in bytes that consists of whole datagrams; -1
-// selects the first.
+// Choose which datagram the next peek returns: the one at `offset`, a sum of sizes of whole datagrams. -1
+// selects the first one.
 bool peek_at(int socket, int offset) {
     return setsockopt(socket, SOL_SOCKET, SO_PEEK_OFF, &offset, sizeof offset) == 0;
 }
@@ -39,7 +39,7 @@ bool peek(int socket, Label& label) {
 
 }  // namespace
 
-// Return a socket connected to itself, or -1 if the system does not support such sockets. Only items with
+// Return a socket that is connected to itself, or -1 if the system does not support that. Only items with
 // descriptors need it.
 int socket_to_itself() {
     const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
@@ -48,8 +48,8 @@ int socket_to_itself() {
     address.sun_family = AF_UNIX;
     socklen_t length = sizeof address;
     const int room = 1 << 20;
-    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);  // capped by the system's limit
-    // Binding without a name lets the kernel choose an abstract name.
+    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);  // limited by the system
+    // Bind without a name, so that the kernel chooses an abstract name.
     if (bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address.sun_family) == 0 &&
         getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
         connect(fd, reinterpret_cast<sockaddr*>(&address), length) == 0)

@@ -1,4 +1,4 @@
-// Puts and gets of a ring's items.
+// Putting items into a ring and taking them out.
 //
 // The states of an item:
 //   claim -> FILLING -> publish        (large item: copied without holding the lock)
@@ -24,8 +24,8 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (map_incomplete_) return Step::NoMemory;
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
     const bool parks = is_parked(writer);
-    // An item that is larger than the remaining bytes must wait. But the worker whose turn it is never waits
-    // for bytes of parked items, because only that worker can free them.
+    // An item that is larger than the remaining bytes must wait. An exception is the worker whose turn it is:
+    // it never waits for the bytes of parked items, because only this worker can free them.
     const bool alone = parks ? all == 0 : inside + h_->claimed == 0;
     if (h_->bytes_in - h_->bytes_out + frame.size > most_inside() && !alone) {
         h_->short_of_memory = 1;
@@ -143,7 +143,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
 
 // --- take ---
 
-// Return whether the slot at the head is valid, as well as the last slot that the session has on lease.
+// Return whether two slots are valid: the one at the head, and the last one that the session has on lease.
 [[gnu::always_inline]] inline bool Ring::head_is_valid(const Session* session) const {
     const Slot* slot = at<Slot>(h_->head);
     if (!slot_exists(h_->head) || !payload_exists(slot)) return false;
@@ -151,7 +151,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     return !session || !session->lease_head || slot_exists(session->lease_tail);
 }
 
-// Fill in the description of the slot at the head, except the position of its payload.
+// Describe the slot at the head, except for where its payload is.
 [[gnu::always_inline]] inline void Ring::describe(Taken& taken, Slot* slot) const {
     taken.kind = slot->kind;
     taken.size = slot->size;
@@ -176,14 +176,14 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     change.set(h_->leased, h_->leased + 1);
 }
 
-// Take the slot at the head, which is known to be valid. ``leases``: the session that gets it on lease, if
-// any.
+// Take the slot at the head, which is known to be valid. `leases`: the session that gets it on lease, or
+// null.
 [[gnu::always_inline]] inline void Ring::take_head(Taken& taken, ReaderState* reader, Session* leases,
                                                    uint32_t session, Wakes& wakes) {
     Slot* slot = at<Slot>(h_->head);
     describe(taken, slot);
     Change change(record(Side::Reader), windows_);
-    if (slot->next != h_->tail) prefetch(at<Slot>(slot->next));  // for the next get
+    if (slot->next != h_->tail) prefetch(at<Slot>(slot->next));  // the next get needs it
     change.set(h_->head, slot->next);
     change.set(h_->takes, h_->takes + 1);
     change.set(h_->bytes_out, h_->bytes_out + slot->size);
@@ -222,10 +222,10 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     const uint64_t orders = reader && !reader->leases ? leases->orders : 0;
     if (orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
     if (leases && leases->reserved_head) return take_reserved(taken, *reader);
-    // A retired reader still takes items that were given back, because all other workers may be waiting
-    // behind them for their turns.
+    // A retired reader still takes items that were given back, because all other workers may be waiting for
+    // the turns of these items.
     if (orders & RETIRE && !is_next_before(UINT64_MAX)) {
-        // this reader may have been woken for that item
+        // This reader may have been woken for an item that it does not take, so wake another one.
         if (h_->head) h_->reader_queue.wake_by_rank(1, wakes);
         return Step::Drained;
     }
@@ -236,8 +236,9 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     return Step::Done;
 }
 
-// Return an item to the FIFO, with its old number and its deaths. Do nothing if the item has another owner by now, or if it is lost anyway because the channel is broken. (A
-// small item that a plain reader took has been freed, and gets a new slot.)
+// Return an item to the FIFO, with its old number and its deaths. Do nothing if another session has it by
+// now, or if it is lost anyway because the channel is broken. (A small item that a plain reader took was
+// freed at once, so it gets a new slot.)
 void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     if (h_->damaged || h_->state == BROKEN) {
         if (taken.held) release(taken.held, wakes);
@@ -283,7 +284,7 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
 
 void Ring::end_decoding(uint64_t number, Wakes& wakes) {
     if (!std::erase(decoding_, number) || !std::exchange(decoding_seen_, false)) return;
-    // the link checked first_undecoded() too early; let it check again
+    // The link checked first_undecoded() too early, so make it check again.
     wakes.writers += h_->writer_queue.call(1);
 }
 
@@ -305,15 +306,15 @@ void Ring::release(Slot* slot, Wakes& wakes) {
 
 // --- the end ---
 
-// Return whether no more items can come for this reader. Other readers may still give back leased items, so a
-// reader without leases waits for those, unless it would not get them. A reader with leases does not wait.
-// Otherwise, two readers that gather items (get_more) would wait for each other.
+// Return whether this reader can get no more items. Other readers may still give back leased items. So a
+// reader without leases waits for these, unless it could not get them anyway. A reader with leases does not
+// wait, because two readers that gather items (get_more) would wait for each other.
 bool Ring::at_end_for(const ReaderState* reader) const {
     const bool goes = reader && (reader->alone || session(reader->session).leased > 0);
     return h_->state == CLOSED && is_exhausted() && (goes || h_->leased == 0);
 }
 
-// If the last item may be gone, wake all readers: some of them can now see the end.
+// If this was the last item, wake all readers, because they may see the end now.
 void Ring::wake_at_end(Wakes& wakes) {
     if (h_->state == CLOSED && is_exhausted()) wakes.readers += h_->reader_queue.call_all();
 }

@@ -1,18 +1,18 @@
-// The memory of a ring: slots and their blocks, views of blocks, and handling of damage.
+// The memory of a ring: slots, their blocks, views of blocks, and what happens after damage.
 //
 // If no block of the needed class is free, one is cut from the uncut memory in the middle of the file. When
-// its slot becomes free, the block goes to the free list of its class. So blocks are reused while they are
-// still in the caches. When the middle is used up, `rebuild_lists` cuts all memory outside of used blocks
+// its slot becomes free, the block goes to the free list of its class, so blocks are reused while they are
+// still in the caches. When the middle is used up, `rebuild_lists` divides all memory outside of used blocks
 // again.
 //
-// Views. The receiver of an item with large buffers may read them in place. The slot then names the session
-// that views it, its `viewer`. A call that would free such a slot leaves it HELD for the viewer instead. The
-// viewer frees it when its last view is gone. If the slot is in another place by then, the viewer only
-// removes its name. (An item that was given back may be read by its next worker while the first worker still
-// views it.) A slot has only one viewer, so a second reader makes a private copy. A reader also makes a copy
-// when the views cover max_bytes, or when the block is at the end of the memory. Otherwise, readers that keep
-// their items could block a writer. A session whose port was closed stays as HOLDER until its process has
-// dropped its last view, or has died.
+// Views. The receiver of an item with large buffers may read them in place. The slot then records that
+// session as its `viewer`. A call that would free such a slot leaves it HELD for the viewer, which frees it
+// when its last view has gone. The slot may have left that state by then, because the item was given back,
+// and its next worker may be reading it. In that case, the viewer only removes its own entry. A slot has at
+// most one viewer, so a second reader makes a private copy. A reader also makes a copy if views already cover
+// max_bytes, or if the block is at the end of the memory. Otherwise, readers that keep their items could
+// block a writer. After a port is closed, its session stays as a HOLDER until the process has dropped its
+// last view or has died.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -21,7 +21,7 @@ namespace flowchan {
 
 namespace {
 
-// True if this thread's last put got no slot because this process could not map memory.
+// True if this thread's last put got no slot because the process could not map memory.
 thread_local bool unmapped = false;
 
 uint64_t block_start(uint64_t top, uint32_t cls) {
@@ -30,9 +30,9 @@ uint64_t block_start(uint64_t top, uint32_t cls) {
 
 }  // namespace
 
-// --- what is allocated, and mapped ---
+// --- allocating and mapping memory ---
 
-// Allocate and map the memory below `upto`. If that fails, leave the state unchanged and return false.
+// Allocate and map the memory below `upto`. On failure, change nothing and return false.
 bool Ring::reserve_low(uint64_t upto) {
     if (!windows_.show_blocks(upto)) return !(unmapped = true);
     h_->map_blocks_to = std::max(h_->map_blocks_to, windows_.blocks_to());
@@ -57,7 +57,7 @@ bool Ring::reserve_high(uint64_t from) {
     return true;
 }
 
-// Allocate `n` session records.
+// Allocate the first `n` session records.
 bool Ring::reserve_sessions(uint32_t n) {
     if (n <= h_->reserved_sessions) return true;
     if (n > SESSIONS) return false;
@@ -67,8 +67,7 @@ bool Ring::reserve_sessions(uint32_t n) {
     return true;
 }
 
-// Map the blocks and slots that another process has added. This process can neither put nor get before it has
-// mapped them.
+// Map the blocks and slots that another process has added. Until then, this process can neither put nor get.
 void Ring::map_growth() {
     const uint64_t upto = h_->map_blocks_to, from = h_->map_slots_from;
     if (upto > length_ || from < blocks_at_) return void(found_damage());
@@ -77,14 +76,13 @@ void Ring::map_growth() {
 
 // --- slots ---
 
-// Return the first class in the range from `cls` to `upto` (exclusive) with a free slot, or CLASSES if all
-// are empty.
+// Return the first class from `cls` to before `upto` with a free slot, or CLASSES if there is none.
 [[gnu::always_inline]] inline uint32_t Ring::free_class(uint32_t cls, uint32_t upto) const {
     while (cls < upto && !h_->free_slots[cls]) ++cls;
     return cls < upto ? cls : CLASSES;
 }
 
-// Return a slot with room for `size` bytes of payload. If memory is exhausted now, change nothing and return
+// Return a slot with room for `size` bytes of payload. If memory is exhausted, change nothing and return
 // null.
 Slot* Ring::take_slot(uint64_t size, Change& change) {
     unmapped = false;
@@ -96,7 +94,7 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
         if (Slot* slot = new_slot(cls, change)) return slot;
         if (h_->damaged) return nullptr;
     }
-    // a block up to twice as large is an acceptable waste
+    // It is acceptable to waste a block that is up to twice as large.
     uint32_t found = free_class(cls, std::min(cls + 6, CLASSES));
     if (found == CLASSES) {
         rebuild_lists(cls);
@@ -108,14 +106,14 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
     if (!slot_exists(h_->free_slots[found]) || slot->place() != SlotState::Free || slot->cls != found ||
         !payload_exists(slot))
         return found_damage(), nullptr;
-    prefetch(at<Slot>(slot->next));  // needed by the next put
+    prefetch(at<Slot>(slot->next));  // the next put needs it
     change.set(h_->free_slots[found], slot->next);
     change.set(h_->slots_used, h_->slots_used + 1);
     return slot;
 }
 
 // Return whether a put should wait for recycled memory. The kernel has to find and clear new memory, which
-// takes longer than copying the item, and new memory is in no cache. If such a wait was in vain, no other put
+// takes longer than copying the item, and no cache has it. If a put waited without success, no other put
 // waits until readers have finished more items.
 bool Ring::lacks_warm_memory(uint64_t size, bool late) {
     const uint32_t cls = class_of(size);
@@ -125,7 +123,7 @@ bool Ring::lacks_warm_memory(uint64_t size, bool late) {
     return !late;
 }
 
-// Return a slot with a new block, cut from the start of the uncut memory.
+// Return a slot with a new block from the start of the uncut memory.
 Slot* Ring::new_slot(uint32_t cls, Change& change) {
     const uint64_t block = block_start(h_->blocks_top, cls), upto = block + class_size(cls);
     const uint64_t bare = cls ? h_->free_slots[0] : 0;  // a slot without a block
@@ -136,7 +134,8 @@ Slot* Ring::new_slot(uint32_t cls, Change& change) {
     Slot* slot = at<Slot>(from);
     if (bare) {
         change.set(h_->free_slots[0], slot->next);
-        // Now the slot is in no list until it is used. If this process dies first, `rebuild_lists` finds it.
+        // From here until it is used, the slot is in no list. If this process dies first, `rebuild_lists`
+        // finds it.
         change.commit();
     } else {
         change.set(h_->slots_at, from);
@@ -180,7 +179,7 @@ bool Ring::find_used(std::vector<Span>& used, std::vector<Slot*>& free) {
     return true;
 }
 
-// Return one more slot without a block, or null if memory is exhausted.
+// Return an additional slot without a block, or null if memory is exhausted.
 Slot* Ring::new_bare_slot(Change& change) {
     const uint64_t from = h_->slots_at - sizeof(Slot);
     if (!reserve_high(from)) return nullptr;
@@ -190,7 +189,7 @@ Slot* Ring::new_bare_slot(Change& change) {
     return at<Slot>(from);
 }
 
-// Set the free lists, which must be empty.
+// Fill the free lists, which must be empty.
 void Ring::fill_free_lists(const std::vector<uint64_t>& heads, Change& change) {
     for (uint32_t c = 0; c < CLASSES; ++c) {
         if (!heads[c]) continue;
@@ -201,7 +200,7 @@ void Ring::fill_free_lists(const std::vector<uint64_t>& heads, Change& change) {
 
 namespace {
 
-// Return the gaps between used blocks, which must be sorted. `top` is the start of the memory; it is set to
+// Return the gaps between used blocks, which must be sorted. `top` is the start of the memory, and is set to
 // the end of the last used block.
 std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
     const std::vector<std::pair<uint64_t, uint64_t>>& used, uint64_t& top) {
@@ -215,18 +214,18 @@ std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
 
 }  // namespace
 
-// Cut all memory outside of used blocks again. Memory behind the last used block becomes uncut. The gaps
-// between used blocks are cut into blocks of class `cls`, and their remainders into the largest blocks that
-// fit. First all free lists are emptied, because memory that is in a list must not be cut. They are filled at
-// the end. A death in between leaves lists that are too short. The next `rebuild_lists` repairs them, because
-// it looks only at used blocks.
+// Divide all memory outside of used blocks again. Memory behind the last used block becomes uncut. The gaps
+// between used blocks are cut into blocks of class `cls`, and what remains into the largest blocks that fit.
+// All free lists are emptied first, because memory in a list must not be cut, and filled again at the end. If
+// the process dies in between, the lists are too short. The next `rebuild_lists` repairs that, because it
+// looks only at used blocks.
 void Ring::rebuild_lists(uint32_t cls) {
     if (!memory_is_valid()) return void(found_damage());
     std::vector<Span> used;
     std::vector<Slot*> free;
     if (!find_used(used, free)) return void(found_damage());
     Change change(record(Side::Writer), windows_);
-    if (free.empty()) {  // cutting the gaps needs at least one slot
+    if (free.empty()) {  // cutting the gaps takes at least one slot
         Slot* slot = new_bare_slot(change);
         if (!slot) return;
         free.push_back(slot);
@@ -248,9 +247,9 @@ void Ring::rebuild_lists(uint32_t cls) {
     };
     uint64_t top = blocks_at_;
     std::vector<Span> gaps = gaps_between(used, top);
-    // Cut blocks of class `cls` from all gaps first, then other blocks. Keep one free slot for the memory
-    // behind the gaps, because memory for another slot may be exhausted. Blocks of class 1 are never cut:
-    // they would hold less than a slot without a block.
+    // First cut blocks of class `cls` from all gaps, then other blocks. Keep one slot for the memory behind
+    // the gaps, because there may be no memory for another slot. Never cut blocks of class 1, because they
+    // have less room than a slot without a block.
     static_assert(UNIT < Slot::INLINE && Slot::INLINE <= 2 * UNIT);
     auto cut = [&](uint32_t piece, uint64_t& begin, uint64_t end) {
         const uint64_t start = block_start(begin, piece);
@@ -272,34 +271,33 @@ void Ring::rebuild_lists(uint32_t cls) {
 
 // --- views ---
 
-// Return whether the payload of this slot, which is about to be taken, may be read in place. A large block
-// may contain a small payload, but that is copied and its slot is freed at once. The end of the memory, as
-// much as the largest item needs, must not be viewed. Even a few views scattered over it would block the
-// writer of such an item.
+// Return whether a reader may read the payload of this slot in place. The slot is about to be taken. A small
+// payload is copied even from a large block, so that the slot is freed at once. The end of the memory, as
+// much as the largest item needs, must not be viewed. Even a few views spread over it would block a writer of
+// such an item.
 bool Ring::may_view(const Slot* slot) const {
     if (slot->viewer()) return false;
-    if (slot->kind == PINNED) return true;  // small, and viewed only until its object is in use
+    if (slot->kind == PINNED) return true;  // small, and viewed only while the reader uses its object
     if (slot->kind != BUFFERS || slot->cls < VIEWABLE || slot->size <= Taken::LOCAL) return false;
     const uint64_t end = blocks_end_ - class_size(class_of(max_bytes_)) - PAGE;
     return h_->viewed_bytes + slot->size <= max_bytes_ &&
            slot->block + class_size(uint32_t(slot->cls)) <= end;
 }
 
-// Make the session the viewer of a slot. `state` is the state that the slot is about to get; return it with
-// the viewer added.
+// Make the session the viewer of a slot. Return `state`, the next state of the slot, with the viewer added.
 uint64_t Ring::view(uint64_t state, const Slot* slot, uint32_t session, Change& change) {
     change.set(this->session(session).views, this->session(session).views + 1);
     change.set(h_->viewed_bytes, h_->viewed_bytes + slot->size);
     return state | Slot::viewed_by(session);
 }
 
-// Subtract one view from a session; a HOLDER ends with its last view.
+// Subtract one view from a session. A HOLDER ends with its last view.
 void Ring::forget_view(Session& s, Change& change) {
     if (s.views == 1 && s.role == Session::HOLDER) change.set(s.role, Session::NONE);
     change.set(s.views, s.views - 1);
 }
 
-// Remove the viewer of this slot, whose last view has ended.
+// Remove the viewer of this slot, because its last view has ended.
 void Ring::unview(Slot* slot, Wakes& wakes) {
     if (h_->damaged || !slot->viewer()) return;
     if (slot->cls >= CLASSES) return void(found_damage());
@@ -307,7 +305,7 @@ void Ring::unview(Slot* slot, Wakes& wakes) {
     if (!slot->loaned())
         change.set(h_->viewed_bytes, h_->viewed_bytes - std::min(h_->viewed_bytes, slot->size));
     forget_view(session(slot->viewer()), change);
-    // If another session has the slot HELD, that session is making a copy, and frees the slot afterwards.
+    // If another session has the slot HELD, that session is copying it, and frees it afterwards.
     const bool held = slot->place() == SlotState::Held && slot->owner() == slot->viewer();
     if (held)
         push_free(slot, change);
@@ -317,7 +315,7 @@ void Ring::unview(Slot* slot, Wakes& wakes) {
     if (held) memory_freed(wakes);
 }
 
-// Lend memory that a writer fills in place: a slot that is HELD and LOANED, outside of the FIFO.
+// Lend memory that a writer fills in place. The slot is HELD and LOANED, and is outside of the FIFO.
 Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
     if (h_->state == BROKEN) return Step::Broken;
     if (h_->state == CLOSED) return broken() ? Step::Broken : Step::Closed;
@@ -335,7 +333,7 @@ Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
     return Step::Done;
 }
 
-// Put a loan that was filled in place. Only the size of `frame` is used.
+// Put a loan that the writer has filled. Only the size of `frame` matters.
 Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes) {
     Step step = room(frame, writer);
     if (step != Step::Done) return step;
@@ -351,8 +349,8 @@ Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& 
     return Step::Done;
 }
 
-// Return the ids of the PINNED items that exist: inside, held by a process, or viewed. For an item that is
-// being written now, this may return the id of the slot's previous item.
+// Return the ids of the PINNED items that exist: in the channel, held by a process, or viewed. If an item is
+// being written right now, this may return the id of the slot's previous item.
 std::vector<uint64_t> Ring::pinned() const {
     std::vector<uint64_t> ids;
     if (!memory_is_valid()) return ids;
@@ -383,10 +381,10 @@ std::vector<Held> Ring::held() const {
     return all;
 }
 
-// --- damage --- Other processes write this memory, and one of them may have a stray pointer. Each offset is
-// checked before it is followed. So damage breaks the channel, but never crashes its users or makes them read
-// outside of the memory. A list is followed no further than its length allows. A slot is removed from a list
-// only if its state matches that list. After damage has been found, no offset is followed.
+// --- damage --- Other processes write this memory, and one of them may have a stray pointer. So every offset
+// is checked before it is followed. Damage breaks the channel, but never crashes its users or makes them read
+// outside of the memory. No list is followed further than its length permits. A slot is removed from a list
+// only if its state matches that list. Once damage has been found, no offset is followed.
 
 // Check the order of the parts: | blocks .. reserved_low | hole | reserved_high .. slots |
 bool Ring::memory_is_valid() const {
@@ -404,8 +402,8 @@ bool Ring::payload_exists(const Slot* slot) const {
     if (slot->cls >= CLASSES) return false;
     if (slot->cls == 0) return slot->block == 0 && slot->size <= Slot::INLINE;
     const uint64_t room = class_size(uint32_t(slot->cls));
-    // `write` calls this without the lock, while Redo::apply may store the word. Relaxed, because an existing
-    // slot always stays above `slots_at`.
+    // `write` calls this without the lock, while Redo::apply may store this word. Relaxed is enough, because
+    // an existing slot is always above `slots_at`.
     const uint64_t end =
         std::min(std::atomic_ref(h_->slots_at).load(std::memory_order_relaxed), windows_.blocks_to());
     return slot->size <= room && slot->block >= blocks_at_ && slot->block % UNIT == 0 && room <= end &&
@@ -418,9 +416,9 @@ Step Ring::found_damage() {
     return Step::Broken;
 }
 
-// Return what a put does if it finds no memory. The put waits until memory is freed, unless none is in use.
-// If the address space of this process is exhausted, the put waits only if a reader has a port. Otherwise, a
-// caller that is the only reader would wait forever.
+// Return what a put does if it finds no memory. It waits until memory is freed, unless no memory is in use.
+// If this process lacks address space, the put waits only while some reader has a port. Otherwise, a caller
+// that is itself the only reader would wait forever.
 Step Ring::no_slot() {
     if (h_->damaged) return Step::Broken;
     const bool waits = h_->slots_used && (h_->readers || !unmapped);

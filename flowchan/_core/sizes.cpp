@@ -1,14 +1,13 @@
-// Estimate how many bytes an item keeps alive, from a few of its parts.
+// Estimates how many bytes an item keeps alive, from some of its parts.
 //
-// Buffers, strings and `nbytes` count exactly. For a container, SAMPLES of its elements represent all
-// elements; in a list or tuple they are evenly spaced. The parts of any other object are those that the
-// garbage collector would visit. At most TRIALS objects are visited for one item, so a batch of 20,000 rows
-// costs no more than a batch of one hundred. Parts that many items share (a class, a module, a function)
-// count as zero bytes. Any other shared part is counted for each item, because the sharing cannot be
-// detected.
+// Buffers, strings and `nbytes` count exactly. For a container, SAMPLES of its elements stand for all of
+// them. In a list or a tuple, they are evenly spaced. The parts of any other object are those that the
+// garbage collector would visit. For one item, at most TRIALS objects are visited, so a batch of 20,000 rows
+// costs no more than one of a hundred. Parts that many items share (a class, a module, a function) count as
+// zero. Other shared parts count for each item, because sharing cannot be detected.
 //
-// In a free-threaded interpreter, other threads may change the item at any moment. So all samples of an
-// object are taken at once in its critical section, each with a reference, and visited afterwards.
+// In a free-threaded interpreter, other threads may change the item at any time. So all samples of an object
+// are taken together, in its critical section and with a reference to each, and are visited afterwards.
 #include "sizes.hpp"
 
 #include <nanobind/nanobind.h>
@@ -26,12 +25,12 @@ namespace {
 constexpr Py_ssize_t SAMPLES = 8;
 constexpr int TRIALS = 64, DEPTH = 8;
 
-// Some parts of an object, with a reference to each.
+// Some parts of an object, with a reference to each of them.
 struct Samples {
     static constexpr size_t MOST = 2 * SAMPLES;
     PyObject* part[MOST];
     size_t count = 0;
-    Py_ssize_t among = 0;  // total number of parts
+    Py_ssize_t among = 0;  // number of all parts
 
     Samples() = default;
     Samples(const Samples&) = delete;
@@ -42,7 +41,7 @@ struct Samples {
         if (one && count < MOST) part[count++] = Py_NewRef(one);
         return count < MOST;
     }
-    // Take evenly spaced samples from a list or a tuple.
+    // Take evenly spaced samples of a list or a tuple.
     template <class At>
     void row(Py_ssize_t n, At at) {
         among = n;
@@ -74,14 +73,14 @@ struct Estimate {
   private:
     bool deeper(int depth) const { return left > 0 && depth < DEPTH; }
 
-    // Return the total size of the samples. `seen` is set to the number of samples visited.
+    // Return the total size of the samples, and set `seen` to the number of samples visited.
     uint64_t sum(const Samples& samples, int depth, uint64_t& seen) {
         uint64_t bytes = 0;
         for (seen = 0; seen < samples.count && left > 0; ++seen) bytes += of(samples.part[seen], depth + 1);
         return bytes;
     }
 
-    // Return the size of a list's or tuple's elements, including the references to them.
+    // Return the size of the elements of a list or a tuple, including the references to them.
     uint64_t row(PyObject* o, int depth) {
         if (!deeper(depth)) return uint64_t(Py_SIZE(o)) * 8;
         Samples samples;
@@ -124,7 +123,7 @@ struct Estimate {
         return true;
     }
 
-    // Read `nbytes`, an attribute of tensors and of arrays that export no buffer.
+    // Read `nbytes`, which tensors have, and arrays that export no buffer.
     static bool counted(PyObject* o, PyTypeObject* type, uint64_t& bytes) {
         static PyObject* const name = PyUnicode_InternFromString("nbytes");
         if (!_PyType_Lookup(type, name)) return false;
@@ -136,7 +135,7 @@ struct Estimate {
         return ok;
     }
 
-    // Return the size of the objects that this object refers to, as visited by the garbage collector.
+    // Return the size of the objects to which this object refers, as the garbage collector visits them.
     uint64_t parts(PyObject* o, PyTypeObject* type, int depth) {
         if (!type->tp_traverse || !deeper(depth) || !PyObject_IS_GC(o)) return 0;
         Samples samples;

@@ -1,4 +1,4 @@
-// Sizes of items, which count against the byte limit of a `threads` channel.
+// Sizes of items, for the byte limit of a `threads` channel.
 #pragma once
 
 #include <Python.h>
@@ -7,7 +7,7 @@
 
 namespace flowchan {
 
-// Estimate how many bytes an item keeps alive; see sizes.cpp. Never raises. For a number, it only compares
+// Estimate how many bytes an item keeps alive; see sizes.cpp. Never raises. For a number, this only compares
 // types.
 uint64_t estimate_size(PyObject* item);
 

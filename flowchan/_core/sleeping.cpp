@@ -1,4 +1,4 @@
-// Linux 5.16 and later can sleep on many words with futex_waitv. If that call is missing or refused,
+// Since Linux 5.16, a thread can sleep on many words with futex_waitv. If the call is missing or refused,
 // `sleep_by_turns` replaces it.
 #include "sleeping.hpp"
 
@@ -12,14 +12,14 @@ namespace flowchan {
 namespace {
 
 constexpr size_t WAITV_MAX = 128;  // FUTEX_WAITV_MAX
-// set permanently if the kernel or a system-call filter refuses futex_waitv; it orders no other memory access
+// Set once the kernel or a seccomp filter has refused futex_waitv. It orders no other memory access.
 std::atomic<bool> waitv_refused{false};
 
 std::atomic<uint32_t>& word(const WaitedWord& w) {
     return *reinterpret_cast<std::atomic<uint32_t>*>(w.uaddr);
 }
-// Sleep without futex_waitv: on one of the words, while polling the others at increasing intervals. Polling
-// adds at most 4 ms of delay, and costs 250 checks a second. A single word needs no polling.
+// Sleep without futex_waitv: sleep on one word, and poll the others at growing intervals. Polling adds at
+// most 4 ms of delay, and costs 250 checks a second. For a single word, no polling is needed.
 bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
     for (int64_t nap = 125'000;; nap = std::min<int64_t>(2 * nap, 4'000'000)) {
         if (std::any_of(words.begin(), words.end(), is_changed)) return false;
@@ -31,7 +31,7 @@ bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
     }
 }
 
-// Return an error number, or 0.
+// Return 0 or an errno.
 int wait_for_any(WaitedWord* words, size_t count, const timespec& until) {
     return syscall(SYS_futex_waitv, words, count, 0, &until, CLOCK_MONOTONIC) < 0 ? errno : 0;
 }

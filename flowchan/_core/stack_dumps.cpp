@@ -1,13 +1,12 @@
-// Dumps of this process's Python stacks, written when a signal arrives.
+// Dumps this process's Python stacks when a signal arrives.
 //
 // Algorithm. Python's faulthandler installs a signal handler that writes the stacks of all threads to a file,
-// even while C code holds the GIL. A reader of the file cannot tell when such a dump is complete. Our handler
-// therefore replaces faulthandler's handler, and calls that handler between two marks. We do not use the
-// option `chain` of faulthandler. This option clears SA_RESTART, so signals would interrupt more system calls
+// even while C code holds the GIL. But a reader of that file cannot tell when a dump is complete. So we
+// replace this handler with ours, which calls it between two marks. The option `chain` of faulthandler would
+// not do: it clears SA_RESTART, so signals would interrupt more system calls in C code.
 // in C code.
-//
-// Invariants. For each signal, a dump begins after the signal is sent. If several threads receive signals at
-// the same time, only one of them writes, so dumps do not overlap. The handlers use only atomics and
+// Invariants. For each signal, a dump begins after the signal is sent. If several threads get signals at the
+// same time, only one of them writes, so dumps do not overlap. The handlers use only atomics and
 // async-signal-safe functions.
 #include "stack_dumps.hpp"
 
@@ -21,13 +20,13 @@ namespace {
 
 using Handler = void (*)(int);
 
-// These bytes do not occur in a dump, because faulthandler escapes them.
+// These bytes never occur in a dump, because faulthandler escapes them.
 constexpr char DEATH = 1, BEGIN = 2, END = 3;
-constexpr unsigned DUMP_WITHIN_S = 1;  // limit for the dump of a process that is about to die
+constexpr unsigned DUMP_WITHIN_S = 1;  // limit for the dump of a dying process
 
 std::atomic<Handler> faulthandler{nullptr};
 std::atomic<int> signal_number{0}, file{-1};
-std::atomic<int> requests{0};  // number of signals whose dump is not complete
+std::atomic<int> requests{0};  // signals whose dump is not complete yet
 
 void write_mark(char mark) {
     while (write(file, &mark, 1) < 0 && errno == EINTR) {}
@@ -49,7 +48,8 @@ void dump(int) {
     errno = error;
 }
 
-// SA_RESETHAND has restored the default action, so the alarm kills the process even if the dump gets stuck.
+// The signal's default action is back because of SA_RESETHAND, so the alarm kills the process even if the
+// dump hangs.
 void dump_and_die(int number) {
     alarm(DUMP_WITHIN_S);
     write_dump(DEATH);

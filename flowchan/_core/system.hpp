@@ -1,7 +1,7 @@
-// System calls and files that may be missing or refused. Old kernels lack some calls (ENOSYS), and the
-// seccomp filters of containers and service managers refuse some (EPERM or ENOSYS). Each has a fallback, or
-// an error that names it. This file defines the numbers and structures that the headers of Linux 5.10 lack,
-// so that the core compiles with these headers.
+// System calls and files that may be missing or refused. Old kernels lack some calls (ENOSYS). The seccomp
+// filters of containers and service managers refuse some (EPERM or ENOSYS). In each case, there is a
+// fallback, or an error that names the call. This file also defines numbers and structures that the headers
+// of Linux 5.10 lack, so that the core compiles with these headers.
 #pragma once
 
 #include "waiting.hpp"
@@ -20,7 +20,7 @@ namespace flowchan {
 
 inline int open_pidfd(int pid) { return int(syscall(SYS_pidfd_open, pid, 0)); }
 
-// Raise an error for a system call that channels between processes cannot do without.
+// Raise an error for a system call without which channels between processes cannot work.
 [[noreturn]] inline void fail(int error, const char* call) {
     std::string text = call;
     if (error == EPERM || error == EACCES || error == ENOSYS)
@@ -31,8 +31,8 @@ inline int open_pidfd(int pid) { return int(syscall(SYS_pidfd_open, pid, 0)); }
     throw std::system_error(error, std::system_category(), text);
 }
 
-// Check that /proc is mounted. It shows which users of a channel are alive, and which file a descriptor
-// refers to.
+// Check that /proc is mounted. It tells which users of a channel are alive, and which file a descriptor has
+// open.
 inline void need_proc() {
     struct stat st;
     if (stat("/proc/self/stat", &st) != 0)

@@ -1,4 +1,4 @@
-// Unbox sampled items, and call the recorder that follows them (see ItemTracing).
+// Unboxes sampled items, and calls the recorder that follows them (see ItemTracing).
 #include "channel.hpp"
 
 namespace flowchan {

@@ -1,6 +1,6 @@
-// The operations that a channel needs from every transport. All other operations have separate functions for
-// each transport, in puts.cpp, gets.cpp, channel.cpp and raising.cpp. They differ too much: one transport
-// passes references, the other bytes.
+// The operations that every transport must offer to a channel. For all other operations, puts.cpp, gets.cpp,
+// channel.cpp and raising.cpp have one function per transport. These differ too much: one transport passes
+// references, and the other bytes.
 #pragma once
 
 #include <concepts>
@@ -13,19 +13,19 @@ namespace flowchan {
 
 enum State : uint64_t { OPEN = 0, CLOSED = 1, BROKEN = 2 };
 
-// A snapshot of a channel's counters.
+// A snapshot of the counters of a channel.
 struct Counts {
     uint64_t items_in, items_out, bytes_in, bytes_inside;
     uint64_t inside, leased, readers, writers;
     uint64_t waiting_readers, waiting_writers;
-    int64_t read_wait_ns, write_wait_ns;  // total over all calls
-    // part of write_wait_ns: waiting for a turn while the channel was empty for its readers
+    int64_t read_wait_ns, write_wait_ns;  // totals over all calls
+    // The part of write_wait_ns in which a writer waited for its turn and the readers had no item.
     int64_t turn_wait_ns;
-    // time since the number of waiting calls became nonzero
+    // Time since the number of waiting calls became nonzero.
     int64_t readers_waiting_for_ns, writers_waiting_for_ns;
-    uint64_t selecting;   // waiters that may continue without this channel
+    uint64_t selecting;   // waiters that may continue even if this channel does not change
     uint64_t woken;       // waiters that were woken and have not continued yet
-    bool short_of_bytes;  // a writer is waiting for bytes, not for a place
+    bool short_of_bytes;  // a writer waits for bytes, not for a place
 };
 
 // The blocks that one process views or fills in place.
@@ -38,13 +38,13 @@ concept Transport = requires(M& m, const M& seen, Wakes& wakes) {
     { m.lock(false) } -> std::same_as<bool>;
     m.unlock();
     m.wake(wakes);
-    // called without the lock
+    // Call these without the lock.
     { seen.seen_state() } -> std::same_as<uint64_t>;
     { seen.is_sweep_due() } -> std::same_as<bool>;
-    // the descriptor that another process needs to share the channel; -1 for threads
+    // The descriptor that another process needs to share the channel, or -1 for threads.
     { seen.fd() } -> std::same_as<int>;
     { seen.socket() } -> std::same_as<int>;
-    // called with the lock held
+    // Call these while holding the lock.
     { seen.counts() } -> std::same_as<Counts>;
     { seen.held() } -> std::same_as<std::vector<Held>>;
     { seen.inside() } -> std::same_as<uint64_t>;

@@ -1,9 +1,9 @@
-// Choosing the fastest of several plans for a repeated operation.
+// Finds the fastest of several plans for an operation that runs again and again.
 //
-// Algorithm. A trial runs a few operations with the best plan so far, and a few with another plan. From then
-// on, the faster of the two is the best. The slower plan is tried again after a while, or later if it was
-// clearly slower. All plans are tried again if the best plan takes much longer than before. Other load on the
-// caches, or the placement of the cores, may have changed.
+// Algorithm. A trial runs a few operations with the best plan so far, and a few with another one. The faster
+// plan then becomes the best. The slower one is tried again after a while, and later if it was clearly
+// slower. If the best plan suddenly takes much longer than before, all plans are tried again. The load on the
+// caches or the placement on cores may have changed.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace flowchan {
 
-// Nanoseconds as 32 bits, capped at 4.3 s.
+// Nanoseconds as 32 bits, limited to 4.3 s.
 inline uint32_t saturated(int64_t ns) { return uint32_t(std::min<int64_t>(ns, UINT32_MAX)); }
 
 class Tuner {
@@ -19,12 +19,12 @@ class Tuner {
     static constexpr uint32_t MOST_PLANS = 16;
 
     Tuner() = default;
-    // `plans` has a bit for each plan.
+    // `plans` has one bit for each plan.
     Tuner(uint32_t plans, uint32_t best) : plans_(plans), best_(best) {}
 
     uint32_t plans() const { return plans_; }
 
-    // Returns the plan for the next operation. The times of the last few operations may still be unknown.
+    // Returns the plan for the next operation. The times of the last few operations may not be known yet.
     uint32_t next() {
         ++count_;
         if (remaining_ && --remaining_ == 0) judge();
@@ -40,16 +40,16 @@ class Tuner {
         std::fill_n(rest_, MOST_PLANS, 0);
         std::fill_n(due_, MOST_PLANS, 0);
     }
-    // Returns the shortest time in the last trial of this plan, or 0 before its first trial.
+    // Returns the shortest time in the latest trial of this plan, or 0 before its first trial.
     int64_t least(uint32_t plan) const { return least_[plan]; }
 
   private:
-    // operations with each plan in a trial; other load hardly ever disturbs all of them
+    // Operations with each plan in a trial. Other load rarely disturbs all of them.
     static constexpr uint32_t TRIES = 4;
-    static constexpr uint32_t LATE = 2;  // number of operations until the time of an earlier one is known
+    static constexpr uint32_t LATE = 2;  // the time of an operation is known this many operations later
     static constexpr uint32_t FEWEST = 128, MOST = 2048;  // operations until the slower plan is tried again
-    static constexpr uint32_t SLOW = 8;  // number of slow operations in a row that indicate a change
-    // minimum number of operations between two such changes, because the machine may just be busy
+    static constexpr uint32_t SLOW = 8;  // so many slow operations in a row indicate a change
+    // At least so many operations lie between two such changes, because the machine may just be busy.
     static constexpr uint64_t PATIENT = 1024;
 
     void begin() {
@@ -64,7 +64,7 @@ class Tuner {
     void judge() {
         const int64_t best = now_[best_], other = now_[other_];
         uint32_t loser = other_;
-        // otherwise, all operations with one of the plans failed
+        // If this is false, all operations with one of the plans failed.
         if (best != INT64_MAX && other != INT64_MAX) {
             least_[best_] = best, least_[other_] = other;
             if (other < best) std::swap(best_, loser);
@@ -78,7 +78,7 @@ class Tuner {
     uint32_t plans_ = 0, best_ = 0, other_ = 0, remaining_ = 0, slow_ = 0;
     uint32_t rest_[MOST_PLANS] = {};
     uint64_t count_ = 0, patient_until_ = 0, due_[MOST_PLANS] = {};
-    // shortest time: in the current trial, and in the last one
+    // Shortest time of each plan: in the current trial, and in its last one.
     int64_t now_[MOST_PLANS] = {}, least_[MOST_PLANS] = {};
 };
 

@@ -12,10 +12,10 @@ namespace flowchan {
 
 namespace {
 
-// Smaller views are copied: that is equally fast, and a process can have only about 65,000 mappings.
+// Smaller views are copied, because that is as fast, and a process can have only about 65,000 mappings.
 constexpr uint64_t MAPPED = 1 << 16;
 
-// held during a fork, so that in the child it can be unlocked and `live` is consistent
+// A fork holds this mutex, so that the child can unlock it and finds a consistent `live`.
 std::mutex live_mutex;
 std::unordered_set<Block*> live;
 
@@ -39,10 +39,10 @@ nb::object wrap(View view) { return nb::cast(std::move(view)); }
 
 PyType_Slot view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
 
-// If the process forks while a block has views, the child may use them, and nothing records that. So the slot
-// keeps its viewer until the channel ends, even if the parent dies (Session::forked). In the child, the block
-// belongs to the parent. A loan does not have any content yet, so it belongs only to the process that took
-// it.
+// If the process forks while a block has views, the child may use them, and nothing records when that ends.
+// So the slot keeps its viewer until the channel ends, even if the parent dies (Session::forked). In the
+// child, the block still belongs to the parent. A loan has no content yet, so it belongs only to the process
+// that took it.
 Block::Block(std::shared_ptr<Ring> ring_, Slot* slot)
     : ring(std::move(ring_)), slot(slot), begin(ring->payload_of(slot)), size(slot->size) {
     std::lock_guard guard(live_mutex);
@@ -93,7 +93,7 @@ nb::object private_view(nb::handle self) {
     if (view.size >= MAPPED)
         p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, ring.fd(),
                  off_t(begin));
-    if (p == MAP_FAILED) {  // small, or without room for another mapping: make a plain copy
+    if (p == MAP_FAILED) {  // too small, or no more mappings: make a plain copy
         nb::object copy = View::copy_of(view.at, view.size);
         nb::inst_ptr<View>(copy)->writable = true;
         return copy;

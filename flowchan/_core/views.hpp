@@ -1,5 +1,5 @@
 // Python views of blocks in shared memory: buffers that are read in place, and loans that a writer fills in
-// place. See ring_memory.cpp for their effect on the ring.
+// place. ring_memory.cpp describes what they change in the ring.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,17 +12,17 @@ namespace flowchan {
 
 namespace nb = nanobind;
 
-// A fork increments the first in the child and the second in the parent.
+// A fork increments the first in the child, and the second in the parent.
 extern uint64_t fork_count, children_forked;
 
-// A block that this process is viewing. It is released with the last view.
+// A block that this process views. The last view releases it.
 struct Block {
     std::shared_ptr<Ring> ring;
     Slot* slot;
-    const char* begin;  // the payload; it does not move as long as this object exists
+    const char* begin;  // the payload, which does not move while this object exists
     uint64_t size;
-    std::atomic<bool> put = false;  // the loan is in the channel, or a thread is putting it now
-    nb::object array;               // for a loan: a weak reference to the NumPy array that uses it
+    std::atomic<bool> put = false;  // the loan is in the channel, or a thread is putting it
+    nb::object array;               // for a loan: a weak reference to the NumPy array on it
     uint64_t forks = fork_count, children = children_forked;
 
     Block(std::shared_ptr<Ring> ring, Slot* slot);
@@ -30,7 +30,7 @@ struct Block {
     ~Block();
 };
 
-// Memory that supports Python's buffer protocol, with the owner that keeps it valid.
+// Memory that supports Python's buffer protocol, and the owner that keeps it valid.
 struct View {
     std::shared_ptr<Block> block;  // null: the memory is not in a block
     std::shared_ptr<char> memory;  // private memory, or a private mapping of the block
@@ -45,15 +45,15 @@ struct View {
     static nb::object copy_of(const char* at, uint64_t size);  // returns a read-only view of a copy
 };
 
-// Return a writable, copy-on-write view of the same bytes, whose changes other users do not see. The kernel
-// copies only pages that are written, from a private mapping of the block.
+// Return a writable, copy-on-write view of the same bytes. Other users do not see changes to it. It is a
+// private mapping of the block, so the kernel copies only the pages that are written.
 nb::object private_view(nb::handle view);
 
-// Return the loan in `loans` that contains `at`, preferably one that was not put. Drop expired loans.
+// Return the loan in `loans` that contains `at`, preferably one that was not put. Remove expired loans.
 std::shared_ptr<Block> loan_with(std::vector<std::weak_ptr<Block>>& loans, const void* at);
 
-// Return whether `at` is now in a block of the ring that this process is viewing. Earlier uses of the address
-// do not matter.
+// Return whether `at` is in a block of the ring that this process is viewing now. What was at this address
+// earlier does not matter.
 bool is_in_view(const Ring& ring, const void* at);
 
 extern PyType_Slot view_slots[];

@@ -1,26 +1,27 @@
-// The wait list of this process's threads at one side of a `threads` channel.
+// The list of threads that wait on one side of a `threads` channel.
 //
 // Algorithm. Each waiting thread has a node on its stack, with its own futex word. A node is either asleep
-// (in a list, oldest first) or woken and not yet running. An opportunity wakes only the oldest sleeper, so it
-// costs one wake-up, whether one or a thousand waiters sleep. No other waiter is woken before the woken one
-// runs. Two callers wake the next waiter: an operation that leaves another opportunity (LocalQueue::try_put,
-// try_take), and a woken waiter that does not use its own opportunity. So k opportunities wake k waiters, and
-// each waiter wakes the next. If a running thread takes all k opportunities before a woken thread gets the
-// GIL, one waiter was woken in vain, not k. The waiter that was woken in vain returns to the head of the
-// list. Newcomers may overtake (see waiting.hpp) until a waiter has been woken in vain twice within
-// PATIENCE_NS and is `starving`. Newcomers then let that waiter go first, as long as it could continue.
+// (in a list, oldest first), or woken but not running yet. When a call becomes possible, only the oldest
+// sleeper is woken. So this costs one wake-up, even if a thousand waiters sleep. No other waiter is woken
+// before the woken one runs. The next waiter is then woken by an operation that leaves another call possible
+// (LocalQueue::try_put, try_take), or by a woken waiter that does not use its wake-up. So if k calls are
+// possible, k waiters are woken, one by another. If a running thread does all k calls before a woken thread
+// gets the GIL, only one wake-up was useless, not k. That waiter returns to the head of the list. Newcomers
+// may overtake it (see waiting.hpp), until it has been woken twice without success within PATIENCE_NS and is
+// `starving`. From then on, newcomers let it go first as long as it could continue.
 //
-// The workers of a stage are interchangeable. The last worker to arrive goes to the head of the list, because
-// its stack and its function's data are still in the caches. So if 300 workers have enough work for only two,
-// the same few process it, and the others sleep.
+// The workers of a stage are interchangeable. The last one to arrive goes to the head of the list, because
+// the caches still have its stack and its function's data. So if 300 workers have work for only two, the same
+// few do the work, and the others sleep.
 //
-// Writers of an ordered stage wait for their turns, and are sorted by the numbers of their items. Only the
-// first of them can continue, so waking any other would be in vain. Workers that have not made an output yet
-// come last (ANY_TURN). If CROWD other workers are waiting for places for their outputs, a worker waits for a
-// place before it takes an item. So a few of the many workers of a cheap function do the work. The others
-// keep sleeping, and are not woken for each of their items.
+// Writers of an ordered stage wait for their turns, sorted by the numbers of their items. Only the first one
+// can continue, so waking any other would be useless. Workers without an output come last (ANY_TURN). If
+// CROWD other workers are waiting with outputs, a worker waits for room before it takes an item. So a few of
+// the many workers of a cheap function do the work. The others keep sleeping, and are not woken for each of
+// these items.
 //
-// Everything here runs under the queue's lock. No thread can die while holding it, so no repair is needed.
+// Everything here runs under the lock of the queue. No thread can die while it holds the lock, so no repair
+// is needed.
 #pragma once
 
 #include <map>
@@ -29,18 +30,18 @@
 
 namespace flowchan {
 
-constexpr uint64_t ANY_TURN = UINT64_MAX;  // used in place of an item's number
+constexpr uint64_t ANY_TURN = UINT64_MAX;  // stands for the number of an item
 constexpr uint32_t CROWD = 2;
 
 struct Node {
     enum State { NOT_WAITING, ASLEEP, WOKEN };
-    std::atomic<uint32_t> word{0};  // the futex word, which the kernel compares before the waiter sleeps
+    std::atomic<uint32_t> word{0};  // the futex word
     uint32_t seen = 0;
     State state = NOT_WAITING;
     Node *before = nullptr, *after = nullptr;
     Caller caller{};
     bool selecting = false;
-    bool for_turn = false;  // the waiter is waiting for its turn, not for a place
+    bool for_turn = false;  // it waits for its turn, not for a place
 };
 
 class WaitList {
@@ -86,17 +87,17 @@ class WaitList {
         else if (first_)
             wake(*first_, wakes);
     }
-    // Wake the waiter with the lowest number, if `may(number)` returns true.
+    // Wake the waiter with the lowest number if `may(number)` is true.
     template <class May>
     void wake_turn(May may, Wakes& wakes) {
         if (!woken_with_turn_ && !turns_.empty() && may(turns_.begin()->first))
             wake(*turns_.begin()->second, wakes);
     }
-    // Return whether another waiter has an earlier turn than this sleeping node.
+    // Return whether another waiter comes before this sleeping node.
     bool is_behind(const Node& node) const {
         return node.caller.ordered && turns_.begin()->first < node.caller.number;
     }
-    // Wake all threads that are waiting through this port.
+    // Wake all threads that wait through this port.
     void wake_port(const void* port, Wakes& wakes) {
         for (Node *node = first_, *next; node; node = next) {
             next = node->after;
@@ -119,8 +120,8 @@ class WaitList {
     int64_t total_wait_ns() const { return waited_ns_ + int64_t(waiting) * now_ns(); }
 
     uint32_t waiting = 0;
-    WaitClock turns;           // counts only waiters for a turn, not for a place
-    Node* starving = nullptr;  // newcomers must not overtake this waiter while it could continue
+    WaitClock turns;           // counts only callers that wait for a turn, not those that wait for a place
+    Node* starving = nullptr;  // while this waiter could continue, newcomers must not overtake it
 
   private:
     static bool has_turn(const Node& node) { return node.caller.ordered && node.caller.number != ANY_TURN; }
@@ -130,8 +131,8 @@ class WaitList {
     void sleep(Node& node, bool first) {
         node.state = Node::ASLEEP;
         if (node.caller.ordered) {
-            // The node goes before nodes with the same number. This matters for ANY_TURN, where the last to
-            // arrive has the warmest caches.
+            // Put the node before those with the same number. This matters for ANY_TURN: the last to arrive
+            // has the warmest caches.
             turns_.emplace_hint(turns_.lower_bound(node.caller.number), node.caller.number, &node);
             return;
         }
@@ -154,17 +155,17 @@ class WaitList {
         take_out(node);
         node.state = Node::WOKEN;
         woken_(node) += 1;
-        // The lock's release orders this before the wake-up, so relaxed is enough.
+        // Releasing the lock publishes this before the wake-up, so relaxed order is enough.
         node.word.store(node.seen + 1, std::memory_order_relaxed);
         wakes.add(node.word, false);
     }
 
-    Node *first_ = nullptr, *last_ = nullptr;  // asleep, not for a turn
-    std::multimap<uint64_t, Node*> turns_;     // asleep, sorted by the numbers of their items
+    Node *first_ = nullptr, *last_ = nullptr;  // asleep, and not waiting for a turn
+    std::multimap<uint64_t, Node*> turns_;     // asleep, sorted by the number of the item
     uint32_t woken_without_ = 0, woken_with_turn_ = 0, selecting_ = 0;
-    uint32_t with_turn_ = 0;  // waiting with an output, including woken waiters
-    int64_t waited_ns_ = 0;   // total waiting time: the start of each wait is subtracted, its end is added
-    int64_t since_ns_ = 0;    // time at which `waiting` last became nonzero
+    uint32_t with_turn_ = 0;  // waiting with an output, including those that were woken
+    int64_t waited_ns_ = 0;   // total waiting time: sum of all ends of waits minus all starts
+    int64_t since_ns_ = 0;    // when `waiting` last became nonzero
 };
 
 }  // namespace flowchan

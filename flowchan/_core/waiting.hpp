@@ -163,12 +163,10 @@ struct WaitQueue {
     // channels, or until a deadline
     uint32_t selecting = 0;
     uint32_t starving = 0;       // thread id of the starving waiter, whom newcomers must not overtake, or 0
-    uint32_t ordered = 0;        // number of additional waiters, each of which waits for its turn on its own
-                                 // word
+    uint32_t ordered = 0;        // number of other waiters, each on its own word until its turn
     uint32_t idle = 0;           // ranks of the stage's workers that wait here, one bit each; a hint
     uint64_t starving_size = 0;  // size of the item that the starving waiter wants to put
-    int64_t waited_ns = 0;       // total waiting time, built up as the sum of all ends of waits minus the sum
-                                 // of their starts
+    int64_t waited_ns = 0;       // total waiting time: sum of all ends of waits minus all starts
     int64_t since_ns = 0;        // when `waiting` last became nonzero
     WaitClock turns;             // counts only callers that wait for a turn, not those that wait for a place
 
@@ -266,8 +264,7 @@ struct Caller {
     uint64_t size = 0;
     bool ordered = false;
     uint64_t number = 0;
-    bool exchangeable = false;   // any worker of its stage could continue instead of it, so the queue wakes
-                                 // by rank
+    bool exchangeable = false;   // other workers of its stage could continue instead: wake by rank
     PortClock* clock = nullptr;  // threads: the clock of the port, which outlives the call
     // Threads: the port's Orders. The call obeys them even while another waiter is starving.
     const uint32_t* orders = nullptr;

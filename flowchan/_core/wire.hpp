@@ -1,12 +1,12 @@
-// The frames that two hosts exchange over a link, once both have proved that they know the run's secret.
+// The frames that two hosts exchange over a link, after both have proved that they know the run's secret.
 //
-// A connection is a sequence of frames: each has a head and, for some types, a payload after it. A frame
-// belongs to one port of one stream (link.hpp). Input ports carry items to a worker, and output ports carry
-// its outputs. Every type except ITEM and OUT carries absolute state: only the latest frame counts, so a new
-// connection needs no log of the old one.
+// A connection is a sequence of frames. A frame has a head and, for some types, a payload. Each frame is for
+// one port of one stream (link.hpp). Input ports carry items to a worker, and output ports carry its outputs
+// back. All types except ITEM and OUT report an absolute state. Only the latest of these frames counts, so a
+// new connection needs no log of the old one.
 //
-// All numbers are little-endian. Data from the other side is checked before it is used, because the other
-// side may run another version or be hostile.
+// All numbers are little-endian. Data from the other side is checked before use, because the other side may
+// run another version or be hostile.
 #pragma once
 
 #include <cstdint>
@@ -15,47 +15,48 @@
 namespace flowchan {
 
 enum class FrameType : uint8_t {
-    // from the worker side: the stream is open; the owner side replies with the state of all of its ports
+    // worker side -> owner side: the stream is open; the owner side replies with the state of all of its
+    // ports
     OPEN = 1,
     ITEM = 2,   // owner side -> worker side, input port: item n of the stream
-    OUT = 3,    // worker side -> owner side, output port: an output made for item n, or for no item (KEYLESS)
-    INPUT = 4,  // worker side -> owner side, of an input port: a = got, b = done, n = leased, flags
-    // owner side -> worker side, of an output port: a = got, b = used, n = total puts granted (only for
-    // limited streams), flags; with BREAK, the payload is the cause
+    OUT = 3,    // worker side -> owner side, output port: an output for item n, or for no item (KEYLESS)
+    INPUT = 4,  // worker side -> owner side, input port: a = got, b = done, n = leased, flags
+    // owner side -> worker side, output port: a = got, b = used, n = total puts granted (limited streams
+    // only), flags; with BREAK, the payload is the cause
     OUTPUT = 5,
-    // from the items' sender to their receiver: no more items will come; with BREAK, the payload is the cause
+    // sender of items -> receiver: no more items will come; with BREAK, the payload is the cause
     END = 6,
     PING = 7,  // n = time on the sender's clock
     PONG = 8,  // n = the value from the PING
-    // owner side -> worker side, of an input port: give back the items that the worker has not taken
+    // owner side -> worker side, input port: give back the items that the worker has not taken
     RECALL = 9,
-    // worker side -> owner side, of an output port: n = 1 while a writer is waiting for more room, else 0
+    // worker side -> owner side, output port: n = 1 while a writer waits for more room, otherwise 0
     WANT = 10,
-    // from the items' receiver to their sender, once a connection, before its first INPUT or OUTPUT for the port:
-    // the first `a` bytes of item n arrived over an earlier connection; the next frame has only the rest
+    // receiver of items -> sender, once per connection, before the first INPUT or OUTPUT for the port: the
+    // first `a` bytes of item n arrived over an earlier connection, so the next frame has only the rest
     PART = 11,
     // Items may be references to outputs that stay where they were made (references.hpp). The payload of such
-    // an OUT frame is a `Kept`, and that of an ITEM frame is a `Location` with an address.
+    // an OUT frame is a `Kept`. In an ITEM frame, it is a `Location` followed by an address.
 
-    // owner side -> worker side, of an input port: the output behind item n is at the location in the payload, or
-    // is itself the payload
+    // owner side -> worker side, input port: the output behind item n is at the location in the payload, or
+    // is the payload itself
 
     MOVED = 12,
 
-    // worker side -> owner side, of an input port: the output that item n refers to cannot be fetched
+    // worker side -> owner side, input port: the output behind item n cannot be fetched
 
     UNREACHABLE = 13,
 
-    // owner side -> worker side, of an output port: send output n itself
+    // owner side -> worker side, output port: send output n itself
 
     PULL = 14,
 
-    // worker side -> owner side, of an output port: output n, with its kind as flags
+    // worker side -> owner side, output port: output n, with its kind in the flags
 
     PULLED = 15,
 };
 
-// Return whether a frame is for the sender of the items of its port, and not for their receiver.
+// Return whether a frame is for the sender of the port's items. Other frames are for their receiver.
 inline bool is_for_sender(FrameType type) {
     return type == FrameType::INPUT || type == FrameType::OUTPUT || type == FrameType::PART ||
            type == FrameType::UNREACHABLE || type == FrameType::PULL;
@@ -68,28 +69,28 @@ struct Kept {
     uint64_t size, kind;
 };
 
-constexpr uint64_t REFERENCE_KIND = 7;       // REFERENCE, which frame.hpp defines
-constexpr uint64_t MOST_LOCATION = 1 << 10;  // largest size of a location, in bytes
+constexpr uint64_t REFERENCE_KIND = 7;       // the value of REFERENCE in frame.hpp
+constexpr uint64_t MOST_LOCATION = 1 << 10;  // largest size of a location in bytes
 
 enum Flag : uint8_t {
-    STARVED = 1,     // INPUT: the worker is waiting and has no items left
-    USERS = 2,       // INPUT: user code is running for the leased items (R10)
+    STARVED = 1,     // INPUT: the worker waits and has no items left
+    USERS = 2,       // INPUT: user code is processing the leased items (R10)
     UNPICKLED = 4,   // INPUT: an item is being unpickled
-    NO_MORE = 8,     // INPUT, OUTPUT: no reader is left to take items there
-    BREAK = 16,      // INPUT, OUTPUT, END: the channel broke; the payload is its cause
-    IS_OUTPUT = 32,  // END: the end of an output port
-    REMAKES = 128,   // OUTPUT: the worker has a replay, so its outputs are sent beyond all windows
+    NO_MORE = 8,     // INPUT, OUTPUT: no reader is left to take items
+    BREAK = 16,      // INPUT, OUTPUT, END: the channel broke; the payload is the cause
+    IS_OUTPUT = 32,  // END: this is an output port
+    REMAKES = 128,   // OUTPUT: the worker has a replay, so its outputs may exceed all windows
     RECALLED = 64,   // INPUT: the reply to RECALL; `got` counts only items that the worker has taken
 };
 
 struct Head {
-    uint64_t size;  // size of the payload
+    uint64_t size;  // size of the payload in bytes
     uint64_t n;
     uint32_t stream;
     uint16_t port;
     FrameType type;
-    uint8_t flags;   // ITEM and OUT: the item's kind (frame.hpp), plus its deaths << 3
-    uint64_t a = 0;  // ITEM and OUT frames lack `a` and `b`
+    uint8_t flags;   // ITEM and OUT: the item's kind (frame.hpp) plus its deaths << 3
+    uint64_t a = 0;  // ITEM and OUT frames have neither `a` nor `b`
     uint64_t b = 0;
 
     static constexpr uint64_t SHORT = 24, LONG = 40;
@@ -102,7 +103,7 @@ struct Head {
 };
 static_assert(sizeof(Head) == Head::LONG && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
 
-constexpr uint64_t MOST_CAUSE = 1 << 24;  // largest size of a cause, in bytes
+constexpr uint64_t MOST_CAUSE = 1 << 24;  // largest size of a cause in bytes
 constexpr uint64_t MOST_ITEM = uint64_t(1) << 46;
 
 inline bool is_valid_item(const Head& head) {
