@@ -1,12 +1,14 @@
-// Issue commands for remote tensors without running Python code, if the template of the command is known.
+// Issues commands for remote tensors without running Python code, if the template of the command is known.
 //
-// Algorithm. torch calls one kernel per operator for tensors with the dispatch key Python. start() registers the
-// kernels of this file there. Such a kernel builds the key of the call as call_key() in remote_tensor.py does, and looks
-// it up in the operator's dictionary of templates. If it finds a template, it does what issue() in remote_tensor.py
-// does. It leaves all other calls to torch's own function for this dispatch key, which calls __torch_dispatch__.
+// Algorithm. For tensors with the dispatch key Python, torch calls one kernel per operator. start() registers
+// the kernels of this file for that key. A kernel builds the key of the call like call_key() in
+// remote_tensor.py, and looks it up in the operator's dictionary of templates. If it finds a template, it
+// does the same as issue() in remote_tensor.py. Otherwise, it leaves the call to torch's own function for
+// this dispatch key, which calls __torch_dispatch__.
 //
-// Invariants. A call that is left to Python has changed nothing. Both ways use the same dictionary, so a key that
-// differs from Python's costs time, but never finds a wrong template. All of this runs with the GIL. The commands are
+// Invariants. Before a call is left to Python, it has changed nothing. C++ and Python use the same
+// dictionary. So if the key that C++ builds ever differed from Python's, the lookup would only fail, which
+// costs time, but would never find a wrong template. All of this runs with the GIL held, and a command is
 // appended to the buffer in one step.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -32,7 +34,7 @@ struct HoldGil {
     ~HoldGil() { PyGILState_Release(before); }
 };
 
-// A reference to a Python object.
+// Owns a reference to a Python object.
 struct Object {
     PyObject* it = nullptr;
     Object() = default;
@@ -58,7 +60,7 @@ void check(int result) {
 
 PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
 
-// The names of the attributes that this file reads and writes, and objects of Python. Never freed.
+// The names of the attributes that this file uses, and some Python objects. They are never freed.
 struct Names {
     PyObject *meta = name("_m"), *handle = name("_h"), *id = name("id"), *client = name("client"),
              *single = name("single"), *outputs = name("outputs"), *results = name("results"),
@@ -76,7 +78,7 @@ size_t site_mask = 0;
 
 Object attribute(PyObject* object, PyObject* key) { return checked(PyObject_GetAttr(object, key)); }
 
-// True for each code object of torch or flowchan. The code objects are never freed.
+// Maps code objects to whether they are part of torch or flowchan. The code objects are never freed.
 std::unordered_map<PyCodeObject*, bool>* known_codes = nullptr;
 
 bool belongs_to_library(PyCodeObject* code) {
@@ -92,7 +94,7 @@ void set_item(PyObject* list, size_t place, PyObject* owned) {
     check(PyList_SetItem(list, static_cast<Py_ssize_t>(place), owned));
 }
 
-// The objects of a NodeClient that commands need. The client never replaces them.
+// The objects of a NodeClient that commands need. The client never replaces these objects.
 struct Client {
     Object object, numbers, buffer, refs, freed, site_numbers, site_codes, site_offsets;
 
@@ -109,7 +111,7 @@ struct Client {
     }
 };
 
-// CallSites.note() of remote_failures.py.
+// Does the same as CallSites.note() in remote_failures.py.
 void note_site(const Client& client, PyObject* number) {
     size_t place = PyLong_AsSize_t(number) & site_mask;
     PyFrameObject* innermost = PyEval_GetFrame();
@@ -131,7 +133,7 @@ void note_site(const Client& client, PyObject* number) {
     }
 }
 
-// How to make a tensor with the metadata of a TensorMeta.
+// What is needed to make a tensor with the metadata of a TensorMeta.
 struct Layout {
     Object meta;
     c10::SmallVector<int64_t, 5> sizes, strides;
@@ -156,7 +158,7 @@ struct Layout {
             at::detail::computeStorageNbytes(sizes, strides, dtype.itemsize(), static_cast<size_t>(offset));
     }
 
-    // A tensor without memory, as torch.Tensor._make_wrapper_subclass makes it.
+    // Return a tensor without memory, like torch.Tensor._make_wrapper_subclass.
     Object tensor() const {
         c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, *device),
                              c10::GetAllocator(c10::kMeta), true);
@@ -168,7 +170,7 @@ struct Layout {
     }
 };
 
-// Copy of a Template for this file, kept in the template's attribute ``native``.
+// A copy of a Template for this file. The template keeps it in its attribute ``native``.
 struct Known {
     Object id;
     Client client;
@@ -184,7 +186,7 @@ struct Known {
             changed_input = PyLong_AsSize_t(places.it);
     }
 
-    // Return what belongs to a template, or null if its commands are left to Python. The template owns it.
+    // Return the copy of a template, or null if its commands are left to Python. The template owns the copy.
     static const Known* of(PyObject* found, size_t results) {
         Object native = attribute(found, names->native);
         if (native.it == Py_None) {
@@ -207,17 +209,17 @@ struct Known {
     }
 };
 
-// The tensors and scalars of a call, in the order of its command.
+// The tensors and scalars of a call, in the order in which its command lists them.
 struct Call {
-    std::vector<PyObject*> inputs;  // kept alive by the arguments
+    std::vector<PyObject*> inputs;  // the arguments keep them alive
     std::vector<Object> scalars;
-    bool known = true;  // false if this file leaves the call to Python
+    bool known = true;  // false: leave the call to Python
 };
 
 struct Argument {
     bool scalar = false;  // see OpPlan.scalars
     bool dtype = false;
-    bool plain = false;  // Python gets a value of this type unchanged
+    bool plain = false;  // Python gets values of this type unchanged
     std::optional<IValue> standard;
     PyObject* name = nullptr;
 };
@@ -247,7 +249,7 @@ bool is_plain(c10::TypePtr type) {
 
 Object number_of(double value) { return Object(PyFloat_FromDouble(value)); }
 
-// exact() of remote_tensor.py: a key that tells 0.0 from -0.0, and in which NaN is equal to itself.
+// Does the same as exact() in remote_tensor.py. The result tells 0.0 from -0.0, and NaN is equal to itself.
 Object exact(double value) {
     Object number = number_of(value);
     return value == 0 || value != value ? checked(PyObject_Str(number.it)) : std::move(number);
@@ -264,7 +266,7 @@ Object not_known(Call& call) {
     return Object(Py_NewRef(Py_None));
 }
 
-// The number in a tensor that torch has made of a Python number. Python gets the number.
+// Return the number in a tensor that torch made from a Python number. Python gets the number.
 Object wrapped_number(const at::Tensor& tensor, Call& call) {
     switch (tensor.scalar_type()) {
         case at::kDouble:
@@ -296,7 +298,7 @@ Object tuple_of(List&& list, Element element) {
     return tuple;
 }
 
-// The part of a key that belongs to one value: key_of() of remote_tensor.py.
+// Return the part of a key for one value, like key_of() in remote_tensor.py.
 Object element(const IValue& value, const Argument& argument, Call& call) {
     if (value.isNone()) return Object(Py_NewRef(Py_None));
     if (argument.dtype && value.isInt())
@@ -333,9 +335,9 @@ Object new_tensor(const Layout& layout, const Client& client, PyObject* number) 
     return tensor;
 }
 
-// One operator.
+// The kernel of one operator.
 struct Kernel final : c10::OperatorKernel {
-    PyObject* templates = nullptr;  // see OpPlan.templates; null if all calls are left to Python
+    PyObject* templates = nullptr;  // see OpPlan.templates; null: leave all calls to Python
     size_t positional = 0, results = 0;
     std::vector<Argument> arguments;
 
@@ -395,7 +397,7 @@ struct Kernel final : c10::OperatorKernel {
         return tuple_of(parts, [](Object& one) { return std::move(one); });
     }
 
-    // Issue the command of a call with a known template. Otherwise change nothing, and return false.
+    // Issue the command of a call whose template is known. Otherwise change nothing and return false.
     bool issue(torch::jit::Stack& stack) const {
         Call call;
         Object found;
@@ -450,7 +452,7 @@ struct Kernel final : c10::OperatorKernel {
 
 std::unordered_map<std::string, Kernel*>* kernels = nullptr;
 
-// Register a kernel for each torch operator that has no kernel for the dispatch key Python.
+// Register a kernel for each torch operator that has none for the dispatch key Python.
 void register_kernels() {
     kernels = new std::unordered_map<std::string, Kernel*>;
     auto* library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::Python, __FILE__, __LINE__);

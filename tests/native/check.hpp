@@ -1,8 +1,8 @@
-// Checks a whole ring against the invariants of layout.hpp, ring_memory.cpp and ring_items.cpp.
+// Checks a ring against the invariants of layout.hpp, ring_memory.cpp and ring_items.cpp.
 //
-// Every slot is in exactly one place. Every list is acyclic and has the length that its count says. All sums
-// match their parts. Each named viewer exists and counts its views. Offsets are relative to the header, where
-// the file begins.
+// Every slot must be in exactly one place. Every list must be acyclic and as long as its count says. Every
+// total must match its parts. Every viewer that a slot names must exist and count its views correctly.
+// Offsets are relative to the header, which is at the start of the file.
 #pragma once
 
 #include <map>
@@ -18,9 +18,9 @@ using namespace flowchan;
 constexpr uint64_t PAGE = 4096;
 
 struct Tolerance {
-    // After a death in `rebuild_lists` or while a bare slot is taken, some free slots may be in no list.
+    // If a process died in `rebuild_lists`, or while it took a bare slot, some free slots may be in no list.
     bool lost_free_slots = false;
-    // how many dead users a wait queue may still count, because the process that cleans up also died
+    // how many dead users a wait queue may still count because the process that cleans up also died
     uint32_t waiting = 0;
 };
 
@@ -28,7 +28,7 @@ class Check {
   public:
     Check(Ring& ring, Tolerance tolerance = {}) : ring(ring), h(ring.header()), tolerance(tolerance) {}
 
-    // Return all problems found, or an empty string. The caller holds the lock.
+    // Return a list of all problems, or an empty string. The caller must hold the lock.
     std::string run() {
         for (const Redo& redo : h.redo)
             if (redo.valid) wrong("a redo record is still valid");
@@ -56,7 +56,7 @@ class Check {
     Header& h;
     Tolerance tolerance;
     std::string problems;
-    std::map<uint64_t, std::string> where;  // slot -> name of the list that contains it
+    std::map<uint64_t, std::string> where;  // slot -> name of the list in which it is
     uint64_t used = 0, bytes = 0, filling = 0;
 
     void wrong(const std::string& what) { problems += (problems.empty() ? "" : "; ") + what; }
@@ -67,7 +67,7 @@ class Check {
     }
     Slot* slot(uint64_t p) { return ring.slot_at(p); }
 
-    // Return the length of a list, and record its slots under `name`.
+    // Return the length of a list, and remember that its slots are in the list `name`.
     template <class Each>
     uint64_t walk(uint64_t head, uint64_t* tail, const std::string& name, Each each) {
         uint64_t n = 0, last = 0;
@@ -89,8 +89,7 @@ class Check {
         return n;
     }
     void placed(Slot& s, SlotState place, const std::string& name) {
-        // `advance` moves all parked outputs of an item at once, and does not change the states of their
-        // slots.
+        // `advance` moves all parked outputs of an item at once, without changing the states of their slots.
         const bool moved = place == SlotState::Inside && s.place() == SlotState::Parked;
         if (s.place() != place && !moved)
             wrong("a slot in " + name + " is marked " + std::to_string(int(s.place())));
@@ -106,7 +105,7 @@ class Check {
         }
     }
     void fifo() {
-        uint64_t least = 0;  // the least number that the next item may have
+        uint64_t least = 0;  // the lowest number that the next item may have
         uint64_t n = walk(h.head, &h.tail, "the FIFO", [&](Slot& s) {
             placed(s, SlotState::Inside, "the FIFO");
             if (s.numbered() && s.number >= h.numbered)
@@ -172,8 +171,8 @@ class Check {
         }
         wrong("the cause is in no slot");
     }
-    // Check the slots that are in no list. A session is copying, viewing or filling each of them, or an
-    // interrupted `rebuild_lists` lost it.
+    // Check the slots that are in no list. Either a session is copying, viewing or filling the slot, or an
+    // interrupted `rebuild_lists` has lost it.
     void rest() {
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
             if (where.count(p)) continue;
@@ -194,7 +193,7 @@ class Check {
             used += 1;
         }
     }
-    // Check that every viewer exists, and that the sessions and the header count the views correctly.
+    // Check that all viewers exist, and that the sessions and the header count their views correctly.
     void viewers() {
         uint64_t views[SESSIONS] = {}, seen = 0;
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
@@ -214,7 +213,7 @@ class Check {
                 s.place() == SlotState::Filling)
                 wrong(name + " has a viewer and is marked " + std::to_string(int(s.place())));
             if (s.loaned() && s.place() != SlotState::Held) wrong(name + " is on loan and not HELD");
-            // Only a user that is making a copy may hold a slot that another session views.
+            // A slot that another session views may be held only by a user that is copying it.
             const bool copied = !s.loaned() && ring.session(s.owner()).role == Session::PLAIN;
             if (s.place() == SlotState::Held && s.owner() != s.viewer() && !copied)
                 wrong(name + " is held by another session than its viewer");
@@ -229,7 +228,7 @@ class Check {
         }
         equal("viewed_bytes", h.viewed_bytes, seen);
     }
-    // Return whether a slot is free and in no list, and the tolerance allows that.
+    // Return whether a slot is free and in no list, as the tolerance permits.
     bool lost(uint64_t p) {
         return tolerance.lost_free_slots && slot(p)->place() == SlotState::Free && !where.count(p);
     }
@@ -240,7 +239,8 @@ class Check {
         if (h.puts - h.takes + h.parked + h.claimed > h.capacity + SESSIONS)
             wrong("far more inside than the capacity");
     }
-    // Check that no two slots share a byte of a block, and that no viewable block shares a page.
+    // Check that no two slots share a byte of a block, and that viewable blocks share no page with other
+    // blocks.
     void blocks() {
         std::map<uint64_t, uint64_t> ends;
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {

@@ -1,5 +1,5 @@
-// Random kills of a source, and of workers that put up to three outputs per item. Arguments: seed, number of
-// items.
+// Kills a source, and workers that put up to three outputs per item, at random times. Arguments: seed, number
+// of items.
 #include "kills.hpp"
 
 namespace testing {

@@ -1,7 +1,7 @@
-// Random SIGKILLs: a source and the workers of a stage run as processes over two rings. They are killed
-// repeatedly, at any instruction. A supervisor like the one in flowchan/run returns their leased items,
-// starts replacements, and reads the outputs. Each output must arrive exactly once, and in order if the stage
-// is ordered. Unsupervised processes may also take part.
+// Random SIGKILLs. A source and the workers of a stage run as processes over two rings, and are killed again
+// and again, at any instruction. A supervisor like the one in flowchan/run returns their leased items, starts
+// replacements, and reads the outputs. Each output must arrive exactly once, and in order if the stage is
+// ordered. Unsupervised processes may also take part.
 #pragma once
 
 #include <sys/prctl.h>
@@ -15,7 +15,8 @@
 
 namespace testing {
 
-// One process that may be killed: the source (no reader), a worker, or an unsupervised process (no ports).
+// A process that may be killed: the source (has no reader), a worker, or an unsupervised process (has no
+// ports).
 struct Worker {
     uint32_t reader = 0, writer = 0;
     pid_t pid = 0;
@@ -34,7 +35,7 @@ class Kills {
           workers(1 + WORKERS + others) {}
     virtual ~Kills() = default;
 
-    // Run until all `missing` outputs have arrived.
+    // Run until all outputs in `missing` have arrived.
     void run(std::set<uint64_t> missing) {
         for (uint64_t i = 0; i <= WORKERS; ++i) open_ports(workers[i], i == 0);
         for (Worker& worker : workers) start(worker);
@@ -56,7 +57,7 @@ class Kills {
                 until_next = random() % 12;
                 Worker& worker = workers[random() % 8 ? 1 + random() % (workers.size() - 1) : 0];
                 for (uint64_t n = random() % 2000; n; --n)
-                    cpu_relax();  // a varying delay, so that the kill may hit any instruction
+                    cpu_relax();  // a random delay, so that the kill may hit any instruction
                 if (worker.pid) kill(worker.pid, SIGKILL);
             }
             check_for_dead();
@@ -90,15 +91,15 @@ class Kills {
     User sink;
     uint64_t passed = 0, kills = 0;
 
-    // The next functions are called in the processes.
+    // These run in the processes.
     virtual void produce(User& writer) = 0;
     virtual void work(User& reader, User& writer) = 0;
     virtual void take_part() {}
-    // The next function is called in the supervisor.
+    // This runs in the supervisor.
     virtual void after_read(bool) {}
 
   private:
-    std::vector<Worker> workers;  // workers[0] is the source; the unsupervised processes follow the workers
+    std::vector<Worker> workers;  // [0] is the source; unsupervised processes come after the workers
 
     static uint32_t supervised(Ring& ring, Session::Role role) {
         uint32_t session = open_session(ring, role);
@@ -118,7 +119,7 @@ class Kills {
         worker.pid = fork();
         must(worker.pid >= 0, "fork");
         if (worker.pid) return;
-        prctl(PR_SET_PDEATHSIG, SIGKILL);  // so that a failed test leaves no process behind
+        prctl(PR_SET_PDEATHSIG, SIGKILL);  // a failed test leaves no process behind
         if (worker.reader) {
             User reader = adopt(in, worker.reader, Session::READER),
                  writer = adopt(out, worker.writer, Session::WRITER);
@@ -132,7 +133,7 @@ class Kills {
         }
         _exit(0);
     }
-    // End the sessions of processes that have ended, and replace the processes that were killed.
+    // End the sessions of processes that have ended, and replace those that were killed.
     void check_for_dead(int options = WNOHANG) {
         for (int status; pid_t pid = waitpid(-1, &status, options);) {
             if (pid < 0) return;
@@ -144,8 +145,8 @@ class Kills {
             }
         }
     }
-    // Do the same as Supervisor._replace: open the replacement's ports, then retire the writer, then give
-    // back the items.
+    // Do the same as Supervisor._replace: open the ports of the replacement, retire the writer, and then give
+    // the items back.
     void replace(Worker& worker, bool killed) {
         const Worker old = worker;
         worker = {};

@@ -1,9 +1,9 @@
-// Random kills while items are read in place and remain in view, and outputs are filled in place. Sizes vary
-// and memory is short, so blocks are cut repeatedly between the viewed blocks. Every payload is derived from
-// its number. It is checked after the get, and again just before its view ends, to detect data that was
-// overwritten in between.
+// Random kills, while readers read items in place and keep views of them, and writers fill outputs in place.
+// Sizes vary and memory is short, so blocks are cut again and again between the viewed ones. The bytes of a
+// payload follow from its number. To detect overwritten data, they are checked after the get, and again right
+// before the view ends.
 //
-// If the stage is not ordered, unsupervised readers also take part. They take items, return them, keep their
+// If the stage is not ordered, unsupervised readers also take part. They take items and give them back, keep
 // views for a while, and fill memory that they never put.
 //
 // Arguments: seed, number of items.
@@ -35,7 +35,7 @@ class Viewers : public Kills {
 
     static uint64_t size_of(uint64_t value) { return SIZES[value * 2654435761 % 4093 % 7]; }
 
-    // Sometimes move a long-lived view to the end, so that views end in random order.
+    // Sometimes move an old view to the end, so that views end in random order.
     void drop_view(User& user, size_t most) {
         while (user.held_views.size() > most) {
             if (user.held_views.size() > 1 && random() % 2)
@@ -43,7 +43,7 @@ class Viewers : public Kills {
             user.drop_view();
         }
     }
-    // Fill the item in place if memory is available soon, and copy it otherwise.
+    // Fill the item in place if there is memory soon, otherwise copy it.
     void put(User& writer, uint64_t value, const uint64_t& item) {
         const uint64_t size = size_of(value);
         const bool skips = writer.writer.keyed && writer.writer.count < writer.writer.skip;
@@ -71,13 +71,13 @@ class Viewers : public Kills {
             if (step == Step::Drained) break;
             must(step == Step::Done || step == Step::NotNow,
                  "a worker's read ended with " + std::to_string(int(step)));
-            // A waiting worker must not keep views, because they may surround the memory that the source
+            // A worker that waits must not keep views, because they may be around the memory that the source
             // needs.
             if (step == Step::NotNow) drop_view(reader, 0);
             if (step == Step::Done) put(writer, value, reader.reader.number);
             drop_view(reader, random() % (MOST_SIGHTS + 1));
         }
-        // the remaining views are still open when the port closes
+        // The remaining views are still open when the port closes.
         drop_view(reader, random() % (MOST_SIGHTS + 1));
     }
     void take_part() override {

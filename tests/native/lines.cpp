@@ -1,5 +1,5 @@
-// Count the cache lines of the shared memory that a small put and a small get write, by comparing the memory
-// before and after. A line that both operations write moves between the two cores for every item.
+// Counts the cache lines of shared memory that a small put and a small get write, by comparing the memory
+// before and after. If both write a line, it moves between the two cores for every item.
 #include <set>
 
 #include "users.hpp"
@@ -49,7 +49,8 @@ int main() {
     const auto get = [&] { must(reader.get(value) == Step::Done, "get"); };
     for (int i = 0; i < 8; ++i) put();
     for (int i = 0; i < 40; ++i) put(), value += 1, get();
-    // Both also write the lock's line, which this comparison misses because its content is restored.
+    // Both also write the line of the lock. The comparison does not see that, because unlocking restores its
+    // content.
     const Lines of_put = written(ring, put), of_get = written(ring, get);
     const Lines of_next = written(ring, put);
     printf("a put writes %zu lines, a get %zu, both %ld; the get and the next put %ld\n", of_put.size() + 1,

@@ -1,6 +1,6 @@
-// Native stress test of links: remote workers process items over a link whose connection breaks repeatedly,
-// and the totals must be exact (R4). Arguments: the number of items, the number of workers, `ordered` or
-// `unordered`, and the number of breaks per second (0 for none). It runs with and without the sanitizers.
+// Stress test of links. Remote workers process items over a link whose connection breaks again and again, and
+// the totals must be exact (R4). Arguments: the number of items, the number of workers, `ordered` or
+// `unordered`, and breaks per second (0: none). It runs with and without sanitizers.
 #include <sys/socket.h>
 
 #include <random>
@@ -16,7 +16,7 @@ namespace testing {
 
 namespace {
 
-// Sizes of items that the link copies, sends in place, or receives in place.
+// Sizes of items that the link copies, sends without a copy, or receives without a copy.
 constexpr uint64_t SIZES[] = {8, 40, 300, 3000, 8, 20'000, 8, 70'000, 150'000};
 uint64_t size_for(uint64_t value) { return SIZES[value * 7 % 9]; }
 constexpr uint64_t MOST_OUTPUTS = 4;
@@ -24,14 +24,14 @@ uint64_t outputs_for(uint64_t item) { return item % MOST_OUTPUTS; }
 
 constexpr uint64_t BYTES_INSIDE = 4 << 20;
 
-// A remote worker: the rings under its ports on the worker side, and the link's ports on these rings.
+// A remote worker: the rings that its ports use on the worker side, and the link's ports of these rings.
 struct RemoteWorker {
     std::shared_ptr<Ring> into = std::make_shared<Ring>(1 << 12, BYTES_INSIDE);
     std::shared_ptr<Ring> out = std::make_shared<Ring>(64, BYTES_INSIDE);
     const uint32_t feed = open_session(*into, Session::WRITER), drain = open_session(*out, Session::READER);
     User reads = open(*into, Session::READER), writes = open(*out, Session::WRITER);
 
-    // All workers use `shared`, the ring in which faults are planted.
+    // All workers use `shared`, in which faults are planted.
     void work(Ring& shared) {
         uint64_t item = 0;
         while (next(item)) {
@@ -53,7 +53,7 @@ struct RemoteWorker {
     }
 };
 
-// The two ends of a link, and the connection between them.
+// Both sides of a link, and the connection between them.
 struct Linked {
     Link owner_side{true}, worker_side{false};
 

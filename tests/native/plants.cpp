@@ -5,7 +5,7 @@
 namespace testing {
 
 #if defined(PLANT_ASAN)
-// Read one byte past the end of a payload on the heap.
+// Read one byte behind a payload on the heap.
 void plant(flowchan::Ring& ring) {
     std::vector<char> payload(ring.header().capacity);
     volatile size_t size = payload.size();
@@ -20,7 +20,7 @@ void plant(flowchan::Ring&) {
     (void)size;
 }
 #elif defined(PLANT_TSAN)
-// Increment a number in shared memory without the lock.
+// Increment a number in shared memory without holding the lock.
 void plant(flowchan::Ring& ring) { ring.header().cause_size += 1; }
 #else
 void plant(flowchan::Ring&) {}

@@ -1,5 +1,5 @@
-// Faults planted into the stress tests, to prove that each sanitizer detects one. Builds without -DPLANT_…
-// contain no such fault.
+// Faults that are planted into the stress tests, to prove that each sanitizer finds one. A build without
+// -DPLANT_… has no such fault.
 #pragma once
 
 #include "ring.hpp"

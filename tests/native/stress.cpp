@@ -1,10 +1,11 @@
-// Native stress test: processes and threads start together, use rings with the core's own waiting loop, and
-// the totals must be exact. Arguments: `threads` (some of them map the ring a second time) or `processes`,
-// and the number of items for each party. It runs with and without the sanitizers.
+// Stress test of rings. Processes and threads start at the same time and use rings with the core's own
+// waiting loop, and the totals must be exact. Arguments: `threads` (some of them map the ring a second time)
+// or `processes`, and the number of items for each party. It runs with and without sanitizers.
 //
-// The thread sanitizer can follow threads that use one Ring, because the lock is a pthread mutex. It cannot
-// follow threads that use a second mapping of the same memory. These threads take part because the core must
-// work at any address of the mapping. The sanitizers also check the payload copies that are made outside of
+// The thread sanitizer can follow threads that use one Ring, because its lock is a pthread mutex. It cannot
+// follow threads that use a second mapping of the same memory. Such threads take part nevertheless, because
+// the core must work at every address. The sanitizers also check copies of payloads, which are made without
+// the lock.
 // the lock.
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -25,7 +26,7 @@ constexpr uint64_t SIZES[] = {8, 40, 300, 2000, 5000, 20'000};
 uint64_t size_for(uint64_t value) { return SIZES[value * 7 % 6]; }
 
 struct Totals {
-    std::atomic<uint64_t> count{0}, sum{0}, xored{0};  // totals over all items read
+    std::atomic<uint64_t> count{0}, sum{0}, xored{0};  // totals over all items that were read
     void add(uint64_t value) {
         count += 1;
         sum += value;
@@ -33,7 +34,7 @@ struct Totals {
     }
 };
 
-// Runs each party in a thread of this process, or in its own process.
+// Runs each party in a thread of this process, or in a process of its own.
 class Parties {
   public:
     explicit Parties(bool processes) : processes(processes) {}
@@ -90,7 +91,7 @@ void checked(Ring& ring, const char* name) {
          std::string(name) + ": ports or slots are left");
 }
 
-// Writers and readers of every kind use one small channel. Each reader must receive each writer's items in
+// Writers and readers of every kind use one small channel. Each reader must get the items of each writer in
 // order.
 void many_to_many(bool processes, uint64_t each) {
     constexpr uint64_t WRITERS = 3, READERS = 3;
@@ -130,7 +131,7 @@ void many_to_many(bool processes, uint64_t each) {
             User user(*ring, session, Session::WRITER);
             for (uint64_t n = 0; n < each; ++n) {
                 uint64_t value = i * each + n;
-                // Every fourth put has a deadline that may expire; such a put is repeated.
+                // Every fourth put has a deadline that may pass. Such a put is repeated.
                 while (user.put(Message(value, size_for(value)),
                                 n % 4 ? Deadline{} : Deadline{now_ns() + 20'000}) != Step::Done) {}
             }
@@ -146,11 +147,11 @@ void many_to_many(bool processes, uint64_t each) {
     checked(one, "the channel");
 }
 
-// Plain users get items and put them back in a circle, with copies made outside of the lock. Some of them
-// keep views of the items that they took, and fill items in place.
+// Plain users get items and put them back, round and round, and copy them without the lock. Some users keep
+// views of the items that they take, and fill items in place.
 void round_and_round(bool processes, uint64_t turns) {
     constexpr uint64_t USERS = 4, ITEMS = 5;
-    Ring one(8, 1 << 20);  // has room for all items; otherwise the last put would wait forever
+    Ring one(8, 1 << 20);  // has room for all items, so that the last put does not wait forever
     auto other = attach(one);
     User filler = open(one, Session::PLAIN);
     for (uint64_t value = 0; value < ITEMS; ++value)
@@ -187,8 +188,8 @@ void round_and_round(bool processes, uint64_t turns) {
     checked(one, "the ring of rounds");
 }
 
-// An ordered stage between two channels: item i has i % 4 outputs, and all outputs arrive in the order of the
-// items.
+// An ordered stage between two channels. Item i has i % 4 outputs, and all outputs must arrive in the order
+// of the items.
 void ordered_stage(bool processes, uint64_t items) {
     constexpr uint64_t WORKERS = 3;
     Ring in(6, 1 << 20), out(6, 1 << 20);

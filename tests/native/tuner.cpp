@@ -1,7 +1,7 @@
-// Simulate the tuner with several plans whose times are given. Arguments: the number of operations in each
-// half, the number of plans, and the time of each plan in ns, for the first half and then for the second.
-// Prints how many operations in each half used each plan. The tuner learns the time of an operation when the
-// next operation has finished.
+// Simulates the tuner with several plans whose times are given. As in a group, the tuner learns the time of
+// an operation when the next one has finished. Prints how many operations of each half used each plan.
+// Arguments: the number of operations in each half, the number of plans, and the time of each plan in ns,
+// first for the first half and then for the second.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>

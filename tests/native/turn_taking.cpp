@@ -1,6 +1,6 @@
-// Turn-taking between two processes that compete for a ring, on a simulated clock. A process starts an
-// operation as soon as it can take the ring. It does other work between its operations, for the given time in
-// ns. Prints the number of runs into which the operations were grouped, and the number of rests.
+// Simulates turn-taking between two processes that compete for a ring. A process starts an operation as soon
+// as it can take the ring. Between its operations, it does other work for the given time in ns. Prints the
+// number of runs that the operations formed, and the number of rests.
 #include <cstdio>
 #include <cstdlib>
 
@@ -13,7 +13,7 @@ using flowchan::TurnTaking;
 struct Side {
     TurnTaking turn_taking;
     int64_t elsewhere;            // time between two operations
-    int64_t free_at = 1'000'000;  // next time at which the process wants the ring
+    int64_t free_at = 1'000'000;  // when the process next wants the ring
     bool rested = false;
     int64_t rests = 0;
 };
@@ -23,8 +23,7 @@ struct Side {
 int main(int argc, char** argv) {
     if (argc != 4) return 2;
     constexpr int64_t NS = 3, AT_HOME = 50 * NS,
-                      // cost of an operation whose cache lines are in this core's cache, or in the other
-        // core's
+                      // cost of an operation if its cache lines are in this core's cache, or in the other's
         NOT_WAITING = 600 * NS;
     const uint64_t operations = std::strtoull(argv[3], nullptr, 10);
     Side sides[2];

@@ -1,5 +1,5 @@
-// Helpers for the native test programs: messages whose every byte can be checked, and users of a ring. Users
-// put and take in the same way as puts.cpp and gets.cpp, with the core's own waiting loop.
+// Helpers for the native test programs: messages in which every byte can be checked, and users of a ring.
+// Users put and take like puts.cpp and gets.cpp, with the core's own waiting loop.
 #pragma once
 
 #include <array>
@@ -23,13 +23,13 @@ using namespace flowchan;
 inline void must(bool holds, const std::string& what) {
     if (!holds) die(what);
 }
-// Takes a plain string, because checks in hot loops must not construct a string each time.
+// Takes a C string, so that checks in hot loops do not construct a std::string each time.
 inline void must(bool holds, const char* what) {
     if (!holds) die(what);
 }
 
-// A number, followed by data derived from it, up to `size` bytes. Messages above 256 bytes are sent as BYTES
-// or as the given `kind`, and messages above Taken::LOCAL with a large put.
+// A number, followed by bytes that depend on it, up to `size` bytes. Messages above 256 bytes are sent as
+// BYTES or as the given `kind`. Messages above Taken::LOCAL take a large put.
 struct Message {
     static constexpr uint64_t LEAST = sizeof(uint64_t), CYCLE = 256;
     std::vector<char> bytes;
@@ -39,7 +39,8 @@ struct Message {
         : bytes(std::max(size, LEAST)), kind(kind) {
         lay(value, bytes.data(), bytes.size());
     }
-    // Return CYCLE bytes of a message, from byte `i` on. Byte `i` is value * 31 + i, so the bytes repeat.
+    // Return CYCLE bytes of a message, beginning with byte `i`. Byte `i` is value * 31 + i, so the bytes
+    // repeat.
     static const char* data_from(uint64_t value, uint64_t i) {
         static const auto bytes = [] {
             std::array<char, 2 * CYCLE> all{};
@@ -53,7 +54,7 @@ struct Message {
         for (uint64_t i = LEAST; i < size; i += CYCLE)
             memcpy(at + i, data_from(value, i), std::min(CYCLE, size - i));
     }
-    // Fill `frame`, which then refers to this message.
+    // Make `frame` refer to this message.
     void fill(Frame& frame) const {
         frame.size = bytes.size();
         frame.kind = bytes.size() <= Frame::SMALL ? DIRECT : kind;
@@ -75,7 +76,7 @@ struct Message {
     }
 };
 
-// Run one operation under the lock. It must not need to wait.
+// Run an operation under the lock. It must not have to wait.
 template <class Op>
 auto locked(Ring& ring, Op&& op) {
     Wakes wakes;
@@ -92,7 +93,7 @@ auto locked(Ring& ring, Op&& op) {
     }
 }
 
-// A block that a user is viewing, or has on loan and has filled, with its expected content.
+// A block that a user views, or has filled on loan, and the content that it must have.
 struct HeldView {
     Slot* slot;
     char* at;
@@ -104,7 +105,7 @@ struct HeldView {
     }
 };
 
-// A user of a ring: a port, or a plain user.
+// A user of a ring, with or without a port.
 struct User {
     Ring& ring;
     uint32_t session = 0;
@@ -112,7 +113,7 @@ struct User {
     ReaderState reader{};
     WriterState writer{};
     Taken taken{};
-    bool keeps = false;  // whether it keeps views of the items that it gets
+    bool keeps = false;  // keep views of the items that it gets
     std::vector<HeldView> held_views;
 
     User(Ring& ring, uint32_t session, Session::Role role) : ring(ring), session(session) {
@@ -126,8 +127,8 @@ struct User {
         return {Side::Writer, this, session, 0, is_writer && writer.ordered && writer.keyed, writer.number};
     }
 
-    // Put a message in the same way as put_frame and put_large in puts.cpp. `item`: number of the input item
-    // that this is an output for.
+    // Put a message like put_frame and put_large in puts.cpp. `item`: the number of the input item for which
+    // this is an output.
     Step put(const Message& message, Deadline deadline = {}, const uint64_t* item = nullptr) {
         Frame frame;
         message.fill(frame);
@@ -150,8 +151,7 @@ struct User {
         locked.unlock(wakes);
         return step;
     }
-    // Get a message in the same way as get_step in gets.cpp. `more`: items that are leased already stay
-    // leased.
+    // Get a message like get_step in gets.cpp. `more`: keep the items that are already on lease.
     Step get(uint64_t& value, Deadline deadline = {}, bool more = false) {
         Step step = perform(
             ring, [&](bool) { return Caller{Side::Reader, this, session}; },
@@ -188,7 +188,7 @@ struct User {
         Message::lay(value, held_views.back().at, size);
         return step;
     }
-    // Put the oldest loan of `lender`, in the same way as put_loaned in puts.cpp.
+    // Put the oldest loan of `lender` like put_loaned in puts.cpp.
     Step put_loan(User& lender, Deadline deadline = {}, const uint64_t* item = nullptr) {
         HeldView& view = lender.held_views.front();
         Frame frame;
@@ -209,7 +209,7 @@ struct User {
             lender.held_views.erase(lender.held_views.begin());
         return step;
     }
-    // Finish an item in the same way as done_with in ports.cpp.
+    // Finish an item like done_with in ports.cpp.
     Step done_with(uint64_t number) {
         Step step = Step::Done;
         if (!writer.ordered) {

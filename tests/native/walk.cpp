@@ -1,8 +1,8 @@
-// `walk EVERY [NAME …]` walks the operations with these names, or all operations. It prints one line for
-// each, with its name and two numbers. The first number counts the steps at which a process died in the
-// operation. The second counts the steps at which a second process died during the recovery; one of every
-// EVERY fault points is tried. The walk stops at the first violation. `list` prints only the names; `planted`
-// walks an operation that must fail.
+// `walk EVERY [NAME …]` walks the operations with these names, or all operations. For each one, it prints a
+// line with the name and two numbers. The first number is how many steps of the operation were tried as the
+// point of death. The second is how many steps of the recovery were tried as the point where a second process
+// dies: one of every EVERY fault points. The walk stops at the first violation. `list` prints only the names.
+// `planted` walks an operation that must fail.
 #include "walk.hpp"
 
 #include <algorithm>

@@ -1,9 +1,9 @@
 // The fault walk: a process dies at the n-th fault point of an operation, for n = 1, 2, 3, … until it
-// survives. Each time, other processes carry on from the state that it left. Then the whole walk is repeated
-// with a second process, which dies at every step of the recovery.
+// survives. Each time, other processes carry on from the state that it left behind. Then the walk is
+// repeated, and a second process dies at each step of the recovery.
 //
 // The core is compiled with FLOWCHAN_FAULTS. It calls `fault_point` before and after each store in a critical
-// section, after taking the lock, and before dropping it.
+// section, after taking the lock, and before releasing it.
 #pragma once
 
 #include <sys/mman.h>
@@ -19,12 +19,12 @@ namespace testing {
 using Values = std::vector<uint64_t>;
 using Lists = std::vector<Values>;
 
-// Progress of the dying process, recorded in separate memory that survives it.
+// The progress of the dying process, in separate memory that survives its death.
 struct Journal {
     volatile int done;  // number of steps that have returned
 };
 
-// The rings of one scenario, as mapped in one process, and the sessions that were opened before the walk.
+// The rings of a scenario, as one process maps them, and the sessions that were opened before the walk.
 struct Scene {
     std::unique_ptr<Ring> in, out;  // null if the scenario does not use this ring
     std::vector<User> users;        // users of both rings
@@ -37,18 +37,18 @@ struct Scenario {
     std::string name;
     uint64_t capacity = 16, max_bytes = 1 << 20;
     bool has_in = true, has_out = false;
-    // whether a second process dies during the recovery; false if another scenario covers the same steps
+    // Whether a second process dies during the recovery. False if another scenario covers the same steps.
     bool twice = true;
     Tolerance tolerance{};
     std::function<void(Scene&)> prepare = [](Scene&) {};
-    std::function<void(Scene&)> act;  // run by the process that dies
+    std::function<void(Scene&)> act;  // runs in the process that dies
     std::function<void(Scene&)> take_over = [](Scene&) {
-    };  // run after the death, in place of a supervisor; may run twice
-    // returns the possible contents of `in` after the death
+    };  // runs after the death in place of a supervisor, perhaps twice
+    // Return what `in` may contain after the death.
     std::function<Lists(int done)> allowed = [](int) { return Lists{}; };
-    std::function<void(Scene&, int done)> look = [](Scene&, int) {};  // further checks
-    std::function<void(Scene&)> finish;                // run instead of reading `in` to its end
-    std::function<void(Scene&)> last = [](Scene&) {};  // run at the end, to drop the remaining views
+    std::function<void(Scene&, int done)> look = [](Scene&, int) {};  // makes further checks
+    std::function<void(Scene&)> finish;                // runs instead of reading `in` to its end
+    std::function<void(Scene&)> last = [](Scene&) {};  // drops the remaining views at the end
 };
 
 struct Walked {
@@ -56,7 +56,7 @@ struct Walked {
     long recoveries = 0;  // steps of the recovery at which a second process died
 };
 
-inline long fault_left = 0;  // number of fault points until this process dies; 0: it survives
+inline long fault_left = 0;  // fault points until this process dies; 0: it survives
 
 inline void find_dead(Ring& ring) {
     locked(ring, [&](Wakes& wakes) {
@@ -77,8 +77,8 @@ class Walk {
     Walked run() {
         Walked walked;
         for (long m = 1;; ++m) {
-            // The recovery survives if n = 0. Each step m of the operation starts the recovery at a different
-            // n, so over neighbouring m every point of the recovery is tried.
+            // With n = 0, the recovery survives. Each step m of the operation starts with another n. So over
+            // several steps m, every fault point of the recovery is tried.
             for (long n = 0;; n += n ? every : 1 + m % every) {
                 at = scenario.name + ", dead at step " + std::to_string(m) +
                      (n ? ", recovery at " + std::to_string(n) : "");
@@ -99,7 +99,7 @@ class Walk {
 
   private:
     const Scenario& scenario;
-    const long every;  // a second process dies at one of every this many fault points of a recovery
+    const long every;  // a second process dies at one of so many fault points of a recovery
     Journal* journal;
     std::string at;
 
@@ -144,8 +144,8 @@ class Walk {
         locked(ring, [&](Wakes&) { problems = check(ring, tolerance); });
         need(problems.empty(), when + ": " + problems);
     }
-    // Check the rings. The checks use mappings that existed all the time, at other addresses than those in
-    // the dead process.
+    // Check the rings through mappings that existed all the time, at other addresses than in the dead
+    // process.
     void finish(Scene& scene) {
         std::vector<std::unique_ptr<Ring>> seen;
         for (auto* ring : {&scene.in, &scene.out})
@@ -201,7 +201,7 @@ class Walk {
         for (uint64_t value : values) text += " " + std::to_string(value);
         return text.empty() ? " nothing" : text;
     }
-    // Read a closed ring to its end. No other users exist, so no read may have to wait.
+    // Read a closed ring to its end. There is no other user, so no read may have to wait.
     static Values drain(User& one, User& other) {
         Values values;
         for (int i = 0; i < 10'000; ++i) {
@@ -216,7 +216,7 @@ class Walk {
                  "a read of the remaining items ended with " + std::to_string(int(step)) + " after" +
                      text(values));
             Header& h = one.ring.header();
-            uint64_t views = 0;  // number of views; viewed slots stay in use
+            uint64_t views = 0;  // number of views, because viewed slots stay in use
             for (const Session& s : h.sessions()) views += s.views;
             must((cut_off ? one.ring.broken() : one.ring.drained()) && h.slots_used == views && h.leased == 0,
                  "the channel still contains items");
@@ -226,7 +226,7 @@ class Walk {
     }
 };
 
-// Scenarios of each kind of operation, defined in the walk_*.cpp files and walked separately.
+// Scenarios for each kind of operation. The walk_*.cpp files define them, and each kind is walked separately.
 std::vector<Scenario> put_scenarios();
 std::vector<Scenario> take_scenarios();
 std::vector<Scenario> session_scenarios();
@@ -234,6 +234,6 @@ std::vector<Scenario> stage_scenarios();
 std::vector<Scenario> view_scenarios();
 std::vector<Scenario> memory_scenarios();
 std::vector<Scenario> bundle_scenarios();
-Scenario planted_scenario();  // a put that writes no redo record; it is walked only on request, and must fail
+Scenario planted_scenario();  // a put without a redo record: walked only on request, and must fail
 
 }  // namespace testing

@@ -1,4 +1,4 @@
-// The fault walk over fd bundles: as long as an item exists, its descriptors are in the ring's socket,
+// The fault walk over fd bundles. As long as an item exists, its descriptors must be in the ring's socket,
 // whichever process dies.
 #include <sys/socket.h>
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint64_t SMALL = 300, LARGE = 6000;
 
-// Fill a frame whose second word is the id of its fd bundle, as in payloads made by codec.cpp.
+// Fill a frame whose second word is the id of its fd bundle, like the payloads of codec.cpp.
 void fill(const Message& message, Frame& frame, int fd) {
     message.fill(frame);
     frame.kind = BUNDLE;
@@ -48,7 +48,7 @@ void must_open(Ring& ring, const char* payload) {
     must(close(descriptors[0]) == 0, "its fd bundle has no descriptor");
 }
 
-// Check that items inside have their bundles, and that bundles without an item disappear at the next check.
+// Check that each item inside has its bundle, and that the next check removes bundles without an item.
 void bundles_are_right(Scene& scene) {
     Ring& ring = *scene.in;
     locked(ring, [&](Wakes&) {

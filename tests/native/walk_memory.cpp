@@ -14,8 +14,8 @@ void fill(Ring& ring, const Values& values) {
     for (uint64_t value : values) must(user.put(Message(value), Deadline{0}) == Step::Done, "filling");
     user.leave(true);
 }
-// Return the possible contents after `done` of the `puts`: `before`, followed by these items. The put in
-// progress may or may not have taken effect.
+// Return what may be inside after `done` of the `puts`: the items in `before`, followed by those that were
+// put. The put in progress may or may not have taken effect.
 Lists put_so_far(const Values& before, const Values& puts, int done) {
     Values list = before;
     list.insert(list.end(), puts.begin(), puts.begin() + std::min<int>(done, int(puts.size())));
@@ -56,8 +56,8 @@ Scenario lending() {
     return s;
 }
 
-// A port with memory on loan closes. Its session remains until the memory is put through another port, or
-// dropped.
+// A port closes while it has memory on loan. Its session remains until another port puts that memory, or
+// until it is dropped.
 Scenario lent_by_closed_port() {
     Scenario s{"end a port with memory on loan"};
     s.twice = false;
@@ -86,7 +86,7 @@ Scenario lent_by_closed_port() {
     return s;
 }
 
-// Loans in an ordered stage: the output of item 1 waits for its turn.
+// Loans in an ordered stage: the output for item 1 waits for its turn.
 Scenario lent_ordered() {
     Scenario s{"put a loan, parked"};
     s.twice = false;
@@ -151,8 +151,8 @@ Scenario putting(const char* name, std::vector<uint64_t> sizes) {
     return s;
 }
 
-// After many items, the memory is cut into more blocks than max_bytes. All are free, but none has the right
-// size.
+// After many items, the memory is cut into more blocks than fit into max_bytes. All of them are free, but
+// none has the right size.
 Scenario all_free() {
     Scenario s = putting("cut memory again, all of it free", {15'000, 8, 3000});
     s.max_bytes = 30'000;
@@ -176,8 +176,8 @@ Scenario all_free() {
     return s;
 }
 
-// All memory is cut, and every third block is in view, so larger blocks must be cut from the gaps. `again`: a
-// process that takes over after a death also cuts blocks, and dies while doing so.
+// All memory is cut, and every third block is viewed, so larger blocks must be cut from the gaps. `again`:
+// the process that takes over after the death also cuts blocks, and dies during that.
 Scenario gaps(const char* name, bool again) {
     Scenario s = putting(
         name, again ? std::vector<uint64_t>{36'000, 8} : std::vector<uint64_t>{36'000, 8, 3000, 12'000});

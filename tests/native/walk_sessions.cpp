@@ -1,4 +1,4 @@
-// The fault walk over sessions, and over the ways in which a channel can end.
+// The fault walk over sessions, and over all the ways a channel can end.
 #include "walk.hpp"
 
 namespace testing {
@@ -25,7 +25,7 @@ Scenario closing() {
     return s;
 }
 
-// When a channel breaks, the items inside are discarded, but a leased item can still be finished.
+// A channel that breaks discards the items inside. An item on lease can still be finished.
 Scenario breaking(const char* name, uint64_t cause_size) {
     const std::string cause(cause_size, 'x');
     Scenario s{name};
@@ -61,8 +61,7 @@ Scenario breaking(const char* name, uint64_t cause_size) {
     return s;
 }
 
-// A session is opened, used and ended. It is the only session with its role, so when it ends, the channel
-// closes, however it ends.
+// A session is opened, used and ended. No other session has its role, so however it ends, the channel closes.
 Scenario last_of(const char* name, Session::Role role) {
     Scenario s{name};
     s.prepare = [](Scene& scene) { fill(*scene.in, {1, 2}); };
@@ -83,7 +82,7 @@ Scenario last_of(const char* name, Session::Role role) {
     return s;
 }
 
-// One of two sessions ends. The channel must stay open.
+// One of two sessions ends, and the channel must stay open.
 Scenario one_of_two(const char* name, Session::Role role) {
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
@@ -99,7 +98,7 @@ Scenario one_of_two(const char* name, Session::Role role) {
     return s;
 }
 
-// The leased items of a reader are returned to the front, in order.
+// The leased items of a reader go back to the front, in order.
 Scenario giving_back(const char* name, uint64_t left_inside) {
     Scenario s{name};
     Values all{1, 2, 3};
@@ -124,7 +123,8 @@ Scenario giving_back(const char* name, uint64_t left_inside) {
     return s;
 }
 
-// The session leased item 3 before items 1 and 2, which another reader had returned. Item 4 is already back.
+// The session leased item 3 before items 1 and 2, which another reader had given back. Item 4 is already
+// back.
 Scenario giving_back_between() {
     Scenario s = giving_back("give back items taken out of order", 2);
     s.prepare = [](Scene& scene) {
@@ -146,8 +146,7 @@ Scenario giving_back_between() {
     return s;
 }
 
-// The leased items are finished with one Change each. When the process dies, the unfinished ones are
-// returned.
+// Each leased item is finished with one Change. If the process dies, the unfinished ones go back.
 Scenario finishing() {
     Scenario s = giving_back("end a session, its items finished", 2);
     s.act = [](Scene& scene) { scene.users[0].leave(true); };
@@ -155,7 +154,7 @@ Scenario finishing() {
     return s;
 }
 
-// A process died with every kind of operation unfinished. The process that cleans up after it also dies.
+// A process has died with every kind of operation unfinished. The process that cleans up after it also dies.
 Scenario sweeping() {
     Scenario s{"sweep up after a dead process"};
     s.tolerance.waiting = 1;

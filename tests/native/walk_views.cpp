@@ -1,4 +1,4 @@
-// The fault walk over views: blocks that are read in place, and that stay in view wherever their slots go.
+// The fault walk over views: blocks that are read in place, and stay in view wherever their slots go.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -7,7 +7,7 @@ namespace testing {
 
 namespace {
 
-constexpr uint64_t SEEN = 20'000;  // large enough to be viewed
+constexpr uint64_t SEEN = 20'000;  // large enough for a view
 
 void fill(Ring& ring, const Values& values) {
     User user = open(ring, Session::PLAIN);
@@ -33,7 +33,7 @@ void acknowledge(User& user) {
 void verify_all(const User& user) {
     for (const HeldView& view : user.held_views) view.verify();
 }
-// Check that no views are left.
+// Check that there are no views.
 void nothing_seen(Scene& scene) {
     Header& h = scene.in->header();
     must(h.viewed_bytes == 0, "bytes count as viewed without a viewer");
@@ -44,7 +44,7 @@ void nothing_left(Scene& scene) {
     must(scene.in->header().slots_used == 0, "a slot is left");
 }
 
-// Return what may be left of `all` once `least` to `most` items are gone.
+// Return what may be left of `all` after `least` to `most` items have gone.
 Lists gone(const Values& all, int least, int most) {
     Lists lists;
     for (int n = std::min<int>(least, int(all.size())); n <= std::min<int>(most, int(all.size())); ++n)
@@ -52,7 +52,7 @@ Lists gone(const Values& all, int least, int most) {
     return lists;
 }
 
-// No view is left, no matter at which point the viewer dies.
+// At whichever point the viewer dies, no view is left.
 Scenario viewing(const char* name, Values all) {
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
@@ -68,7 +68,7 @@ Scenario viewing(const char* name, Values all) {
     return s;
 }
 
-// A plain user takes a viewed item, whose slot is then HELD at once.
+// A plain user takes an item with a view, so the slot is HELD at once.
 Scenario taking() {
     const Values all{1, 2, 3, 4};
     Scenario s = viewing("take a view", all);
@@ -89,7 +89,7 @@ Scenario taking() {
     return s;
 }
 
-// An item that a plain user is viewing is returned to the front. The next user makes a copy.
+// An item goes back to the front while a plain user views it. The next user makes a copy.
 Scenario putting_back() {
     const Values all{1, 2, 3};
     Scenario s = viewing("put back a viewed item", all);
@@ -108,7 +108,7 @@ Scenario putting_back() {
     return s;
 }
 
-// A reader drops the view of an acknowledged item (HELD), and then the view of an item that it still leases.
+// A reader drops the view of an acknowledged item (HELD), then that of an item that it still has on lease.
 Scenario leasing() {
     const Values all{1, 2, 3};
     Scenario s = viewing("lease a view and acknowledge it", all);
@@ -137,7 +137,7 @@ Scenario leasing() {
     return s;
 }
 
-// A reader closes, and then drops the views of items that it returned. They are INSIDE, with the reader as
+// A reader closes, and then drops the views of items that it gave back. They are INSIDE, with the reader as
 // viewer.
 Scenario given_back() {
     const Values all{1, 2, 3};
@@ -159,8 +159,7 @@ Scenario given_back() {
     return s;
 }
 
-// A session with views of HELD and LEASED slots ends, but remains as HOLDER until the last of these views is
-// gone.
+// A session with views of HELD and LEASED slots ends, but remains as a HOLDER until the last view has gone.
 Scenario holding() {
     const Values all{1, 2, 3};
     Scenario s = viewing("end a session with views", all);
@@ -202,8 +201,8 @@ Scenario holding_plain() {
     return s;
 }
 
-// A process dies while it is viewing slots in every place and has memory on loan. The process that cleans up
-// after it also dies.
+// A process dies while it views slots in all places and has memory on loan. The process that cleans up after
+// it also dies.
 Scenario died(const char* name, bool supervised) {
     const Values all{1, 2, 3, 4, 5};
     Scenario s = viewing(name, all);
@@ -224,7 +223,7 @@ Scenario died(const char* name, bool supervised) {
             get(leaver, 2);  // INSIDE again
             leaver.leave(false);
             must(leaver.held_views[0].slot->place() == SlotState::Inside, "the item is not inside");
-            uint64_t value;  // copied, so LEASED without a view
+            uint64_t value;  // a copy, so LEASED without a view
             must(reader.get(value, Deadline{0}) == Step::Done && value == 2 && reader.held_views.empty(),
                  "the item was not copied");
             get_more(reader, 3);  // LEASED
@@ -249,9 +248,8 @@ Scenario died(const char* name, bool supervised) {
     return s;
 }
 
-// A reader has returned items that it is still viewing, and other users take these items and copy them. When
-// those users have finished with an item, its slot becomes HELD for the first reader, which can still read
-// it.
+// A reader has given back items that it still views, and other users take these items and copy them. When
+// they have finished an item, its slot becomes HELD for the first reader, which can still read it.
 Scenario second_reader(const char* name, Session::Role role) {
     const Values all{1, 2, 3, 4};
     Scenario s{name};
@@ -297,8 +295,8 @@ Scenario second_reader(const char* name, Session::Role role) {
     return s;
 }
 
-// The first reader drops its view while the second reader is copying. The block must not change until the
-// copy is complete.
+// The first reader drops its view while the second one is copying. The block must not change before the copy
+// is complete.
 Scenario copying() {
     const Values all{1, 2};
     Scenario s = viewing("drop a view while another user copies", all);
@@ -332,8 +330,8 @@ Scenario copying() {
     return s;
 }
 
-// A port moves to another process. The former process's views stay valid, whatever happens to the new
-// process.
+// A port moves to another process. The views of the former process stay valid, whatever happens to the new
+// one.
 Scenario moving() {
     const Values all{1, 2, 3};
     Scenario s{"adopt a port whose former owner has views"};

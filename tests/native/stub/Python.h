@@ -1,5 +1,5 @@
-// The parts of Python that blocking.hpp needs, for programs without an interpreter: there is no GIL and no
-// signal handler.
+// The parts of Python.h that blocking.hpp needs, for programs without an interpreter. They have no GIL and no
+// signal handlers.
 #pragma once
 
 struct PyObject;
