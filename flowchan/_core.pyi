@@ -15,9 +15,9 @@ class View:
     def of(address: int, size: int, owner: Any) -> View:
         """Return a read-only view of memory that ``owner`` keeps alive."""
     def private(self) -> View:
-        """Return a writable view of the same bytes; a page is copied when it is first written to."""
+        """Return a writable view of the same bytes. A page is copied when it is first written to."""
     def lent(self, array: Any) -> None:
-        """Make ``array``, which is in this loan, read-only when the loan is put."""
+        """Make ``array`` read-only once this loan, which contains it, is put."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Channel(Generic[T]):
@@ -160,7 +160,7 @@ class Channel(Generic[T]):
     def close(self) -> None:
         """Close the channel: later puts raise ``Closed``.
 
-        The items inside can still be taken. Any user may close the channel, any number of times.
+        Readers can still take the items inside. Any user may close the channel, any number of times.
 
         Example:
             >>> from flowchan import Channel
@@ -173,17 +173,17 @@ class Channel(Generic[T]):
     def abort(self, cause: BaseException | None = None) -> None:
         """Break the channel and discard its items.
 
-        Every call that is waiting, and every later call, raises ``Broken`` from ``cause``.
+        All waiting and later calls raise ``Broken`` from ``cause``.
         """
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[T]: ...
     def __next__(self) -> T: ...
     @property
     def capacity(self) -> int:
-        """Return the number of items at which ``put`` waits."""
+        """Return how many items the channel holds before ``put`` waits."""
     @property
     def max_bytes(self) -> int | None:
-        """Return the number of bytes at which ``put`` waits, or None without a limit."""
+        """Return how many bytes the channel holds before ``put`` waits, or None if there is no limit."""
     @property
     def across(self) -> Literal["threads", "processes", "hosts"]:
         """Return the transport: ``"threads"``, ``"processes"`` or ``"hosts"``."""
@@ -199,7 +199,7 @@ class Channel(Generic[T]):
         """Return whether the channel is closed and empty, and no item is on lease."""
     @property
     def broken(self) -> bool:
-        """Return whether the channel was aborted or has ended with a failure."""
+        """Return whether the channel was aborted or ended with a failure."""
     _name: str
     @property
     def _fd(self) -> int: ...
@@ -220,7 +220,7 @@ class ItemTracing:
     def __init__(self, recorder: Any, countdown: int = 0) -> None: ...
 
 class In(Generic[T_co]):
-    """A reading end of a channel. Use flowchan.In, which channel.reader() returns."""
+    """A port that reads a channel. Use flowchan.In, which channel.reader() returns."""
 
     def __init__(self, channel: Channel[T_co], session: int = 0) -> None: ...
     def get(self, timeout: float | None = None) -> T_co:
@@ -316,7 +316,7 @@ class In(Generic[T_co]):
             ['a', 'b']
         """
     def close(self) -> None:
-        """Close the port; its leased items count as finished."""
+        """Close the port. Its leased items count as finished."""
     def __iter__(self) -> Iterator[T_co]: ...
     def __next__(self) -> T_co: ...
     def __enter__(self) -> Self: ...
@@ -330,7 +330,7 @@ class In(Generic[T_co]):
     def closed(self) -> bool:
         """Return whether no more items can come.
 
-        The port was closed, or the channel is drained or broken.
+        This is true if the port was closed, or if the channel is drained or broken.
         """
     def _give_up(self) -> None: ...
     def _supervise(self) -> None: ...
@@ -355,7 +355,7 @@ class In(Generic[T_co]):
     ) -> None: ...
 
 class Out(Generic[T_contra]):
-    """A writing end of a channel. Use flowchan.Out, which channel.writer() returns."""
+    """A port that writes to a channel. Use flowchan.Out, which channel.writer() returns."""
 
     def __init__(self, channel: Channel[T_contra], session: int = 0) -> None: ...
     def put(self, item: T_contra, timeout: float | None = None) -> None:
@@ -422,19 +422,19 @@ class Out(Generic[T_contra]):
             3
         """
     def close(self) -> None:
-        """Close the port; closing the last writer closes the channel."""
+        """Close the port. If it is the last writer, the channel closes."""
     def __enter__(self) -> Self: ...
     def __exit__(
         self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
     @property
     def channel(self) -> Any:
-        """Return the channel that the port writes."""
+        """Return the channel to which the port writes."""
     @property
     def closed(self) -> bool:
         """Return whether puts are no longer possible.
 
-        The port or the channel was closed, the channel broke, or its readers left.
+        This is true if the port or the channel was closed, the channel broke, or its readers left.
         """
     def _follow(self, reader: In[Any], ordered: bool, single: bool, later: bool = False) -> None: ...
     def _trace(self, tracing: ItemTracing | None) -> None: ...
@@ -447,16 +447,16 @@ class Out(Generic[T_contra]):
     def _leave_open(self) -> None: ...
 
 def _references() -> int:
-    """Return the number of outputs of this process's channels that are on other hosts."""
+    """Return how many outputs in this process's channels are on other hosts."""
 
 class Link:
-    """Connection between two hosts of a run, which serves the ports of remote workers."""
+    """Connection between two hosts of a run. It serves the ports of remote workers."""
 
     def __init__(self, owner_side: bool) -> None: ...
     def attach(self, fd: int) -> None:
-        """Continue over this connected socket, and take ownership of the socket.
+        """Continue over this connected socket, and take ownership of it.
 
-        Frames that did not arrive over the previous socket are sent again.
+        The link sends frames again if they did not arrive over the previous socket.
         """
     def open_stream(
         self,
@@ -469,38 +469,38 @@ class Link:
     ) -> None:
         """Serve the ports of one worker, under a number that both sides use.
 
-        ``on_demand``: items are sent only to workers that are waiting for one or processing one.
+        ``on_demand``: send items only to workers that wait for an item or process one.
         ``limited``: the worker puts only as many items as the owner has room for.
-        ``lends``: large outputs of the first port stay on the worker's side until they are fetched.
+        ``lends``: large outputs of the first port stay on the worker's side until a host fetches them.
         """
     def set_fetch_address(self, address: str) -> None:
-        """Set the address at which other hosts fetch the outputs that stay with this agent."""
+        """Set the address at which other hosts fetch outputs that this agent keeps."""
     def serve_fetches(self, fd: int) -> None:
-        """Send outputs to the host at the other end of this socket, until the host closes it."""
+        """Send outputs to the host behind this socket until that host closes it."""
     def fetch(self, fd: int, location: bytes) -> bool:
         """Fetch an output over this socket. Return False if the other host does not have it."""
     def report_unreachable(self, location: bytes) -> None:
         """Ask the owner to send an output that cannot be fetched."""
     def pair(self, writes: int, reads: int) -> None:
-        """Count items prefetched through stream ``reads`` against the room of stream ``writes``."""
+        """Count items that were prefetched through stream ``reads`` against the room of stream ``writes``."""
     def offer(self, number: int, most: int) -> tuple[int, bool] | None:
         """Send up to ``most`` of the next items of this stream.
 
-        Returns how many were sent in total, and whether the channel has ended; None during a recall.
+        Returns how many were sent in total, and whether the channel has ended. Returns None during a recall.
         """
     def room(self, number: int) -> tuple[int, bool]:
-        """Return how many puts this stream is granted in total, and whether its channel has ended."""
+        """Return how many puts this stream was granted in total, and whether its channel has ended."""
     def await_used(self, number: int, count: int, timeout: float | None = None) -> bool | None:
-        """Wait until the other side has put ``count`` items of this stream; return whether it has.
+        """Wait until the other side has put ``count`` items of this stream.
 
-        Returns None if the timeout runs out first.
+        Returns True if it has, False if it never will, and None after the timeout.
         """
     def drop(self, number: int) -> None:
-        """Stop serving a worker's ports without changing their sessions. Unknown numbers are ignored."""
+        """Stop serving a worker's ports, without changing their sessions. Ignore unknown numbers."""
     def wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Wait for the next event and return its kind and values, or () after the timeout.
 
-        flowchan.transport.link_events converts them to typed events.
+        flowchan.transport.link_events converts events to typed objects.
         """
     def state(self) -> dict[str, Any]:
         """Return the connection's state and the link's counts."""
@@ -591,7 +591,7 @@ class Group:
     def _reduce_scatter(self, x: Any, out: Any, op: str, timeout: float | None) -> Any: ...
 
 class Await:
-    """One coroutine that waits in the queue of a channel or port; see awaiting.py."""
+    """A coroutine that waits in the queue of a channel or port; see awaiting.py."""
 
     def __init__(self, target: Any, reading: bool, again: bool) -> None: ...
     @property
@@ -599,7 +599,7 @@ class Await:
     def leave(self, unused: bool) -> None: ...
 
 class Watch:
-    """Sleep of the thread that waits on behalf of coroutines."""
+    """Lets one thread sleep on behalf of many coroutines."""
 
     def __init__(self) -> None: ...
     @property
@@ -627,7 +627,7 @@ def _take_up(
 ) -> None: ...
 def _set_traced(traced: type) -> None: ...
 def _when_finished(call: Callable[[], object]) -> None:
-    """Call ``call`` when the item that this thread is unpickling is finished, or now if there is none."""
+    """Call ``call`` once the item that this thread is unpickling is finished, or at once if there is none."""
 
 def _observe(channels: list[Any]) -> tuple[int, int, int]: ...
 def _size_of(item: Any) -> int: ...

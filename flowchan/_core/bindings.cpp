@@ -280,11 +280,10 @@ NB_MODULE(_core, m) {
         .def_static("of", View::of, "address"_a, "size"_a, "owner"_a,
                     "Return a read-only view of memory that ``owner`` keeps alive.")
         .def("private", private_view,
-             "Return a writable view of the same bytes; a page is copied when it is first "
-             "written to.")
+             "Return a writable view of the same bytes. A page is copied when it is first written to.")
         .def(
             "lent", [](View& view, nb::handle array) { view.block->array = nb::weakref(array); }, "array"_a,
-            "Make ``array``, which is in this loan, read-only when the loan is put.");
+            "Make ``array`` read-only once this loan, which contains it, is put.");
 
     nb::class_<Channel>(m, "Channel", nb::type_slots(channel_slots), nb::is_weak_referenceable(),
                         "A bounded, closable FIFO. Use flowchan.Channel, which checks its arguments.")
@@ -293,7 +292,8 @@ NB_MODULE(_core, m) {
         .def("__init__", construct<int, int, std::string>, "fd"_a, "socket"_a, "name"_a)
         .def("close", close_channel,
              "Close the channel: later puts raise ``Closed``.\n\n"
-             "The items inside can still be taken. Any user may close the channel, any number of times.\n\n"
+             "Readers can still take the items inside. Any user may close the channel, any number of "
+             "times.\n\n"
              "Example:\n"
              "    >>> from flowchan import Channel\n"
              "    >>> channel = Channel()\n"
@@ -305,17 +305,17 @@ NB_MODULE(_core, m) {
             "abort", [](Channel& ch, nb::handle cause) { abort_channel(ch, cause.ptr()); },
             "cause"_a = nb::none(),
             "Break the channel and discard its items.\n\n"
-            "Every call that is waiting, and every later call, raises ``Broken`` from ``cause``.")
+            "All waiting and later calls raise ``Broken`` from ``cause``.")
         .def("__len__", length)
         .def_prop_ro(
             "capacity", [](Channel& ch) { return ch.capacity; },
-            "Return the number of items at which ``put`` waits.")
+            "Return how many items the channel holds before ``put`` waits.")
         .def_prop_ro(
             "max_bytes",
             [](Channel& ch) -> std::optional<uint64_t> {
                 return ch.max_bytes == UINT64_MAX ? std::nullopt : std::optional(ch.max_bytes);
             },
-            "Return the number of bytes at which ``put`` waits, or None without a limit.")
+            "Return how many bytes the channel holds before ``put`` waits, or None if there is no limit.")
         .def_prop_ro(
             "across", [](Channel& ch) { return ch.across(); },
             "Return the transport: ``\"threads\"``, ``\"processes\"`` or ``\"hosts\"``.")
@@ -333,8 +333,7 @@ NB_MODULE(_core, m) {
             "Return whether puts are no longer possible.")
         .def_prop_ro("drained", is_drained,
                      "Return whether the channel is closed and empty, and no item is on lease.")
-        .def_prop_ro("broken", is_broken,
-                     "Return whether the channel was aborted or has ended with a failure.")
+        .def_prop_ro("broken", is_broken, "Return whether the channel was aborted or ended with a failure.")
         .def_rw("_name", &Channel::name)
         .def_prop_ro("_fd",
                      [](Channel& ch) { return ch.with([](auto& transport) { return transport.fd(); }); })
@@ -369,11 +368,11 @@ NB_MODULE(_core, m) {
             "size"_a, "timeout"_a.none());
 
     nb::class_<In>(m, "In", nb::type_slots(in_slots),
-                   "A reading end of a channel. Use flowchan.In, which channel.reader() returns.")
+                   "A port that reads a channel. Use flowchan.In, which channel.reader() returns.")
         .def("__init__", construct_port<In>, "channel"_a, "session"_a = 0)
         .def(
             "close", [](In& in) { in.close(true); }, nb::lock_self(),
-            "Close the port; its leased items count as finished.")
+            "Close the port. Its leased items count as finished.")
         .def(
             "_give_up", [](In& in) { in.close(false); }, nb::lock_self())
         .def("_supervise", supervise<In>)
@@ -421,13 +420,13 @@ NB_MODULE(_core, m) {
         .def_prop_ro(
             "closed", [](In& in) { return !in.open || is_broken(*in.ch) || is_drained(*in.ch); },
             "Return whether no more items can come.\n\n"
-            "The port was closed, or the channel is drained or broken.");
+            "This is true if the port was closed, or if the channel is drained or broken.");
 
     nb::class_<Out>(m, "Out", nb::type_slots(out_slots),
-                    "A writing end of a channel. Use flowchan.Out, which channel.writer() returns.")
+                    "A port that writes to a channel. Use flowchan.Out, which channel.writer() returns.")
         .def("__init__", construct_port<Out>, "channel"_a, "session"_a = 0)
         .def("close", &Out::close, nb::lock_self(),
-             "Close the port; closing the last writer closes the channel.")
+             "Close the port. If it is the last writer, the channel closes.")
         .def(
             "_follow",
             [](nb::handle self, nb::handle reader, bool ordered, bool single, bool later) {
@@ -458,21 +457,21 @@ NB_MODULE(_core, m) {
             "__exit__", [](Out& out, nb::handle, nb::handle, nb::handle) { out.close(); }, nb::lock_self(),
             "type"_a.none(), "error"_a.none(), "traceback"_a.none())
         .def_prop_ro(
-            "channel", [](Out& out) { return out.channel; }, "Return the channel that the port writes.")
+            "channel", [](Out& out) { return out.channel; }, "Return the channel to which the port writes.")
         .def_prop_ro(
             "closed", [](Out& out) { return !out.open || state_of(*out.ch) != OPEN; },
             "Return whether puts are no longer possible.\n\n"
-            "The port or the channel was closed, the channel broke, or its readers left.");
+            "This is true if the port or the channel was closed, the channel broke, or its readers left.");
 
     nb::class_<ItemTracing>(m, "ItemTracing",
                             "Follows sampled items through one worker; see items/sampled_item.py.")
         .def(nb::init<nb::object, uint64_t>(), "recorder"_a, "countdown"_a = 0);
     nb::class_<Await>(m, "Await",
-                      "One coroutine that waits in the queue of a channel or port; see awaiting.py.")
+                      "A coroutine that waits in the queue of a channel or port; see awaiting.py.")
         .def(nb::init<nb::object, bool, bool>(), "target"_a, "reading"_a, "again"_a)
         .def("leave", &Await::leave, "unused"_a)
         .def_prop_ro("channel", &Await::channel);
-    nb::class_<Watch>(m, "Watch", "Sleep of the thread that waits on behalf of coroutines.")
+    nb::class_<Watch>(m, "Watch", "Lets one thread sleep on behalf of many coroutines.")
         .def(nb::init<>())
         .def_prop_ro("heard", &Watch::heard)
         .def("ring", &Watch::ring)
@@ -490,8 +489,8 @@ NB_MODULE(_core, m) {
         "dumps"_a, "loads"_a, "unreadable"_a, "is_of_a_handler"_a, "not_put"_a);
     m.def("_set_traced", [](nb::handle traced) { set_traced(traced.ptr()); }, "traced"_a);
     m.def("_when_finished", Receiving::when_finished, "call"_a,
-          "Call ``call`` when the item that this thread is unpickling is finished, or now "
-          "if there is none.");
+          "Call ``call`` once the item that this thread is unpickling is finished, or at once if there is "
+          "none.");
     m.def("_observe", observe, "channels"_a);
     bind_link(m);
     bind_group(m);

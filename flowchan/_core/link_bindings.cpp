@@ -160,10 +160,9 @@ nb::dict state_of(PyLink& link) {
 void bind_link(nb::module_& m) {
     m.def(
         "_references", [] { return references().count(); },
-        "Return the number of outputs of this process's channels that are on other hosts.");
+        "Return how many outputs in this process's channels are on other hosts.");
     nb::class_<PyLink>(m, "Link",
-                       "Connection between two hosts of a run, which serves the ports of remote "
-                       "workers.")
+                       "Connection between two hosts of a run. It serves the ports of remote workers.")
         .def(nb::init<bool>(), "owner_side"_a)
         .def(
             "attach",
@@ -172,23 +171,24 @@ void bind_link(nb::module_& m) {
                 link.attach(fd);
             },
             "fd"_a,
-            "Continue over this connected socket, and take ownership of the socket.\n\n"
-            "Frames that did not arrive over the previous socket are sent again.")
-        .def("open_stream", open_stream, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
-             "limited"_a = false, "lends"_a = false,
-             "Serve the ports of one worker, under a number that both sides use.\n\n"
-             "``on_demand``: items are sent only to workers that are waiting for one or processing one.\n"
-             "``limited``: the worker puts only as many items as the owner has room for.\n"
-             "``lends``: large outputs of the first port stay on the worker's side until they are fetched.")
+            "Continue over this connected socket, and take ownership of it.\n\n"
+            "The link sends frames again if they did not arrive over the previous socket.")
+        .def(
+            "open_stream", open_stream, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
+            "limited"_a = false, "lends"_a = false,
+            "Serve the ports of one worker, under a number that both sides use.\n\n"
+            "``on_demand``: send items only to workers that wait for an item or process one.\n"
+            "``limited``: the worker puts only as many items as the owner has room for.\n"
+            "``lends``: large outputs of the first port stay on the worker's side until a host fetches them.")
         .def("set_fetch_address", &PyLink::set_fetch_address, "address"_a,
-             "Set the address at which other hosts fetch the outputs that stay with this agent.")
+             "Set the address at which other hosts fetch outputs that this agent keeps.")
         .def(
             "serve_fetches",
             [](PyLink& link, int fd) {
                 WithoutGil without;
                 link.serve_fetches(fd);
             },
-            "fd"_a, "Send outputs to the host at the other end of this socket, until the host closes it.")
+            "fd"_a, "Send outputs to the host behind this socket until that host closes it.")
         .def(
             "fetch",
             [](PyLink& link, int fd, nb::bytes location) {
@@ -219,7 +219,8 @@ void bind_link(nb::module_& m) {
                 link.pair_streams(writes, reads);
             },
             "writes"_a, "reads"_a,
-            "Count items prefetched through stream ``reads`` against the room of stream ``writes``.")
+            "Count items that were prefetched through stream ``reads`` against the room of stream "
+            "``writes``.")
         .def(
             "offer",
             [](PyLink& link, uint32_t number, uint64_t most) {
@@ -228,7 +229,8 @@ void bind_link(nb::module_& m) {
             },
             "number"_a, "most"_a,
             "Send up to ``most`` of the next items of this stream.\n\n"
-            "Returns how many were sent in total, and whether the channel has ended; None during a recall.")
+            "Returns how many were sent in total, and whether the channel has ended. Returns None during a "
+            "recall.")
         .def(
             "room",
             [](PyLink& link, uint32_t number) {
@@ -236,10 +238,10 @@ void bind_link(nb::module_& m) {
                 return link.room(number);
             },
             "number"_a,
-            "Return how many puts this stream is granted in total, and whether its channel has ended.")
+            "Return how many puts this stream was granted in total, and whether its channel has ended.")
         .def("await_used", await_used, "number"_a, "count"_a, "timeout"_a = nb::none(),
-             "Wait until the other side has put ``count`` items of this stream; return whether it has.\n\n"
-             "Returns None if the timeout runs out first.")
+             "Wait until the other side has put ``count`` items of this stream.\n\n"
+             "Returns True if it has, False if it never will, and None after the timeout.")
         .def(
             "drop",
             [](PyLink& link, uint32_t number) {
@@ -247,11 +249,10 @@ void bind_link(nb::module_& m) {
                 link.drop_stream(number);
             },
             "number"_a,
-            "Stop serving a worker's ports without changing their sessions. Unknown "
-            "numbers are ignored.")
+            "Stop serving a worker's ports, without changing their sessions. Ignore unknown numbers.")
         .def("wait", wait_for_event, "timeout"_a = nb::none(),
              "Wait for the next event and return its kind and values, or () after the timeout.\n\n"
-             "flowchan.transport.link_events converts them to typed events.")
+             "flowchan.transport.link_events converts events to typed objects.")
         .def("state", state_of, "Return the connection's state and the link's counts.")
         .def(
             "close",

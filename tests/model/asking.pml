@@ -1,21 +1,22 @@
-/* Requests from remote processes to the owner of a channel, and its replies (C4, C6, C11, C12, C14). Getters take
-   items from channel X, and each item contains channel Y. A putter that has opened Y puts these items. One process
-   owns both channels, and every other process has a control stream to the owner. Requests arrive on this stream once
-   and in order (line.pml shows that), until the owner gives the process up, which may happen at any moment.
+/* Requests from remote processes to the owner of a channel, and the replies (C4, C6, C11, C12, C14). Getters take
+   items from channel X. Each of these items contains channel Y. A putter, which has Y open, puts the items. One
+   process owns both channels. Every other process has a control stream to the owner. Requests arrive on it once and
+   in order (line.pml shows that), until the owner gives the process up. That may happen at any time.
 
-   In the source, the items of X reach a process through its ports (line.pml, lease.pml). Here the reply to a call
-   carries them. This represents every reply that a caller must not lose, such as the one with the new channel of
-   `make`.
+   In the source, a process gets the items of X through its ports (line.pml, lease.pml). Here they come with the reply
+   to a call. They stand for every reply that a caller must not lose, such as the reply to `make`, which has the new
+   channel.
 
-   A call is a request to the owner, which runs it in a task and replies. A caller that stops waiting reports this. The
-   task is then cancelled, unless it has already taken an item; in that case, the process that asked gets that item
-   next. Once a process has lost the owner, every call raises that error, including a call that begins at that moment.
+   A call is a request to the owner, which runs it in a task and replies. A caller that stops waiting tells the owner.
+   The owner then cancels the task, unless the task has already taken an item. In that case, the next call of the
+   process gets that item. Once a process has lost the owner, every call raises that error, even a call that begins at
+   that moment.
 
-   Y exists as long as a process has it open or an item contains it. For each process, the owner counts how often Y was
-   opened and dropped. For all processes together, it counts in how many items Y was put (`send`) and how many of these
-   items are finished (`come`). A user of Y may drop it in one thread while another thread opens it again. A forked
-   child of the owner (CHILD) puts items into X directly, and only reports to the owner what the items contain. A
-   process that puts Y into an item waits until the owner has counted the item.
+   Y exists as long as some process has it open or some item contains it. The owner counts for each process how often
+   it opened and dropped Y. Over all processes, it counts how many items Y was put into (`send`), and how many of
+   these are finished (`come`). One thread of a process may drop Y while another opens it again. A forked child of the
+   owner (CHILD) puts items into X directly, and only reports to the owner what they contain. A process that puts Y
+   into an item waits until the owner has counted the item.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
@@ -30,16 +31,16 @@
    take(), answer()                      session.py: ClientSession._do, ClientSession._answer
    give_up()                             session.py: ClientSession._give_up
 
-   Left out: ports, because they are streams; several channels in one call; puts that wait for room.
+   Left out: ports, because they are streams; calls with several channels; puts that wait for room.
 
-   Planted faults: PLANT_forget (a caller that stops waiting forgets the call, and therefore loses the item that
-   arrives for it), PLANT_cancel_taken (a task that has taken an item is cancelled), PLANT_drained_at_once (the call
-   ends as drained although an item has arrived for an earlier call), PLANT_deaf (a waiting caller does not learn that
-   the owner is lost), PLANT_post_late (a caller that begins to wait at that moment does not learn it),
-   PLANT_task_lives (the requests of a process that was given up are still run), PLANT_open_kept (a process that was
-   given up still counts as having opened Y), PLANT_one_drop (one drop ends all openings), PLANT_come_first (an item is
-   reported as finished before the channel in it is open), PLANT_not_sent (an item that contains Y is not counted),
-   PLANT_not_awaited (an item is put before it has been counted). */
+   Planted faults: PLANT_forget (a caller that stops waiting forgets the call, so the item that arrives for it is
+   lost), PLANT_cancel_taken (a task is cancelled although it has taken an item), PLANT_drained_at_once (the call ends
+   as drained although an item has arrived for an earlier call), PLANT_deaf (a waiting caller does not learn that the
+   owner is lost), PLANT_post_late (nor does a caller that begins to wait at that moment), PLANT_task_lives (the owner
+   still runs requests of a process that it gave up), PLANT_open_kept (such a process still counts as having opened
+   Y), PLANT_one_drop (one drop ends all openings), PLANT_come_first (an item is reported as finished before the
+   channel in it is open), PLANT_not_sent (an item that contains Y is not counted), PLANT_not_awaited (an item is put
+   before it is counted). */
 
 #ifndef ITEMS
 #define ITEMS 2
@@ -51,7 +52,7 @@
 #define CANCELS 1
 #endif
 #ifndef DEATHS
-#define DEATHS 1      /* number of processes that the owner gives up */
+#define DEATHS 1      /* how many processes the owner gives up */
 #endif
 #define CALLS (ITEMS + CANCELS + 1)
 #define GUESTS (GETTERS + 1)
@@ -69,17 +70,17 @@ chan nudges[GUESTS] = [2 * ITEMS + 1] of { mtype };
 mtype asked[GETTERS * CALLS] = NOTHING;
 mtype heard[GUESTS] = NOTHING;       /* the reply to the waiting caller */
 byte heard_item[GUESTS];
-chan kept[GETTERS] = [CANCELS + 1] of { byte };      /* items that arrived without a waiting caller */
-bool lost[GUESTS], uses[GUESTS];     /* whether the process has lost the owner; whether it has Y */
+chan kept[GETTERS] = [CANCELS + 1] of { byte };      /* items that arrived while no caller waited */
+bool lost[GUESTS], uses[GUESTS];     /* the process has lost the owner; it has Y */
 
 mtype task[GETTERS * CALLS] = NO_TASK;
 byte result[GETTERS * CALLS];
-byte latest[GETTERS];                /* number of the latest call that the owner has received from each process */
+byte latest[GETTERS];                /* the latest call of each process that the owner has received */
 bool given_up[GUESTS];
-short counted;                       /* how many items contain Y, by the owner's count */
+short counted;                       /* number of items that contain Y, as the owner counts them */
 byte opens[GUESTS];
 bool gone, closed;                   /* Y no longer exists; X is closed */
-byte inside, put, next_out;          /* items of X: first in, first out */
+byte inside, put, next_out;          /* the items of X: first in, first out */
 byte used[ITEMS], taken_by[ITEMS];
 byte cancels, deaths, ended;
 hidden byte i, n;
@@ -91,7 +92,7 @@ hidden mtype what;
 
 /* --- a remote process --- */
 
-inline post(call) {                       /* records the request, so that losing the owner in the meantime answers it */
+inline post(call) {                       /* record the request first, so that losing the owner also ends this call */
   atomic { asked[mine(call)] = WAITS; heard[g] = NOTHING };
   atomic { nfull(to_home[g]) -> to_home[g]!GET(call) };
 #ifndef PLANT_post_late
@@ -144,7 +145,7 @@ inline lose() {
 #endif
 }
 
-inline nudge(word) {                      /* never waits; if the owner is lost, the receiver has ended */
+inline nudge(word) {                      /* never waits; once the owner is lost, the receiver has ended */
   if
   :: atomic { !lost[g] -> nudges[g]!word }
   :: lost[g]
@@ -165,7 +166,7 @@ proctype ears(byte g) {
   od
 }
 
-inline keep_or_use(item) {                /* an item has arrived: opens the channel in it, unless this process has it open */
+inline keep_or_use(item) {                /* open the channel in an item that has arrived, unless it is open */
   atomic { used[item]++; assert(used[item] == 1) };
 #ifdef PLANT_come_first
   nudge(COME);
@@ -186,7 +187,7 @@ inline keep_or_use(item) {                /* an item has arrived: opens the chan
 #endif
   assert(!gone || given_up[g]);           /* this process uses Y */
   if
-  :: uses[g] = false; nudge(DROP)                 /* drop Y; or keep it for the next item */
+  :: uses[g] = false; nudge(DROP)                 /* drop Y, or keep it for the next item */
   :: true
   fi
 }
@@ -318,7 +319,7 @@ inline give_up(g) {
   check_Y()
 }
 
-proctype serve(byte g) {                  /* the owner's side for one process; one thread runs all sides, step by step */
+proctype serve(byte g) {                  /* the owner's side for one process; all sides share one thread */
   byte call;
   do
   :: atomic { !given_up[g] && nempty(to_home[g]) && nfull(to_guest[g]) -> hear(g) }
@@ -363,7 +364,7 @@ init {
        :: else -> break
        od;
        assert(counted == 0 && gone)
-    :: else ->                              /* a lost item was in transit to a process that was given up */
+    :: else ->                              /* an item may only be lost in transit to a process that was given up */
        n = 0;
        do
        :: n < next_out -> assert(used[n] == 1 || given_up[taken_by[n] - 1]); n++

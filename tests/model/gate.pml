@@ -1,16 +1,15 @@
-/* Waiting: no user sleeps while an item is available (C8). Model of the wait queues in waiting.hpp and the loop in
-   blocking.hpp.
+/* Waiting: no user sleeps while an item is available to it (C8). This models the wait queues of waiting.hpp and the
+   loop of blocking.hpp.
 
-   Two writers and READERS readers share one ring of CAP slots. A critical section is one atomic step here, because
-   ring.pml shows that a dead lock owner's changes happen completely or not at all. What remains to be modelled: the
-   counts of the wait queues, the system calls after the lock is released, and the kernel's step from "compare" to
-   "sleep".
+   Two writers and READERS readers share a ring of CAP slots. Each critical section is one atomic step, because
+   ring.pml shows that the changes of a dead lock owner happen completely or not at all. What remains are the counts
+   of the wait queues, the system calls after the lock is released, and the kernel's step from "compare" to "sleep".
 
-   Slices. A sleep is cut into slices of 100 ms, which would hide every lost wake-up from a search for deadlocks. In
-   the model, no slice therefore ends before a death. After a death, slices end only if nothing else can move
-   (`timeout`), and only SLICES times per participant and death. A run that only sleeps and checks again is therefore
-   also an error. A futex may return without a reason, at any moment, but at most SPURIOUS times. FUTEX_WAKE wakes the
-   longest sleeper.
+   Slices. A sleep is divided into slices of 100 ms, which would hide every lost wake-up from a search for deadlocks.
+   So in the model, no slice ends before the first death. After a death, a slice ends only if nothing else can move
+   (`timeout`), and only SLICES times per participant and death. So endless sleeping and checking is also an error. A
+   futex may return without a reason at any time, but at most SPURIOUS times. FUTEX_WAKE wakes the sleeper that has
+   slept longest.
 
    step of the model                        source
    --------------------------------------   ---------------------------------------------------------------
@@ -29,15 +28,15 @@
    sweep()                                  ring_sessions.cpp: Ring::sweep; ring_leases.cpp: Ring::give_back
    take_lock()                              ring.cpp: Ring::lock, Ring::recover
 
-   -D CORES=n: number of readers that call_in_turn() keeps running at a time. nobody_beside() then states C8: if there is
-   an item and a reader is waiting, another reader is running.
-   -D LAZY=n: readers wake writers when n slots are free (ring.hpp: Ring::call_writers, ReaderState::lazy).
-   -D RANKS: FUTEX_WAKE may wake any of the readers, because the workers of a stage have ranks.
+   -D CORES=n: call_in_turn() keeps n readers running at a time. nobody_beside() then states C8: if there is an item
+   and a reader waits, another reader is running.
+   -D LAZY=n: readers wake writers only when n slots are free (ring.hpp: Ring::wake_writers, ReaderState::lazy).
+   -D RANKS: FUTEX_WAKE may wake any reader, because the workers of a stage have ranks.
    -D GATHER: readers gather two items with `get_more`, which keeps earlier items on lease (operator_loops.py: batch).
-   Left out: spinning, deadlines, ordered outputs (`turn`), large items, shortage of memory.
+   Left out: spinning, deadlines, ordered outputs (`turn`), large items, lack of memory.
 
-   In two places, the source behaves worse than the model. For each, a define makes the model behave like the source, and
-   the search then finds the error:
+   The source once had two errors. For each of them, a define makes the model wrong in the same way, and the search
+   then finds the error:
      SOURCE_QUEUE_CLOSED blocking.hpp, perform() and wait(): a reader queues behind a starving reader while the first
                          one still has an item on lease, for which the starving reader may be waiting. In the model, no
                          reader queues once the channel is closed.
@@ -46,11 +45,11 @@
                          the end comes once nothing is inside. The reader sees items that others have given back when it
                          next asks without leased items.
    Planted faults: PLANT_no_wake (a put wakes no reader), PLANT_old_seq (the wake-up does not change seq, so a user
-   that is about to sleep still goes to sleep), PLANT_no_tell_end (the last acknowledgement wakes no user),
+   that is about to sleep still falls asleep), PLANT_no_tell_end (the last acknowledgement wakes no user),
    PLANT_close_wakes_one (closing wakes only one user), PLANT_wake_one (while a user starves, only one user is woken,
-   and it may be one that cannot continue), PLANT_no_pass_on (an interrupted user keeps the wake-up), PLANT_no_next (a
-   reader that takes an item and leaves another one wakes no other reader), PLANT_no_slices (sleeps never end on their
-   own), PLANT_end_leased (the end comes although an item is on lease). */
+   perhaps one that cannot continue), PLANT_no_pass_on (an interrupted user keeps the wake-up), PLANT_no_next (a
+   reader that takes an item and leaves another one wakes no other reader), PLANT_no_slices (a sleep never ends
+   without a wake-up), PLANT_end_leased (the end comes although an item is on lease). */
 
 #ifndef READERS
 #define READERS 2
@@ -96,9 +95,9 @@ mtype = { DONE, WAIT, CLOSED, DRAINED, INTERRUPTED };
 
 byte inside, leased, writers = WRITERS, readers = READERS, put, acknowledged;
 bool closed, drained, owner_died;
-hidden byte n, m, q, z;                 /* temporary values within one step */
+hidden byte n, m, q, z;                 /* values that are used only within one step */
 byte waiting[2], woken[2];
-byte starving[2];                    /* number of the participant + 1; 0 for none */
+byte starving[2];                    /* number of the participant + 1; 0: none */
 bool fresh[ALL], asleep[ALL], at_gate[ALL], dead[ALL], here[ALL];
 byte in_hand[ALL];
 chan line[2] = [ALL] of { byte };      /* the kernel's sleepers in each wait queue */
@@ -114,7 +113,7 @@ byte spurious = SPURIOUS, quits = QUITS, deaths, slices[ALL];
 
 inline call(side, k, count) {        /* adds the number of users to wake to `count` */
   n = (waiting[side] > woken[side] -> waiting[side] - woken[side] : 0);
-  m = n;                             /* "all" means all users that are asleep at that moment */
+  m = n;                             /* "all" means all users that sleep at this moment */
 #ifndef PLANT_wake_one
   n = (n > k && !(k > 0 && starving[side] > 0) -> k : n);
 #else
@@ -167,7 +166,7 @@ inline tell_end() {
   fi
 }
 
-inline acknowledge(p) {              /* the first thing that a reader does */
+inline acknowledge(p) {              /* a reader does this first */
   if
   :: p < READERS && !keep && in_hand[p] > 0 ->
      assert(!drained);
@@ -179,7 +178,7 @@ inline acknowledge(p) {              /* the first thing that a reader does */
   fi
 }
 
-/* An attempt by a waiting participant, under the lock; `step` is its result. Locals: step, wake_r, wake_w. */
+/* An attempt of a waiting participant, under the lock. `step` is its result. Locals: step, wake_r, wake_w. */
 inline operation(p) {
   if
   :: p < READERS ->
@@ -217,7 +216,7 @@ inline close_(count_r, count_w) {
   ; call(W, ALL, count_w)
 }
 
-/* p's session ends, because p closes it, or because p has died and the session is swept. */
+/* The session of p ends, because p closes it, or because p has died and the session is swept. */
 inline depart(p) {
   here[p] = false;
   if
@@ -261,7 +260,7 @@ inline sweep() {
   z = 0
 }
 
-/* A process that gets a dead owner's lock wakes all users, because it does not know whom the owner would have woken. */
+/* A process that gets a dead owner's lock wakes all users, because it does not know whom the owner meant to wake. */
 inline take_lock() {
   if
   :: owner_died -> owner_died = false; call(R, ALL, wake_r); call(W, ALL, wake_w)
@@ -269,7 +268,7 @@ inline take_lock() {
   fi
 }
 
-/* The longest sleeper first, as the kernel does for threads of equal priority. */
+/* Wake the longest sleeper first, as the kernel does for threads of equal priority. */
 inline futex_wake(side, count) {
   do
   :: count > 0 && len(line[side]) > 0 -> line[side]?q; asleep[q] = false; count--
@@ -283,7 +282,7 @@ inline get_up(p) { asleep[p] = false; line[side_of(p)]??eval(p) }
 #else
 #define MAY_DIE(p) skip
 #endif
-inline choose_crash(p) {             /* decides whether p dies in the next critical section */
+inline choose_crash(p) {             /* decides whether p dies in its next critical section */
   if
 #if DEATHS
   :: deaths < DEATHS -> deaths++; crash = true
@@ -291,7 +290,7 @@ inline choose_crash(p) {             /* decides whether p dies in the next criti
   :: true
   fi
 }
-/* p dies while it holds the lock: its change has happened and its wake-ups are counted, but they are never sent. */
+/* p dies while it holds the lock. Its change has happened and its wake-ups are counted, but are never sent. */
 inline crash_here(p) {
   if
   :: crash -> owner_died = true; dead[p] = true; wake_r = 0; wake_w = 0
@@ -351,7 +350,7 @@ proctype participant(byte me) {
         wake(me);
         do
         :: step == WAIT ->
-           d_step {                  /* the kernel compares and sleeps in one step */
+           d_step {                  /* the kernel compares and falls asleep in one step */
              slice = false; error = !fresh[me]; asleep[me] = fresh[me];
              if :: asleep[me] -> line[side_of(me)]!me :: else fi
            };
@@ -427,7 +426,7 @@ init {
     :: else -> break
     od
   };
-  (_nr_pr == 1);                     /* all processes have ended; one that cannot end is an invalid end state */
+  (_nr_pr == 1);                     /* if a process cannot end, the search reports an invalid end state */
   d_step {
     p = 0;
     do

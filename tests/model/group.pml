@@ -1,19 +1,19 @@
-/* The rounds of a group (flowchan/_core/group.hpp): either all survivors complete an operation or none of them does,
+/* The rounds of a group (flowchan/_core/group.hpp). Either all survivors complete an operation or none of them does,
    and no member reads overwritten data. The model covers what members publish and how they wait, but not what they
    compute.
 
-   An operation consists of ROUNDS rounds. In each round, a member writes the data that it shows to the others: its
-   input in an exchange; with slices, also its part of the previous round's result. It publishes the number of the
-   round, waits until all other members have published it, and reads the data that they show. The cells and their data
-   exist twice, for odd and for even rounds. A member may die before any step, and may stop waiting for reasons of its
-   own (a timeout, Ctrl-C). Another thread of its process may close it at any moment. It then stops waiting, or does
-   not begin another operation. A sleep may end at any time, and the member then checks again. A lost wake-up costs
-   only one slice of time, so sleeping is not a step here.
+   An operation has ROUNDS rounds. In each round, a member writes the data that it shows to the others. In an
+   exchange, this is its input. With slices, it is also its part of the result of the previous round. The member then
+   publishes the number of the round, waits until all other members have published it, and reads their data. Cells and
+   their data exist twice, for odd and even rounds. A member may die before any step, or may stop waiting because of a
+   timeout or Ctrl-C. Another thread of its process may close it at any time. It then stops waiting, or does not begin
+   another operation. A sleep may end at any time, and the member then checks again. A lost wake-up costs only a slice
+   of time, so sleeping is not a step of this model.
 
-   DIRECT: in the first round, a member shows an address in its own memory. Its program may reuse that memory once the
-   operation has ended for the member. The other members read from there, and check afterwards whether the owner of the
-   memory has given up. In the second round, each member shows whether it could read. Unless all of them could, one
-   more round shows the data next to the cells.
+   DIRECT: in the first round, a member shows an address in its own memory. Once the operation has ended for the
+   member, its program may reuse that memory. The other members read from it, and afterwards check whether its owner
+   has given up. In the second round, each member shows whether its reads succeeded. Unless all succeeded, one more
+   round shows the data next to the cells.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
@@ -27,12 +27,12 @@
    reading another one's memory          group_ops.cpp: Member::pull
    saying who could                      group_ops.cpp: Member::have_read
 
-   Planted faults: PLANT_one_cell (one cell for all rounds), PLANT_early (the round is published before the data is
+   Planted faults: PLANT_one_cell (one cell for all rounds), PLANT_early (the round is published before its data is
    written), PLANT_no_second_look (the number of a member that has gone is not read again), PLANT_any_number (a later
-   number also counts, as does an earlier number in the same cell), PLANT_goes_on (a member that has given up takes
-   part in the next operation), PLANT_silent (a member that gives up does not report it), PLANT_at_once (a closed
-   member is gone before its operation has ended), PLANT_trusts (readers do not check whether the owner has given up),
-   PLANT_returns (a member that could read does not wait until the others have read). */
+   number also counts, and so does an earlier one in the same cell), PLANT_goes_on (a member that has given up takes
+   part in the next operation), PLANT_silent (a member gives up without reporting it), PLANT_at_once (a closed member
+   is gone before its operation has ended), PLANT_trusts (readers do not check whether the owner has given up),
+   PLANT_returns (a member that has read does not wait for the others to read). */
 
 #ifndef MEMBERS
 #define MEMBERS 3
@@ -61,7 +61,7 @@
 #define AT(member, r) ((member) * 2 + CELL(r))
 
 #ifdef DIRECT
-byte memory[MEMBERS];         /* the operation to which the memory belongs */
+byte memory[MEMBERS];         /* the operation for which the memory is in use */
 bool couldnt[MEMBERS * 2];    /* shown next to the number */
 #endif
 
@@ -69,7 +69,7 @@ byte number[MEMBERS * 2]; /* the round published in each cell */
 byte shows[MEMBERS * 2];  /* the round whose data is next to the cell */
 bool gone[MEMBERS];       /* the member has reported that it gave up */
 bool dead[MEMBERS];
-bool stopped[MEMBERS];    /* it stopped for reasons of its own */
+bool stopped[MEMBERS];    /* a timeout, Ctrl-C or close stopped it */
 bool closing[MEMBERS];    /* another thread of its process closes it */
 byte done[MEMBERS];       /* how many operations it has completed */
 byte deaths, stops, ended;
@@ -173,7 +173,7 @@ proctype member(byte me) {
         od;
 #ifdef DIRECT
         i = 0;
-        do /* first round: their memory; second round: whether all could read */
+        do /* first round: read their memory; second round: learn whether all could read */
         :: i == MEMBERS || step > 2 -> break
         :: i < MEMBERS && step == 2 -> could = could && !couldnt[AT(i, r)]; i++
         :: i < MEMBERS && step == 1 ->
@@ -232,7 +232,7 @@ init {
         :: else -> break
         od
     };
-    ended == MEMBERS; /* otherwise a member waits forever */
+    ended == MEMBERS; /* if this is never true, a member waits forever */
     i = 0;
     do
     :: i < MEMBERS ->

@@ -1,10 +1,10 @@
-/* Exactly once under kill -9 (C11): two workers of a stage read ring I and write OUTPUTS outputs per item to ring O.
-   Workers may die between any two steps. The supervisor then returns their leased items and starts replacements.
+/* Exactly once under kill -9 (C11). Two workers of a stage read ring I, and write OUTPUTS outputs per item to ring O.
+   A worker may die between any two steps. The supervisor then gives its leased items back and starts a replacement.
 
-   Each critical section is one step; ring.pml shows that this is valid. A process that must wait stands still until it
-   can continue; gate.pml shows that it does continue. Two writers put ITEMS items each into I. If a writer dies, the
-   rest of its items are not put. One sink reads O. All rings have the same code in the source, so I and O differ here
-   only in what is observed.
+   Each critical section is one step, which ring.pml justifies. A process that must wait stands still until it can
+   continue, and gate.pml shows that it does continue. Two writers put ITEMS items each into I. If a writer dies, the
+   rest of its items are not put. One sink reads O. In the source, all rings have the same code. So I and O differ
+   here only in what is observed about them.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
@@ -21,15 +21,15 @@
    start                                 local_part.py: LocalPart::start_workers
    sink                                  operator_loops.py: sink (plain reads: C4)
 
-   A session is an index that is reused (layout.hpp: Session). Items get their numbers when they are first taken, as in
-   Ring::try_take. Left out: ordered outputs, several output rings, poison items, restart limits, get_many.
+   A session is an index that is reused (layout.hpp: Session). Items get their numbers when they are first taken, as
+   in Ring::try_take. Left out: ordered outputs, several output rings, poison items, restart limits, get_many.
 
    Planted faults: PLANT_forget (the supervisor ends the dead writer's session without keeping its committed count),
-   PLANT_hasty (it returns the item before it retires the writer), PLANT_apart (the output and the committed count are
-   two critical sections), PLANT_open_late (the replacement's ports are opened after the dead worker's are closed; with
-   -D WORKERS=1), PLANT_end_leased (the end comes although an item is on lease), PLANT_finish (items leased by a dead
-   worker count as finished), PLANT_no_inherit (a worker that takes over an item does not adopt the count kept for it),
-   PLANT_any_resume (a kept count is used for any item). */
+   PLANT_hasty (it gives the item back before it retires the writer), PLANT_apart (the output and the committed count
+   are two critical sections), PLANT_open_late (the replacement's ports are opened after the dead worker's ports are
+   closed; needs -D WORKERS=1), PLANT_end_leased (the end comes although an item is on lease), PLANT_finish (items
+   that a dead worker leased count as finished), PLANT_no_inherit (a worker that takes over an item does not adopt the
+   count that was kept for it), PLANT_any_resume (a kept count is used for any item). */
 
 #ifndef ITEMS
 #define ITEMS 1       /* per writer */
@@ -47,25 +47,25 @@
 #define WORKERS 2
 #endif
 #define TOTAL (2 * ITEMS)
-#define SESSIONS (3 + DEATHS)        /* two workers, one replacement being started, one kept count per death */
+#define SESSIONS (3 + DEATHS)        /* two workers, one replacement that is starting, one kept count per death */
 #define NONE 255
 
 mtype = { FREE, READER, WRITER, RESUME };
 
-/* Ring I. The front is at index 0. */
+/* Ring I, with its front at index 0. */
 byte queue[TOTAL + 1], inside, numbered, number[TOTAL];   /* number of each item + 1; 0: none yet */
 bool closed_in;
 byte writers_in = 2, readers_in, leased;
 mtype role_in[SESSIONS] = FREE;
 byte in_hand[SESSIONS] = NONE;
-/* Ring O: the items inside are only counted. */
+/* Ring O. The items inside are only counted. */
 byte inside_out;
 bool closed_out;
 byte writers_out, resumes;
 mtype role_out[SESSIONS] = FREE;
 byte committed_item[SESSIONS], committed_count[SESSIONS];
 
-/* What is visible from outside. */
+/* What can be seen from outside. */
 bool is_put[TOTAL];
 byte output[TOTAL * OUTPUTS];        /* how often each output is in O */
 bool drained_in, drained_out;
@@ -155,7 +155,7 @@ proctype source(byte me) {
 
 #define MAY_DIE if :: atomic { deaths < DEATHS -> deaths++; goto died } :: true fi
 
-inline begin() {                     /* before an item's first output, in that output's critical section */
+inline begin() {                     /* before an item's first output, in the critical section of that output */
   count = 0; skip_ = 0; keyed = true; i = 0;
   do
   :: resumes > 0 && i < SESSIONS ->
@@ -190,7 +190,7 @@ start:
   atomic { go[me] -> go[me] = false };
   do
   :: MAY_DIE;
-     /* ask: the last item is finished, the next one on lease */
+     /* ask: the last item is finished, and the next one goes on lease */
      d_step {
        in_hand[reading[me]] != NONE || inside > 0 || AT_END(reading[me]) ->
        if
@@ -212,7 +212,7 @@ start:
           :: else
           fi
        :: inside == 0 && AT_END(reading[me]) -> drained_in = true; ended = true
-       :: else                       /* acknowledged; it continues to wait */
+       :: else                       /* acknowledged; it waits on */
        fi
      };
      if
@@ -234,7 +234,7 @@ start:
                 assert(output[in_hand[reading[me]] * OUTPUTS + count] == 1);
                 count++;
                 COMMITTED
-             :: else                 /* the item has begun, and its output is waiting for room */
+             :: else                 /* the item has begun, and its output waits for room */
              fi
            };
 #ifdef PLANT_apart
@@ -247,7 +247,7 @@ start:
      fi
   od;
   MAY_DIE;
-  told[me] = true;                   /* the supervisor learns that the worker ends before the ports are closed */
+  told[me] = true;                   /* before the ports close, the supervisor learns that the worker ends */
   MAY_DIE;
   d_step { leave_in(reading[me]) };
   MAY_DIE;
@@ -257,7 +257,7 @@ start:
 died:
   atomic { count = 0; skip_ = 0; keyed = false; ended = false; dead[me] = true };
   if
-  :: go[me] -> goto start            /* its replacement, in its own process */
+  :: go[me] -> goto start            /* its replacement, in a process of its own */
   :: gone[me]
   fi;
 over:

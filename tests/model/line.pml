@@ -1,33 +1,33 @@
-/* Exactly once between hosts (C11): workers on other hosts read channel I and write channel O, both on the owner's
-   host. Connections break, and hosts and workers die. This models the messages that a link sends about its streams
-   (called "lines" in the names here).
+/* Exactly once between hosts (C11). Workers on other hosts read channel I and write channel O, which are both on the
+   owner's host. Connections break, and hosts and workers die. This models the messages that a link sends for its
+   streams (the names here call a stream a "line").
 
-   A stream is one remote worker's part of a link. Its items are numbered 0, 1, 2, … in the order in which the owner
-   leased them, and its outputs are counted per port. All messages carry absolute state, so a new connection needs no
-   log of the old one:
+   A stream is the part of a link that serves one remote worker. Its items are numbered 0, 1, 2, … in the order in
+   which the owner leased them, and its outputs are counted per port. All messages report absolute states, so a new
+   connection needs no log of the old one:
 
      owner to host   OUTPUT(got of each port)   ITEM(n)        RECALL                END
      host to owner   INPUT(got, done)           OUT(port, n)   RECALLED(got, done)   END
 
-   The owner keeps an item on lease until it knows that the worker has finished the item and that all of the item's
-   outputs are in O. Until then, outputs that have arrived wait in the owner's memory, and also wait there for room in
-   O. The owner learns that an item is finished from `done`, which is sent after the outputs of all earlier items, or
-   from an output of a later item: over all ports of a stream, the outputs of earlier items are sent first. For each
-   port, the owner remembers how many outputs of the latest item are in O. An output is therefore put into O only after
-   the leases of all earlier items have ended. On a new connection, each end first drops the former connection and then
-   states what it has received. The other end sends again from there. A host that the owner gives up is fenced: its
-   connection is dropped, its items are returned, the counts of its unfinished items are kept for the workers that take
-   these items over, and its replacement starts without state. After that, it does not matter whether the host is still
-   running.
+   The owner keeps an item on lease until it knows that the worker has finished the item, and all of the item's
+   outputs are in O. An output that has arrived waits in the owner's memory until it can be put into O. The owner
+   learns from `done` that an item is finished. `done` is sent after the outputs of all earlier items. The owner also
+   learns it from an output of a later item, because over all ports of a stream, the outputs of earlier items are sent
+   first. For each port, the owner remembers how many outputs of the latest item are in O. So it puts an output into O
+   only after the leases of all earlier items have ended. On a new connection, each side first drops the former
+   connection and then reports what it has received. The other side goes on from there. If the owner gives a host up,
+   it fences the host: it drops the connection and gives the items back. For each unfinished item, it keeps the counts
+   for the worker that takes the item over. The host's replacement starts without state. From then on, it does not
+   matter whether the host still runs.
 
    The owner may recall items that a worker has not started. The host forgets them and reports how many are left. The
-   owner returns the others, and sends no items until it has received this report. After a break, it asks again over
-   the new connection.
+   owner gives the others back, and sends no items until this report arrives. After a break, it asks again over the
+   new connection.
 
-   lease.pml shows what a host's own rings do when one of its workers dies. Only the result appears here: the
-   replacement takes the leased item, and skips the outputs that are in the host's ring. Each critical section is one
-   step. A connection delivers messages in order, and loses those in flight when it is dropped, which may happen at any
-   moment.
+   lease.pml shows what happens in a host's own rings when one of its workers dies. Here only the result appears: the
+   replacement takes the leased item, and skips outputs that are already in the host's ring. Each critical section is
+   one step. A connection delivers messages in order. It may be dropped at any time, and then loses the messages in
+   flight.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
@@ -46,26 +46,26 @@
                                          link_ports.cpp: Source::first_key
    dial_again()                          link.cpp: Link::take_over; link_ports.hpp: Source::connect
 
-   Left out: ordered outputs, gathered items, large items, and the limit on data in flight (an output may wait at the
-   owner for any length of time).
+   Left out: ordered outputs, gathered items, large items, and the limit on data in flight. (An output may wait at the
+   owner for any length of time.)
 
-   Planted faults: PLANT_custody_on_got (a lease at the owner ends when the host has the item), PLANT_say_first (the
-   owner states what it got, and continues to read from the former connection), PLANT_no_fence (messages from before a
-   host was given up count as its replacement's), PLANT_done_early (`done` is sent before the outputs), PLANT_put_ahead
-   (outputs of the next item are put into O while an earlier item is on lease), PLANT_by_port (each port's outputs are
-   sent as soon as they are made), PLANT_output_first (outputs are sent over a new connection before the received items
-   are reported), PLANT_end_ahead (a lease ends while outputs wait for room), PLANT_forget (the counts are forgotten
-   when a host dies), PLANT_no_inherit (a worker that takes over an item does not adopt the count kept for it),
-   PLANT_no_resend (what was sent over an earlier connection counts as received), PLANT_state_lost, PLANT_end_lost,
-   PLANT_recall_lost (over a new connection the state, the end or the recall is not sent again), PLANT_recall_begun
-   (the item in progress is recalled as well), PLANT_stale_answer (an answer from the former connection counts),
-   PLANT_send_on (the owner sends items while it waits for the report). */
+   Planted faults: PLANT_custody_on_got (a lease at the owner ends as soon as the host has the item), PLANT_say_first
+   (the owner reports what it got, but still reads from the former connection), PLANT_no_fence (messages from before a
+   host was given up count as those of its replacement), PLANT_done_early (`done` is sent before the outputs),
+   PLANT_put_ahead (outputs of the next item are put into O while an earlier item is on lease), PLANT_by_port (the
+   outputs of each port are sent as soon as they are made), PLANT_output_first (over a new connection, outputs are
+   sent before the host reports the items it received), PLANT_end_ahead (a lease ends while outputs wait for room),
+   PLANT_forget (the counts are forgotten when a host dies), PLANT_no_inherit (a worker that takes over an item does
+   not adopt the count that was kept for it), PLANT_no_resend (what was sent over an earlier connection counts as
+   received), PLANT_state_lost, PLANT_end_lost, PLANT_recall_lost (the state, the end or the recall is not sent again
+   over a new connection), PLANT_recall_begun (the item in progress is also recalled), PLANT_stale_answer (an answer
+   from the former connection counts), PLANT_send_on (the owner sends items while it waits for the report). */
 
 #ifndef ITEMS
 #define ITEMS 2
 #endif
 #ifndef OUTPUTS
-#define OUTPUTS 2     /* number of outputs per item and port */
+#define OUTPUTS 2     /* outputs per item and port */
 #endif
 #ifndef PORTS
 #define PORTS 1
@@ -74,29 +74,29 @@
 #define LINES 1
 #endif
 #ifndef WINDOW
-#define WINDOW 2      /* number of items that a worker may have ahead */
+#define WINDOW 2      /* items that a worker may have ahead */
 #endif
 #ifndef BREAKS
 #define BREAKS 1
 #endif
 #ifndef HOSTS
-#define HOSTS 1       /* number of hosts that die */
+#define HOSTS 1       /* hosts that die */
 #endif
 #ifndef WORKERS
-#define WORKERS 1     /* number of workers that die on a host that lives on */
+#define WORKERS 1     /* workers that die while their host lives on */
 #endif
 #ifndef RECALLS
 #define RECALLS 0
 #endif
 #ifndef WIRE
-#define WIRE 2        /* number of messages in flight */
+#define WIRE 2        /* messages in flight */
 #endif
 #define OF_PORT (ITEMS * OUTPUTS)
 
 mtype = { QUEUED, LEASED, FINISHED };
 mtype = { OUTPUT, ITEM, RECALL, INPUT, RECALLED, OUT, END };
 
-/* Two connections per stream, one of which is in use. */
+/* Each stream has two connections, one of which is in use. */
 chan to_host[LINES * 2] = [WIRE] of { mtype, byte, byte };
 chan to_home[LINES * 2] = [WIRE] of { mtype, byte, byte };
 
@@ -106,21 +106,21 @@ byte output[OF_PORT * PORTS];        /* how often each output is in O */
 byte kept[ITEMS * PORTS];            /* per item whose host died: how many of its outputs are in O */
 byte waiting = ITEMS, finished;
 
-typedef Home {                       /* the owner's end of a stream */
+typedef Home {                       /* the owner's side of a stream */
   bit connection;
   bool said, known, end_said, ended;
-  bool recalls, recall_said;         /* whether it waits for recalled items; whether it has sent this connection's recall */
+  bool recalls, recall_said;         /* it waits for recalled items; it has sent the recall over this connection */
   byte leased[ITEMS];                /* n -> item */
-  byte taken, sent, done, heard;     /* counts of items: leased, sent, no longer leased; reported done by the host */
-  byte got[PORTS], used[PORTS];      /* counts of outputs: received; in O now or earlier */
-  byte latest[PORTS];                /* item + 1 whose outputs O's writer session counts */
-  byte count[PORTS], skip_[PORTS]    /* how many of these outputs are in O, and how many were there at the beginning */
+  byte taken, sent, done, heard;     /* items: leased; sent; no longer leased; reported as done by the host */
+  byte got[PORTS], used[PORTS];      /* outputs: received; put into O, now or earlier */
+  byte latest[PORTS];                /* item + 1 whose outputs the writer session of O counts */
+  byte count[PORTS], skip_[PORTS]    /* how many of these outputs are in O, and how many were there at first */
 };
-typedef Host {                       /* the other end, and the worker */
+typedef Host {                       /* the other side, and the worker */
   bit connection;
   bool said, known, end_said, end_got, answers;
-  byte got, taken, done, position;   /* items received; started; finished; outputs of the current item */
-  byte put[PORTS], sent[PORTS];      /* counts of outputs */
+  byte got, taken, done, position;   /* items: received; started; finished. position: outputs of the current item */
+  byte put[PORTS], sent[PORTS];      /* outputs */
   byte done_said
 };
 Home home[LINES];
@@ -189,9 +189,9 @@ inline settle() {
 
 inline put_next(port) {                   /* puts a waiting output into O, as an output of its item */
   i = home[l].leased[key(port)];
-  n = home[l].used[port] - OUTPUTS * key(port);      /* the output's number among those of its item */
+  n = home[l].used[port] - OUTPUTS * key(port);      /* number of the output among those of its item */
   if
-  :: n == 0 ->                                       /* the session now counts this item's outputs */
+  :: n == 0 ->                                       /* from now on, the session counts this item's outputs */
      home[l].skip_[port] = kept[i * PORTS + port];
 #ifndef PLANT_no_inherit
      if
@@ -215,7 +215,7 @@ inline put_next(port) {                   /* puts a waiting output into O, as an
   settle()
 }
 
-inline give_back() {                 /* returns the item leased last to the front of I */
+inline give_back() {                 /* gives the item that was leased last back to the front of I */
   home[l].taken--; item[home[l].leased[home[l].taken]] = QUEUED; home[l].leased[home[l].taken] = 0; waiting++
 }
 
@@ -309,8 +309,8 @@ proctype at_home(byte l) {
 #ifdef PLANT_say_first
   :: atomic { nempty(to_home[other(home)]) -> hear_at_home(to_home[other(home)]) }
 #endif
-  :: atomic { home[l].connection != host[l].connection ->      /* the host has dialled again */
-       drop(to_host[in_use(home)]);                            /* nothing reads this connection any more */
+  :: atomic { home[l].connection != host[l].connection ->      /* the host has connected again */
+       drop(to_host[in_use(home)]);                            /* nobody reads this connection any more */
 #ifndef PLANT_say_first
        drop(to_home[in_use(home)]);
 #endif
@@ -371,7 +371,7 @@ inline say_output(port) {
   to_home[in_use(host)]!OUT(port, host[l].sent[port] / OUTPUTS); host[l].sent[port]++
 }
 
-inline work() {                      /* makes the worker's next output, unless the output is in the host's ring already */
+inline work() {                      /* makes the worker's next output, unless it is already in the host's ring */
   p = host[l].position % PORTS;
   n = host[l].done * OUTPUTS + host[l].position / PORTS;
   host[l].put[p] = (n < host[l].put[p] -> host[l].put[p] : n + 1);

@@ -1,16 +1,16 @@
 /* The critical sections of one ring, store by store, with a death before and after each store (C11). Every operation
-   happens completely or not at all, even if a process dies during the operation, during the recovery from that death,
-   or during the recovery from a death in that recovery.
+   happens completely or not at all. This holds if a process dies during the operation, during the recovery from that
+   death, and even during the recovery from a death in the recovery.
 
    Two writers put ITEMS items each. Two readers lease them, and acknowledge each item with their next call. A dead
-   process is not replaced (lease.pml does that). A janitor, which may also die, ends the sessions of dead processes
-   and returns their leased items.
+   process is not replaced (lease.pml does that). A janitor ends the sessions of dead processes and gives their leased
+   items back. It may also die.
 
-   The shared memory is the array `mem`, whose words have the same names as in layout.hpp. The essential part is the
-   record `redo`: a change is composed into the record, marked valid, applied store by store, and cleared. Composing
-   has no steps, because a record that is not valid is never read. While a process holds the lock, no other process
-   reads `mem`, so a whole critical section is one atomic block. A death may end the block anywhere, and the next
-   process then finds that the owner of the lock is dead.
+   The shared memory is the array `mem`. Its words have the names of layout.hpp. The essential part is the record
+   `redo`: a change is composed into the record, marked valid, applied store by store, and cleared. Composing takes no
+   steps, because no process reads a record that is not valid. While a process holds the lock, no other process reads
+   `mem`, so a whole critical section is one atomic block. A death may end the block at any point. The next process
+   then finds that the owner of the lock is dead.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
@@ -25,19 +25,19 @@
    compose_give_back()                   ring_leases.cpp: Ring::give_back
    compose_leave(), end_session()        ring_sessions.cpp: Ring::end_session; ring.cpp: Ring::close_with
    janitor                               ring_sessions.cpp: Ring::sweep
-   look()                                layout.hpp: "A slot is always in exactly one place"
+   look()                                layout.hpp: "a slot is in exactly one of these places"
    room to begin an operation            blocking.hpp: wait; a sleeper of gate.pml stands still here until it can go on,
                                          or until there is a dead owner to recover from (its slice)
 
    Left out: memory (start_afresh, growth), large items (FILLING, HELD), parked outputs (turn, advance), break_, and
-   several items in one change (ring_runs.cpp), for which the fault walk test kills a process at every store.
+   several items in one change (ring_runs.cpp). For these, the fault walk kills a process at every store.
 
    Planted faults: PLANT_ignore (recovery ignores a valid record), PLANT_late (a record is applied before it is marked
    valid), PLANT_early (a record is cleared before it is applied), PLANT_relative (a value is "one more" instead of
-   absolute), PLANT_inconsistent (recovery forgets pthread_mutex_consistent), PLANT_not_robust (a dead owner keeps the
+   absolute), PLANT_inconsistent (recovery omits pthread_mutex_consistent), PLANT_not_robust (a dead owner keeps the
    lock), PLANT_end_leased (the end comes although an item is on lease), PLANT_two_changes (an item leaves the FIFO in
-   one change and enters the lease list in another), PLANT_close_apart (ending the last session and closing the channel
-   are two changes). */
+   one change and enters the lease list in another), PLANT_close_apart (ending the last session and closing the
+   channel are two changes). */
 
 #ifndef CAP
 #define CAP 1
@@ -53,7 +53,7 @@
 #define TOTAL (2 * ITEMS)
 #define NONE 0
 
-/* Words. Slots are 1 to SLOTS, sessions 0 and 1 (writers), 2 and 3 (readers). */
+/* Words. Slots are 1 to SLOTS, and sessions are 0 and 1 (writers), 2 and 3 (readers). */
 #define HEAD 0
 #define TAIL 1
 #define PUTS 2
@@ -76,27 +76,27 @@
 #define ON_LEASE 2
 
 byte mem[WORDS];
-byte payload[SLOTS + 1];             /* number of the item; written before the change, so it is not part of the change */
+byte payload[SLOTS + 1];             /* number of the item; written before the change and not part of it */
 byte at[MOST], value[MOST], valid;   /* the redo record */
-byte n;                              /* entries composed */
+byte n;                              /* number of composed entries */
 
 #define FREE_LOCK 0
 #define HELD 1
-#define DEAD 2                       /* the lock's owner has died */
+#define DEAD 2                       /* the owner of the lock has died */
 #define LOST 3                       /* unlocked without being made consistent: ENOTRECOVERABLE */
 byte mutex;
-bool suspect;                        /* the owner got the lock from a dead owner and has not made it consistent */
+bool suspect;                        /* the owner took the lock from a dead one and has not made it consistent yet */
 
 bool over[4], died[4];               /* processes */
 byte deaths;
-/* What is visible from outside; it changes in the step that marks a record as valid. */
+/* What can be seen from outside. It changes in the step that marks a record as valid. */
 bool is_put[TOTAL];
 bool is_done[TOTAL];
 bool drained;
 #ifdef PLANT_two_changes
 byte taken;
 #endif
-hidden byte i, j, slot, count;       /* temporary values within one step */
+hidden byte i, j, slot, count;       /* values that are used only within one step */
 
 #define inside (mem[PUTS] - mem[TAKES])
 #ifdef PLANT_end_leased
@@ -140,7 +140,7 @@ inline clear() {
     i = 0
   }
 }
-/* COMMIT composes a change and marks it as valid, both in one step; the rest happens store by store. */
+/* COMMIT composes a change and marks it as valid in one step. The rest happens store by store. */
 #define COMMIT(compose) may_die(); d_step { compose; MARK }; finish()
 #if defined(PLANT_late)
 #define MARK mem[at[0]] = value[0]; mem[at[1]] = value[1]
@@ -214,7 +214,7 @@ inline look() {
   }
 }
 
-/* `chance`: the condition that the process waits for. */
+/* `chance`: the condition for which the process waits. */
 inline lock(chance) {
   LOCKABLE && (ORPHANED || (chance));
   if
@@ -225,7 +225,7 @@ inline lock(chance) {
      apply(); 
 #endif
      clear();
-     may_die();                      /* after that, recover() changes none of the words in this model */
+     may_die();                      /* after this, recover() changes none of the words of this model */
 #ifndef PLANT_inconsistent
      suspect = false;
 #endif
@@ -323,7 +323,7 @@ proctype writer(byte me) {
        if
        :: mem[STATE] -> unlock(); break
        :: !mem[STATE] && inside < CAP -> COMMIT(compose_put()); unlock(); sent++
-       :: else -> unlock()           /* it came to recover, and continues to wait */
+       :: else -> unlock()           /* it came to recover, and waits on */
        fi
      }
   :: else -> break
@@ -365,14 +365,14 @@ dying:
 out:
   skip
 }
-/* Ends the sessions of dead processes. If it dies, another janitor replaces it. */
+/* Ends the sessions of dead processes. If the janitor dies, another one replaces it. */
 proctype janitor() {
   LOCALS;
   byte me = 4;
 again:
   do
   :: atomic {
-       /* a dead process has a session */
+       /* A dead process still has a session. */
        lock((died[0] && mem[ROLE(0)]) || (died[1] && mem[ROLE(1)]) ||
             (died[2] && mem[ROLE(2)]) || (died[3] && mem[ROLE(3)]));
        who = 0;
@@ -402,7 +402,7 @@ again:
   skip;
   d_step {
     assert(mem[STATE] && mem[OPENED] == 0 && mem[OPENED + 1] == 0 && mem[LEASED] == 0);
-    /* only items that had no reader are left */
+    /* the items that are left had no reader */
     assert(inside == 0 || (died[2] && died[3]));
     assert(!drained || inside == 0)
   };
