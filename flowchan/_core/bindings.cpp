@@ -244,8 +244,8 @@ void die_with(int pid) {
 }
 
 // Make this process die of signal `number` after the interpreter has shut down. Python does that after an
-// uncaught KeyboardInterrupt, but not after a subclass of it. Then a shell loop that runs the program also
-// stops.
+// uncaught KeyboardInterrupt, but not after a subclass of it. A shell that runs the program in a loop stops
+// only if the program died of the signal.
 void die_of(int number) {
     static int of = 0;
     if (of || Py_AtExit([] { signal(of, SIG_DFL), kill(getpid(), of); })) return;

@@ -54,8 +54,8 @@ struct Traits<LocalQueue> {
     static void sleep_again(LocalQueue& q, const Caller& caller, Wakes& wakes) {
         q.wake_waiting(caller.side, wakes);
     }
-    // Handle a woken waiter that goes back to sleep. In the meantime, a waiter with an earlier turn may have
-    // arrived that was not woken.
+    // Handle a woken waiter that goes back to sleep. A waiter with an earlier turn may have arrived in the
+    // meantime, without being woken.
     static void in_vain(LocalQueue& q, const Caller& caller, const Node& node, Wakes& wakes) {
         if (q.wait_list(caller.side).is_behind(node)) pass_on(q, caller, wakes);
     }
@@ -156,8 +156,7 @@ struct Traits<Ring> {
     }
     // While a caller is starving, every caller is woken, so no wake-up needs to be passed on.
     static void sleep_again(Ring&, const Caller&, Wakes&) {}
-    static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn has a word and a
-                                                                          // wake-up of its own
+    static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn is woken separately
     static void pass_on(Ring& r, const Caller& caller, Wakes& wakes) {
         if (caller.ordered)
             r.wake_turns(wakes);
@@ -193,13 +192,13 @@ struct Traits<Ring> {
 // ahead of its turn, as a put does.
 template <class M>
 Step finish_item(M& m, WriterState& writer, uint64_t number, Wakes& wakes) {
-    // An item without outputs also discards the record of outputs that a dead predecessor put for it.
+    // If this item has no output, discard the record of how many outputs a dead predecessor put for it.
     if (!writer.ordered) {
         if (!writer.keyed && Traits<M>::resumes(m)) m.begin_item(writer, number);
         writer.keyed = false;
         return Step::Done;
     }
-    // For a `single` writer, putting the only output has already ended the item's turn. If there was no
+    // For a `single` writer, putting the only output has already ended the item's turn. If the item had no
     // output, end the turn now.
     if (writer.has_passed(number)) return Step::Done;
     if (!writer.keyed) m.begin_item(writer, number);
@@ -300,8 +299,7 @@ Step perform(M& m, Who&& caller, Op&& op, Deadline deadline) {
     // Callers that never wait must also learn of deaths (C5). A get that finds an item can skip that check. A
     // put cannot: if all readers are dead, its item would be lost.
     if (T::processes && caller(false).side == Side::Writer && T::is_check_due(m)) T::check_for_dead(m, wakes);
-    // In a channel that has ended, no caller yields to a starving one. The starving one may be waiting for
-    // After the end of a channel, no caller waits behind a starving one, because the starving caller may be
+    // After the end of a channel, no caller waits behind a starving one. The starving caller may itself be
     // waiting for items that this caller has on lease.
     const bool behind = !deadline.now_only() && !T::ended(m) && !T::may_pass(m, caller(false), nullptr);
     Step step = behind ? Step::Wait : op(wakes);

@@ -39,7 +39,7 @@ class Channel {
     uint64_t capacity = 0;
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
     std::atomic<uint64_t> forks = fork_count;
-    bool hosts = false;           // ring: some readers are on other hosts, which descriptors cannot reach
+    bool hosts = false;           // ring: descriptors cannot reach some of its readers
     bool elsewhere = false;       // another process owns the channel: items go through two rings here
     nb::object reading, writing;  // elsewhere: these two rings, once they are open
     // elsewhere: value of `fork_count` when the rings were opened
@@ -216,9 +216,8 @@ struct In {
     void leave(Ring& ring, bool finished);
 };
 
-// The item that this thread is receiving. Its contents may register a call for the time when the item is
-// finished and no other reader can get it any more. A port finishes its leased items when it takes the next
-// one.
+// The item that this thread is receiving. Its contents may register a call, which runs once the item is
+// finished and no other reader can get it. A port finishes its leased items when it takes the next one.
 class Receiving {
   public:
     Receiving() : outer_(std::exchange(current_, this)) {}
@@ -307,8 +306,8 @@ bool ready(Port& port);
 
 nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list ready);
 
-// The entry of a caller that waits for several channels in one of them: in the wait list of a LocalQueue, or
-// in the wait queue of a Ring.
+// An entry in the wait list of a LocalQueue, or in the wait queue of a Ring. A caller that waits for several
+// channels has one for each.
 class Place {
   public:
     Place(Channel* ch, const Caller& caller) : ch(ch), caller(caller) {}

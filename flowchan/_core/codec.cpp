@@ -116,8 +116,8 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
     return args;
 }
 
-// Call `loads` with the pickle and its buffers. For PINNED and BUNDLE, pass a tuple instead: a view that
-// keeps the item alive (None if this reader may not keep it), the list, and the fd bundle. The buffers of
+// Call `loads` with the pickle and its buffers. For PINNED and BUNDLE, pass a tuple of a view, the list, and
+// the fd bundle. The view keeps the item alive; it is None if this reader may not do that. The buffers of
 // such an item are copied. Otherwise, a user who keeps one buffer would keep the whole item alive.
 PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size,
                               const std::shared_ptr<Block>& block, PyObject* bundle) {

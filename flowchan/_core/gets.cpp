@@ -34,8 +34,8 @@ bool is_of_a_handler(PyObject* error) {
     return answer;
 }
 
-// What a get does with items that are already on lease. Next: finish them. More: keep them on lease. Rest:
-// like More, but if an item cannot be received, leave it to the next call, which raises the error.
+// How a get treats items that are already on lease. Next: finish them. More: keep them on lease. Rest: like
+// More, but if an item cannot be received, leave it to the next call, which raises the error.
 enum class Taking { Next, More, Rest };
 
 // Pass an unusable item to the handler instead of the caller. This takes over the references. `error` is the

@@ -4,8 +4,8 @@
 // writes its data into its own part of the memory. It then *publishes* the data by storing the number of the
 // round in its cell. It waits until the cells of all other members contain that number, and reads their data.
 // Cells and slots exist twice, for odd and even rounds. This saves readers an acknowledgement: a member
-// overwrites the data of round r only for round r + 2. By then it has seen all members publish round r + 1,
-// and each did so only after it had read round r.
+// overwrites the data of round r only for round r + 2. Before that, it has seen all members publish round r +
+// 1, and each did so only after reading round r.
 //
 // Invariants.
 // - Only its owner writes to a member slot, a cell or a data slot. Published data stays valid even if its
@@ -142,7 +142,7 @@ class Patience {
     const Deadline deadline;
 };
 
-// What other members can see of a member.
+// The state of a member, as the other members see it.
 struct MemberState {
     uint64_t pid;
     uint32_t membership, operation, doing;
@@ -169,7 +169,7 @@ class Member {
     bool is_taken() const { return joined_ && !joined(); }  // in a child of the member's process
     // Leaves the group; may be called repeatedly. If another thread is running an operation, this stops it
     // from publishing more, and waits until it has ended. If a signal handler calls this during an operation
-    // of its own thread, the member leaves when that operation ends.
+    // in the same thread, the member leaves when that operation ends.
     void leave();
     void retire();                    // leaves after a failure
     void count_out(uint32_t member);  // records that `member` ended before it joined
@@ -188,8 +188,8 @@ class Member {
     // Returns the plan for an operation on `bytes` bytes: one with the chosen algorithm if that can run,
     // otherwise the fastest.
     const Plan& plan_of(uint32_t doing, uint64_t bytes) const { return PLANS[number_of(doing, bytes)]; }
-    // Returns the shortest time in ns of the latest trial of a plan in this size class, or 0 if the plan was
-    // never tried or cannot run.
+    // Returns the shortest time in ns of the latest trial of a plan in this size class. Returns 0 if the plan
+    // was never tried or cannot run.
     uint32_t took(uint32_t doing, uint64_t bytes, uint32_t plan) const {
         const uint32_t kind = kind_of(bytes);
         if (kind == UNTRIED || !(possible(doing, kind) >> plan & 1)) return 0;
@@ -287,7 +287,7 @@ class Member {
     unsigned char* result(uint32_t member, uint32_t of_round) const {
         return big_ + (size_t(member) * 2 + (of_round & 1)) * (BIG + result_size_) + BIG;
     }
-    // Returns where a member's data for one round is.
+    // Returns the memory that contains a member's data for one round.
     unsigned char* payload(uint32_t member, size_t bytes) const {
         return bytes <= INLINE ? cell(member).data : bytes <= SMALL ? small(member) : big(member);
     }
@@ -305,7 +305,7 @@ class Member {
     // Runs the first round. `fill` writes `payload` bytes to the address that it gets.
     template <class Fill>
     End show(Call call, uint64_t bytes, size_t payload, Fill fill, Patience& patience, uint32_t flags = 0);
-    // Runs a round that publishes this member's big slot, or that there was no memory for it.
+    // Runs a round that publishes this member's big slot, or the fact that memory for it is missing.
     End show_big(Call call, bool fits, Patience& patience);
     bool pull(const Plan& plan, uint32_t member, uint64_t from, void* to, size_t bytes) const;
     bool pull_by_one(uint32_t member, uint64_t from, void* to, size_t bytes) const;

@@ -17,8 +17,8 @@ class Array {
         if (view_.obj) PyBuffer_Release(&view_);
         Py_XDECREF(kept_);
     }
-    // Returns false without an error if the object is not a contiguous array in host memory, and false with
-    // an error if reading one of its properties fails.
+    // Returns false without an error if the object is not a contiguous array in host memory. If reading one
+    // of its properties fails, an error is also set.
     bool read(PyObject* object);
     bool read_bytes(PyObject* object);  // reads bytes or a bytearray
 

@@ -1,4 +1,4 @@
-// What all calls of a group share: parsing arguments, waiting, and raising errors.
+// Code that all calls of a group share: parsing arguments, waiting, and raising errors.
 #pragma once
 
 #include "arguments.hpp"
@@ -54,7 +54,7 @@ class Calling : public Patience {
         take_back();
         return end;
     }
-    // Calls `f` with the GIL held during an operation.
+    // Takes the GIL in the middle of an operation, and calls `f`.
     template <class F>
     bool with_gil(F f) {
         const bool released = take_back();
@@ -77,8 +77,8 @@ class Calling : public Patience {
     }
 
   private:
-    // Waits until no other thread runs an operation. In a forked child that thread does not exist, so the
-    // wait would never end. The child gets Taken at once.
+    // Waits until no other thread runs an operation. A forked child gets Taken at once: it does not have that
+    // thread, so it would wait forever.
     End await_turn() {
         PyGroup& group = group_of(self_);
         Member::Use& use = group.in_use();

@@ -56,8 +56,8 @@ void copy(void* to, const void* from, size_t bytes) {
     if (bytes && to != from) memcpy(to, from, bytes);
 }
 
-// Copies with stores that bypass the caches. With ordinary stores, large data would evict lines that are
-// needed again, and each target line would be fetched before it is overwritten.
+// Copies with stores that bypass the caches. Ordinary stores of large data would evict lines that are needed
+// again. They would also fetch each target line before overwriting it.
 void copy_past(void* to, const void* from, size_t bytes) {
 #if defined(__SSE2__)
     const size_t head = std::min(bytes, size_t(-reinterpret_cast<uintptr_t>(to)) % LINE);
@@ -320,7 +320,7 @@ End Member::follow(Call call, uint64_t rounds, Patience& patience, Has has, Writ
     return End::Done;
 }
 
-// What each member sends to all other members, indexed by rank.
+// The data that each member sends to all other members, indexed by rank.
 struct Member::Gathering {
     Gathering(const Member& member, const Plan& plan, const void* in)
         : plan(plan),
@@ -396,7 +396,7 @@ End Member::take_shown(Call call, Gathering& all, Patience& patience) {
     return end;
 }
 
-// What each member sends to each other member, indexed by rank.
+// The data that each member sends to each other member, indexed by rank.
 struct Member::Swapping {
     Swapping(const Member& member, const Plan& plan, const Parts& parts)
         : plan(plan), parts(parts), rests(member.size), pieces(member.size), in_place(member.size) {

@@ -32,7 +32,7 @@ enum class Element : uint8_t {
     Span
 };
 
-// In the same order as the names that `op=` accepts.
+// Operations, in the order of the names that `op=` accepts.
 enum class Op : uint8_t { Sum, Mean, Prod, Min, Max, And, Or, Xor };
 
 // Combines `count` elements of each of `number` inputs into `out`, which may be one of the inputs.

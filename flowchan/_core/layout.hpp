@@ -3,11 +3,12 @@
 //   | Header | Session x SESSIONS | Group x groups | blocks -> ...            ... <- slots |
 //
 // The memory is one unnamed memfd, so the kernel frees it when its last user ends (C12). The file is as long
-// as the channel could ever need, but only the session records in use and the bytes up to `reserved_low` and
-// from `reserved_high` are allocated. The code calls `fallocate` before it uses more. If memory is exhausted,
-// that call fails, so no later access raises SIGBUS. Freed blocks and slots go to free lists and are reused
-// while they are still in the caches. No memory goes back to the kernel before the channel ends. Each process
-// maps everything before the blocks, and all blocks and slots that exist (windows.hpp).
+// as the channel could ever need, but only parts of it are allocated. These are some session records, and the
+// bytes up to `reserved_low` and from `reserved_high`. The code calls `fallocate` before it uses more. If
+// memory is exhausted, that call fails, so no later access raises SIGBUS. Freed blocks and slots go to free
+// lists and are reused while they are still in the caches. No memory goes back to the kernel before the
+// channel ends. Each process maps everything before the blocks, and all blocks and slots that exist
+// (windows.hpp).
 //
 // An item occupies a slot, and also a block if it does not fit into the slot. Slots are linked by offsets
 // from the start of the file. Offset 0 is the header, so it means "none". The FIFO is the list from `head` to
@@ -20,11 +21,11 @@
 // - held by one session that copies data out of it, views it or fills it in place (HELD)
 // In each of these places, one session may also view the slot. That session is its viewer (ring_memory.cpp).
 //
-// Passing an item to another core costs as much as the cache lines that move between the cores. Therefore
-// words that change together are adjacent. If no caller waits, a put or a get moves three lines: the line of
-// the lock, the next line with the FIFO's ends and counts, and the slot's first line. A put into an empty
-// FIFO moves no other line. Any other put also moves the line of the previous slot. Words that only readers
-// or only writers change have lines to themselves, and so do redo records (redo.hpp).
+// When an item passes from one core to another, the main cost is moving cache lines between them. Therefore
+// words that change together are adjacent. If no caller waits, a put or a get moves three lines. The first
+// has the lock, the second the ends and counts of the FIFO, and the third is the start of the slot. A put
+// into an empty FIFO moves no other line. Any other put also moves the line of the previous slot. Words that
+// only readers or only writers change have lines to themselves, and so do redo records (redo.hpp).
 #pragma once
 
 #include <pthread.h>
@@ -175,11 +176,11 @@ struct Header : Constants {
     uint64_t blocks_top;  // blocks grow up from blocks_at to here
     uint64_t damaged;     // nonzero: an impossible value was found; set together with BROKEN and never
                           // cleared
-    // Most bytes in the channel; 0 means that max_bytes is the limit. A larger item enters only an empty
-    // channel. No redo is needed, because the word is set before another process gets the channel.
+    // Largest number of bytes in the channel; 0 means that max_bytes is the limit. A larger item enters only
+    // an empty channel. No redo is needed, because the word is set before another process gets the channel.
     uint64_t share;
-    // Nonzero: a writer waits for bytes, not for a place. No redo is needed, because the writer sets the word
-    // again in its next attempt.
+    // Nonzero: a writer waits because of the limit on bytes, not because of the capacity. No redo is needed,
+    // because the writer sets the word again in its next attempt.
     uint64_t short_of_memory;
     // pid of a process that died with a counted writer open, or 0. If set, readers get Broken at the end.
     uint64_t cut_off;

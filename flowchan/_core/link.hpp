@@ -7,13 +7,13 @@
 // of the worker come back as OUT frames (wire.hpp).
 //
 // Exactly once. A sent item stays on lease where it came from. For an output, the lease ends when the other
-// side has put it into its ring. For an item, it ends when the worker has finished the item *and* all of its
-// outputs are in their rings on the owner side (R4). The frames of a port are ordered and numbered. After a
-// break, each side reports what it has received, and the other side goes on from there. Only Python code
-// connects, listens and authenticates. It passes each new connection to `attach`, with or without TLS. A
-// worker processes one item after another, so its outputs come in the order of its items. Each output names
-// its item, and the owner side puts it as an output for that item, as it does for a local worker. If the
-// worker dies, the next worker that gets the item skips the outputs that have already been put.
+// side has put it into its ring. For an item, the worker must have finished it, *and* all of its outputs must
+// be in their rings on the owner side (R4). The frames of a port are ordered and numbered. After a break,
+// each side reports what it has received, and the other side goes on from there. Only Python code connects,
+// listens and authenticates. It passes each new connection to `attach`, with or without TLS. A worker
+// processes one item after another, so its outputs come in the order of its items. Each output names its
+// item, and the owner side puts it as an output for that item, as it does for a local worker. If the worker
+// dies, the next worker that gets the item skips the outputs that have already been put.
 //
 // Large outputs for remote workers stay on the host that made them (references.hpp, link_references.cpp).
 //
@@ -75,7 +75,7 @@ struct StreamCounts {
     uint64_t window;       // how many bytes this side may have in transit
     bool starved;          // the worker waits for an item
     uint64_t taken, used;  // items taken out of the rings on this side, and put into them, in total
-    // number of wait queues on this side in which the link stands for the other side
+    // number of wait queues on this side in which the link waits on behalf of the other side
     uint64_t standing;
 };
 
@@ -124,7 +124,8 @@ class Link {
     // `lends`: large outputs of the first port stay on the worker's side until a host fetches them.
     void open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
                      bool on_demand, bool limited, bool lends = false);
-    // owner side: items that were prefetched through `reads` use room that `writes` would grant
+    // owner side: items prefetched through stream `reads` take up room that stream `writes` would otherwise
+    // grant
     void pair_streams(uint32_t writes, uint32_t reads);
     // Owner side: send up to `most` of the next items of a stream's input, even while other readers wait.
     // Return how many were sent in total, and whether the channel has ended or the stream is gone. Return
@@ -155,8 +156,8 @@ class Link {
     int64_t silent_for() const { return now_ns() - last_byte_at_.load(std::memory_order_relaxed); }
     int64_t round_trip() const { return round_trip_.load(std::memory_order_relaxed); }
     bool connected();
-    // Return for how many ns connections have broken with items in transit and without any arriving. Return 0
-    // until at least two connections in a row have done so.
+    // Return how long, in ns, connections have kept breaking while items were in transit and none arrived.
+    // Return 0 until this has happened to two connections in a row.
     int64_t stuck_for();
     uint64_t breaks_in_vain();  // connections in a row that broke without progress
     std::vector<StreamCounts> counts();
@@ -249,7 +250,7 @@ class Link {
         Received item;
         LinkStream* stream = nullptr;
         Sink* sink = nullptr;  // null: no port receives the item
-        Slot* slot = nullptr;  // null: there is no room for the item yet
+        Slot* slot = nullptr;  // null: the item has no room yet
         // whether a dead worker had already put this item, and the item's index among the outputs for its
         // input
         bool skips = false;
@@ -296,8 +297,8 @@ class Link {
     const bool owner_side_;
     const int pid_;
     std::mutex mutex_, closing_;
-    // Signals that the connection or `filling` has changed. This is a reference to a heap object, because a
-    // forked child must not destroy it: its destructor would wait for threads that the child does not have.
+    // Signals that the connection or `filling` has changed. It is on the heap, because a forked child must
+    // not destroy it. The destructor would wait for threads that the child does not have.
     std::condition_variable& changed_ = *new std::condition_variable;
     std::map<uint32_t, std::unique_ptr<LinkStream>> streams_;
     int fd_ = -1;

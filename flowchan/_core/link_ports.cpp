@@ -225,7 +225,7 @@ void Source::leave() {
     sent = base;
 }
 
-// Return whether this worker has been busy with one item for long while other readers wait for items.
+// Return whether this worker has been busy with one item for a long time while other readers wait for items.
 bool Source::should_recall(int64_t round_trip) const {
     if (!may_recall() || now_ns() - progress_at < Window::slow(round_trip)) return false;
     // This worker wants no more items, so other readers should get these.

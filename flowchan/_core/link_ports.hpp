@@ -65,10 +65,10 @@ enum class Ending : uint8_t { Open, Drained, Broke };
 
 constexpr uint64_t MOST_AHEAD = 1 << 16;  // items in transit to a worker, or waiting for room on this side
 
-// How many items a remote worker may have in advance, in addition to the one that it waits for. Normally,
-// this is one item. If the worker would wait longer for its next item than it takes to process one, it is as
-// many items as the worker finishes in a few round trips. So no worker, however fast or far away, keeps many
-// items that others could start.
+// How many items a remote worker may have in advance, in addition to the one that it waits for. Normally, the
+// window is one item. It is larger if the worker would wait longer for its next item than it takes to process
+// one. Then it is as many items as the worker finishes in a few round trips. So no worker, however fast or
+// far away, keeps many items that others could start.
 class Window {
   public:
     uint64_t size() const { return uint64_t(size_); }
@@ -99,9 +99,9 @@ class Allowance {
     int64_t at_ = 0;
 };
 
-// How many bytes may be in transit, in addition to one item: as many as the other side processes in two round
-// trips of an idle connection. (On a busy connection, a round trip takes longer, the more bytes are in
-// transit.)
+// How many bytes may be in transit, in addition to one item. The window is what the other side processes in
+// two round trips of an idle connection. (On a busy connection, a round trip takes longer, the more bytes are
+// in transit.)
 class ByteWindow {
   public:
     static constexpr uint64_t LEAST = 4 << 20, MOST = 64 << 20;
@@ -132,7 +132,7 @@ class Source {
         uint32_t outputs = 0;
         // how many of its outputs are on the worker's host
         uint32_t references = 0;
-        // If the item is itself a reference, the other side has been told this many of its moves.
+        // If the item is itself a reference, this many of its moves have been reported to the other side.
         uint64_t moves = 0;
 
         uint64_t reference() const {
@@ -168,9 +168,9 @@ class Source {
     ~Source();
 
     // True if the outputs for the items have turns. Then the source takes no item that precedes one that it
-    // already has. The output for such an item would have to be put first, but it would be sent behind the
-    // output for the other item, and that output may wait for room. The worker that gave the item back, or
-    // its replacement, has no item with a higher number, so it can take the item. A replay is an exception,
+    // already has. The output for such an item would have to be put first. But it would be sent behind the
+    // output for the other item, which may wait for room. The worker that gave the item back, or its
+    // replacement, has no item with a higher number, so it can take the item. A replay is an exception,
     // because its outputs are not put.
     bool ascending = false;
     bool is_held_back() const {
@@ -266,7 +266,7 @@ class Source {
     struct Part {
         uint64_t item = 0, size = 0;
         auto operator<=>(const Part&) const = default;
-    } part, largest_part;                         // on this connection, and at most so far
+    } part, largest_part;                         // on this connection; the largest so far
     bool set_part(uint64_t item, uint64_t size);  // false: the other side cannot have received this
     uint64_t acknowledged = 0;                    // number of items that the other side has reported
     bool owes() const { return !left && acknowledged < base + entries.size(); }

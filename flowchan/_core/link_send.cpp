@@ -334,8 +334,8 @@ std::string Outgoing::send(int fd, uint64_t most) {
     return "";
 }
 
-// Remove sent bytes only when they fill half of the buffer, so that each byte moves at most once. Waiting for
-// an empty buffer is no option, because there may always be more to send.
+// Remove sent bytes only when they fill half of the buffer, so that each byte moves at most once. The buffer
+// may never be empty, because there may always be more to send.
 void Outgoing::forget_sent() {
     const auto first = std::ranges::find_if(pieces_, [](const Piece& piece) { return !piece.ring; });
     const uint64_t sent = first == pieces_.end() ? copied_.size() : first->begin;
@@ -455,7 +455,7 @@ bool Link::settle_sink(LinkStream& stream, Sink& sink, uint64_t upto, Wakes& wak
 
 // --- sleeping ---
 
-// Sleep until there may be work: a ring has changed in whose wait queue this thread stands, or the doorbell
+// Sleep until there may be work: a ring whose wait queue this thread has entered has changed, or the doorbell
 // has rung.
 void Link::sleep(uint32_t heard) {
     // `own` gets the words that this thread sleeps on, and `others` those of the extra sleepers. Each port of

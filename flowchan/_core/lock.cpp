@@ -70,7 +70,7 @@ bool SharedLock::is_used_by(uint64_t thread) const {
 }
 
 // Wait for the lock, unless it can never be unlocked because its word names this thread or a thread that does
-// not exist. (The kernel marks the word of a thread that dies with the lock before the thread is gone.)
+// not exist. (If a thread dies while it holds the lock, the kernel marks the word before the thread is gone.)
 int SharedLock::lock_slowly() {
     [[maybe_unused]] uint32_t before = 0;
     for (;;) {

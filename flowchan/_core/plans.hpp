@@ -7,7 +7,6 @@
 // piece have moved on to a cache that both cores can reach. Data that bypasses the caches is equally fast for
 // all readers. One core cannot use the full memory bandwidth. So while the other members only wait, a member
 // reads faster with two threads.
-// faster with two threads if the other members are only waiting.
 #pragma once
 
 #include <cstddef>

@@ -71,7 +71,7 @@ bool read_stat(uint64_t pid, char& state, uint64_t& started) {
     const char* p = strrchr(text, ')');  // the command name may contain ")" and spaces
     if (!p) return false;
     unsigned long long start = 0;
-    // Behind the ")" come field 3 of the line, the state, and later field 22, the start time.
+    // After the ")", field 3 of the line is the state, and field 22 is the start time.
     if (sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
                &state, &start) != 2)
         return false;
@@ -102,7 +102,7 @@ uint64_t own_start() {
     return start;
 }
 
-// Return whether so many descriptors would still leave most of the limit to the program.
+// Return whether this many descriptors leave most of the limit to the program.
 static bool is_room_for(size_t descriptors) {
     rlimit most;
     return getrlimit(RLIMIT_NOFILE, &most) != 0 || descriptors <= most.rlim_cur / 4;

@@ -1,4 +1,5 @@
-// Whether a process is alive, and when it started. Also a guard that starts threads with all signals blocked.
+// Functions that tell whether a process is alive and when it started, and a guard that starts threads with
+// all signals blocked.
 #pragma once
 
 #include <pthread.h>
@@ -11,7 +12,7 @@ namespace flowchan {
 
 struct Pidfd;
 
-// Return the start time of a process, in kernel ticks since boot, or 0 if there is no such process. The pid
+// Return the start time of a process, in kernel ticks since boot, or 0 if the process does not exist. The pid
 // and the start time together identify a process.
 uint64_t process_start(uint64_t pid);
 
@@ -20,7 +21,7 @@ uint64_t process_start(uint64_t pid);
 bool process_alive(uint64_t pid, uint64_t started);
 
 // Processes whose state is queried again and again. From the second query on, a pidfd for the process stays
-// open, so that a query costs one system call instead of a look into /proc. All users that query the same
+// open. A query then costs one system call instead of a look into /proc. All users that query the same
 // process share its pidfd. If the system refuses pidfds, or if they would exceed a quarter of the descriptor
 // limit, queries use /proc. A forked child closes the pidfds of its parent. Only one thread at a time may use
 // this object.

@@ -119,7 +119,7 @@ class LocalQueue {
     uint64_t leased = 0, parked = 0, turn = 0, readers = 0, writers = 0;
     bool short_of_bytes = false;  // a writer waits for bytes, not for a place
 
-    // Return whether so many outputs wait for room that a worker must not take another item.
+    // Return whether too many outputs wait for room, so that a worker must not take another item.
     bool is_crowded() const { return state == OPEN && room() <= 1 && writer_list.with_turn() >= CROWD; }
 
     bool counts_bytes() const { return share_ || max_bytes_ != UINT64_MAX; }

@@ -17,9 +17,9 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
 // Set an attribute of the current error. This takes over the reference to the value.
 void add_to_error(const char* name, PyObject* value);
 
-// The cause of a break, as other processes can read it. `whole` is the pickled exception, or an error with
-// the same text if the exception cannot be pickled. `text` is a short form of a large cause, for when memory
-// runs out. Both are empty if the cause has no text.
+// The cause of a break, in a form that other processes can read. `whole` is the pickled exception, or an
+// error with the same text if the exception cannot be pickled. `text` is a short form of a large cause, for
+// when memory runs out. Both are empty if the cause has no text.
 struct Cause {
     std::string whole, text;
 };

@@ -1,5 +1,5 @@
-// The redo record makes a critical section on shared memory atomic: even if its process is killed, all of it
-// happens or nothing.
+// The redo record makes a critical section on shared memory atomic: even if its process is killed, either all
+// of it happens or nothing does.
 //
 // Algorithm (write-ahead redo logging, as in databases). A change to the shared state is a list of (word, new
 // value) pairs. The process first writes the list to the record. It then marks the record as valid, applies
@@ -9,11 +9,11 @@
 // no harm.
 //
 // Compiler fences are enough. A process gets the lock of a dead owner from the kernel, after the owner was
-// descheduled for the last time. By then, all stores that the owner executed are visible, even if they left
-// its core in another order. So only the order in which the owner executed them matters. If the compiler does
-// not change it, that is the order in the program. The same is true of processors with a weaker store order
-// than x86_64: a core stops between two instructions, and everything before them has happened. When a thread
-// dies, the kernel marks its lock in that thread, with a full barrier (dmb ish on aarch64).
+// descheduled for the last time. All stores that the owner executed are visible at that time, even if they
+// left its core in another order. So only the order in which the owner executed them matters. If the compiler
+// does not change it, that is the order in the program. The same is true of processors with a weaker store
+// order than x86_64: a core stops between two instructions, and everything before them has happened. When a
+// thread dies, the kernel marks its lock in that thread, with a full barrier (dmb ish on aarch64).
 //
 // The ring has several records, so that the cache lines of a record stay with the core that uses it. Writers
 // and readers use different records, and so do different processes, as long as there are enough records.

@@ -34,7 +34,7 @@ class Link;
 class Ring;
 
 // Where a remote host finds an output. This is the payload of a reference that is sent to the reader's host.
-// Behind it follows the address of the host that has the output.
+// The address of the host that has the output follows it.
 struct Location {
     uint64_t id;      // id of the reference
     uint64_t size;    // size of the output in bytes

@@ -155,8 +155,8 @@ bool Ring::redo() {
 }
 
 // Repair the ring after the lock's owner died in its critical section. Only the last Change can be
-// incomplete, and this completes it. Of the operations with several Changes, only `advance` must be continued
-// here. The next call continues any other.
+// incomplete, and this completes it. Among the operations with several Changes, only `advance` must be
+// continued here. The next call continues any other.
 void Ring::recover() {
     if (!redo()) found_damage();
     Wakes wakes;

@@ -39,8 +39,7 @@ using Change = ChangeOf<Windows>;
 // items.
 enum Orders : uint32_t {
     RETIRE = 1,      // report the channel as drained to this port only
-    KEEP_TURNS = 2,  // the stage is getting more workers, so let the port's outputs wait for their turn from
-                     // now on
+    KEEP_TURNS = 2,  // let the port's outputs wait for their turn, because its stage is getting more workers
 };
 
 // State that a port keeps from one operation to the next. State that must outlive the process is in Session.
@@ -303,7 +302,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     // then cannot affect this process.
     uint64_t length_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0,
              blocks_end_ = 0;
-    // Return the object at this offset, as counted for slots.
+    // Return the object at this offset, which must be the offset of a slot.
     template <class T>
     T* at(uint64_t offset) const {
         return reinterpret_cast<T*>(windows_.slots() + offset);

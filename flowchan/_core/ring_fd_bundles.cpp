@@ -8,8 +8,8 @@
 //
 // All of this runs under the ring's lock. The bundle is sent before the put commits, so every item that
 // exists has its bundle. A put that dies or fails in between leaves a bundle without an item. Before each
-// send and after each received item, the caller removes bundles from the front of the queue, up to the first
-// one whose item still exists.
+// send and after each received item, the caller removes old bundles from the front of the queue. It stops at
+// the first one whose item still exists.
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <algorithm>
@@ -48,7 +48,7 @@ int socket_to_itself() {
     address.sun_family = AF_UNIX;
     socklen_t length = sizeof address;
     const int room = 1 << 20;
-    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);  // limited by the system
+    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);  // the system's limit still applies
     // Bind without a name, so that the kernel chooses an abstract name.
     if (bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address.sun_family) == 0 &&
         getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&

@@ -58,7 +58,7 @@ void Ring::link_between(Slot* slot, uint64_t before, uint64_t after, Change& cha
     change.set(h_->bytes_out, h_->bytes_out - slot->size);
 }
 
-// Move the newest `n` leased items back to the FIFO, with their numbers. If this process dies during that,
+// Move the newest `n` leased items back to the FIFO, with their numbers. If this process dies in the middle,
 // the cleanup after its death gives back the rest.
 void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     if (h_->damaged) return;

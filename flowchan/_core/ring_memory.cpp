@@ -1,7 +1,7 @@
 // The memory of a ring: slots, their blocks, views of blocks, and what happens after damage.
 //
 // If no block of the needed class is free, one is cut from the uncut memory in the middle of the file. When
-// its slot becomes free, the block goes to the free list of its class, so blocks are reused while they are
+// its slot becomes free, the block goes to the free list of its class. So blocks are reused while they are
 // still in the caches. When the middle is used up, `rebuild_lists` divides all memory outside of used blocks
 // again.
 //
@@ -94,7 +94,7 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
         if (Slot* slot = new_slot(cls, change)) return slot;
         if (h_->damaged) return nullptr;
     }
-    // It is acceptable to waste a block that is up to twice as large.
+    // A block of up to twice the size is an acceptable waste.
     uint32_t found = free_class(cls, std::min(cls + 6, CLASSES));
     if (found == CLASSES) {
         rebuild_lists(cls);

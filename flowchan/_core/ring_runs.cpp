@@ -1,6 +1,6 @@
 // Runs: batches of small items. A put or a get changes the words of the item's slot, and words that link and
-// count items. For a run, the latter change only once. A run is a single Change in the record, so all of it
-// happens or nothing.
+// count items. For a run, the latter change only once. A run is a single Change in the record, so either all
+// of it happens or nothing does.
 //
 // A run contains only items that need no other changes. Items are handled one by one if they were given back,
 // are viewed, have descriptors, or must wait for a turn. The same applies to items that do not fit into the
@@ -102,8 +102,8 @@ uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_
     return n;
 }
 
-// Free up to `most` of the oldest leases of a session: a run of items that have the same size class and no
-// viewer, or a single item. Return how many were freed, or 0 if the memory is damaged.
+// Free up to `most` of the oldest leases of a session. These are a run of items with the same size class and
+// no viewer, or a single item. Return how many were freed, or 0 if the memory is damaged.
 uint64_t Ring::free_run(Session& s, uint64_t most) {
     const uint64_t first = s.lease_head;
     Slot* run[Redo::MOST];

@@ -3,7 +3,7 @@
 // Order (`ordered=True`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel, each
 // worker one item at a time. They put the outputs for i into another channel. `turn` is the i whose outputs
 // go directly into the FIFO. Outputs for a later i are parked in i's group. When the worker of `turn` reports
-// that all outputs for i have been put, `turn` advances, and the outputs that are parked for the new turn
+// that all outputs for i have been put, `turn` advances. The outputs that are parked for the new turn then
 // enter the FIFO. When the channel is closed, all parked outputs enter it.
 //
 // Invariants. No outputs are parked for i = turn, or in a closed channel. Every parked i satisfies i - turn <

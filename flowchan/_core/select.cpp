@@ -2,8 +2,8 @@
 //
 // Algorithm. Enter all wait queues, then try the operations, then sleep on the words of all queues
 // (sleeping.hpp). An operation that becomes possible after the attempts changes a word, because its queue was
-// entered before. A caller that leaves a queue without doing the operation there must pass the wake-up on,
-// because it may have been the waiter that was woken.
+// entered before. A caller that leaves a queue without doing the operation there must pass the wake-up on: it
+// may have been the one that was woken.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -52,7 +52,7 @@ struct Operation {
     uint32_t session;
     In* in;
     Out* out;
-    PyObject* item;                  // the item of a put; a borrowed reference
+    PyObject* item;                  // the item of a put (borrowed)
     nb::handle target;               // the channel or the port
     bool checks_only = false;        // takes no item; succeeds as soon as a get would not wait
     Channel* owner_asked = nullptr;  // the remote channel whose owner may be asked, or null

@@ -123,7 +123,7 @@ struct Estimate {
         return true;
     }
 
-    // Read `nbytes`, which tensors have, and arrays that export no buffer.
+    // Read `nbytes`. Tensors have this attribute, and so do arrays that export no buffer.
     static bool counted(PyObject* o, PyTypeObject* type, uint64_t& bytes) {
         static PyObject* const name = PyUnicode_InternFromString("nbytes");
         if (!_PyType_Lookup(type, name)) return false;

@@ -4,7 +4,7 @@
 // even while C code holds the GIL. But a reader of that file cannot tell when a dump is complete. So we
 // replace this handler with ours, which calls it between two marks. The option `chain` of faulthandler would
 // not do: it clears SA_RESTART, so signals would interrupt more system calls in C code.
-// in C code.
+//
 // Invariants. For each signal, a dump begins after the signal is sent. If several threads get signals at the
 // same time, only one of them writes, so dumps do not overlap. The handlers use only atomics and
 // async-signal-safe functions.

@@ -5,8 +5,7 @@ namespace flowchan {
 
 // Claim signal `number` for dumps, and return whether that succeeded. If the signal has its default action,
 // it is ignored from now on. If frame_dumps() was already called for it, nothing changes. When the
-// interpreter removes faulthandler's handler at its end, the signal is then ignored and does not kill the
-// process.
+// interpreter later removes faulthandler's handler, the signal is ignored, so it does not kill the process.
 bool claim_signal(int number);
 
 // Write a mark to `fd` before and after each dump for signal `number`. Before this call, faulthandler must

@@ -1,9 +1,9 @@
 // Finds the fastest of several plans for an operation that runs again and again.
 //
 // Algorithm. A trial runs a few operations with the best plan so far, and a few with another one. The faster
-// plan then becomes the best. The slower one is tried again after a while, and later if it was clearly
-// slower. If the best plan suddenly takes much longer than before, all plans are tried again. The load on the
-// caches or the placement on cores may have changed.
+// plan then becomes the best. The slower one is tried again after a while, or after a longer while if it was
+// clearly slower. If the best plan suddenly takes much longer than before, all plans are tried again. The
+// load on the caches or the placement on cores may have changed.
 #pragma once
 
 #include <algorithm>
@@ -48,8 +48,8 @@ class Tuner {
     static constexpr uint32_t TRIES = 4;
     static constexpr uint32_t LATE = 2;  // the time of an operation is known this many operations later
     static constexpr uint32_t FEWEST = 128, MOST = 2048;  // operations until the slower plan is tried again
-    static constexpr uint32_t SLOW = 8;  // so many slow operations in a row indicate a change
-    // At least so many operations lie between two such changes, because the machine may just be busy.
+    static constexpr uint32_t SLOW = 8;  // this many slow operations in a row indicate a change
+    // Smallest number of operations between two such changes, because the machine may just be busy.
     static constexpr uint64_t PATIENT = 1024;
 
     void begin() {

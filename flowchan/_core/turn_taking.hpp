@@ -1,8 +1,8 @@
 // Turn-taking between two processes that use one ring in tight loops.
 //
-// The cost of an operation is fetching cache lines from another core. Two processes in tight loops take these
-// lines from each other for every item, and mostly wait for them. A single process passes ten items in the
-// same time.
+// The main cost of an operation is fetching cache lines from another core. Two processes in tight loops take
+// these lines from each other for every item, and mostly wait for them. A single process passes ten items in
+// the same time.
 //
 // Algorithm. If another process used the ring last, a process rests for about 4 µs before it takes the lock.
 // During that time, the other process has all lines in its cache. When that process finds that it was
@@ -41,7 +41,7 @@ class TurnTaking {
     static constexpr int64_t REST = 10'000;    // in ticks, like TIGHT and CROWDED
     static constexpr int64_t TIGHT = 900;      // a loop as short as this gains from taking turns ...
     static constexpr int64_t CROWDED = 2'500;  // ... and takes up to this long if lines move for every item
-    static constexpr uint64_t LONG = REST / TIGHT;  // a run of so many operations is worth a rest
+    static constexpr uint64_t LONG = REST / TIGHT;  // operations in a run that makes a rest worthwhile
     static constexpr uint32_t MOST_LEFT_OUT = 256;
 
     // Returns whether to rest before taking the ring, because another process used it last.

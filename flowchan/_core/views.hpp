@@ -1,5 +1,5 @@
 // Python views of blocks in shared memory: buffers that are read in place, and loans that a writer fills in
-// place. ring_memory.cpp describes what they change in the ring.
+// place. See ring_memory.cpp for their effect on the ring.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -52,8 +52,8 @@ nb::object private_view(nb::handle view);
 // Return the loan in `loans` that contains `at`, preferably one that was not put. Remove expired loans.
 std::shared_ptr<Block> loan_with(std::vector<std::weak_ptr<Block>>& loans, const void* at);
 
-// Return whether `at` is in a block of the ring that this process is viewing now. What was at this address
-// earlier does not matter.
+// Return whether `at` is in a block of the ring that this process is viewing now. Earlier contents of the
+// address do not matter.
 bool is_in_view(const Ring& ring, const void* at);
 
 extern PyType_Slot view_slots[];

@@ -3,12 +3,12 @@
 // Algorithm. Each waiting thread has a node on its stack, with its own futex word. A node is either asleep
 // (in a list, oldest first), or woken but not running yet. When a call becomes possible, only the oldest
 // sleeper is woken. So this costs one wake-up, even if a thousand waiters sleep. No other waiter is woken
-// before the woken one runs. The next waiter is then woken by an operation that leaves another call possible
-// (LocalQueue::try_put, try_take), or by a woken waiter that does not use its wake-up. So if k calls are
-// possible, k waiters are woken, one by another. If a running thread does all k calls before a woken thread
-// gets the GIL, only one wake-up was useless, not k. That waiter returns to the head of the list. Newcomers
-// may overtake it (see waiting.hpp), until it has been woken twice without success within PATIENCE_NS and is
-// `starving`. From then on, newcomers let it go first as long as it could continue.
+// before the woken one runs. Then an operation that leaves another call possible wakes the next one
+// (LocalQueue::try_put, try_take). So does a woken waiter that does not use its wake-up. So if k calls are
+// possible, k waiters are woken, and each one wakes the next. If a running thread does all k calls before a
+// woken thread gets the GIL, only one wake-up was useless, not k. That waiter returns to the head of the
+// list. Newcomers may overtake it (see waiting.hpp), until it has been woken twice without success within
+// PATIENCE_NS and is `starving`. From then on, newcomers let it go first as long as it could continue.
 //
 // The workers of a stage are interchangeable. The last one to arrive goes to the head of the list, because
 // the caches still have its stack and its function's data. So if 300 workers have work for only two, the same

@@ -3,16 +3,17 @@
 //
 // Algorithm. A wait queue is a futex word `seq` and some counts. Only the holder of the channel's lock
 // accesses them. A caller that cannot continue registers (waiting += 1), remembers `seq`, drops the lock, and
-// sleeps as long as `seq` does not change. An operation that lets k other calls continue wakes min(k, waiting
-// - woken) sleepers: it adds that number to `woken`, changes `seq`, drops the lock, and calls FUTEX_WAKE.
+// sleeps as long as `seq` does not change. An operation that lets k other calls continue wakes min(k,
+// waiting - woken) sleepers. It adds that number to `woken`, changes `seq`, drops the lock, and calls
+// FUTEX_WAKE.
 //
 // A reader is "on its way" from its wake-up until it holds the lock. At most as many readers as there are
-// cores are on their way. Otherwise, if 50 readers wait for cheap items, two of them would take all items
-// before a third is awake. The workers of a stage are woken by rank and not in rotation, so the same workers
-// continue with warm caches. Each worker sleeps with one of 32 ranks (FUTEX_WAIT_BITSET), and `idle` has the
-// ranks that wait. `idle` is only a hint: if no thread of a rank sleeps, another thread is woken. A woken
-// sleeper takes the lock and unregisters (waiting -= 1, and `woken` -= 1 if that is above 0). It then tries
-// its operation again before it returns to its caller.
+// cores are on their way at any time. Waking more would be useless: if 50 readers wait for cheap items, two
+// of them take all items before a third is awake. The workers of a stage are woken by rank and not in
+// rotation, so the same workers continue with warm caches. Each worker sleeps with one of 32 ranks
+// (FUTEX_WAIT_BITSET), and `idle` has the ranks that wait. `idle` is only a hint: if no thread of a rank
+// sleeps, another thread is woken. A woken sleeper takes the lock and unregisters (waiting -= 1, and `woken`
+// -= 1 if that is above 0). It then tries its operation again before it returns to its caller.
 //
 // Invariants (C8).
 // - No caller sleeps while an item is available to it. An operation that makes an item available changes
@@ -162,7 +163,7 @@ struct WaitQueue {
     // number of waiters that may continue even if this channel does not change: they also wait for other
     // channels, or until a deadline
     uint32_t selecting = 0;
-    uint32_t starving = 0;       // thread id of the starving waiter, whom newcomers must not overtake, or 0
+    uint32_t starving = 0;       // thread id of the starving waiter, or 0; newcomers must not overtake it
     uint32_t ordered = 0;        // number of other waiters, each on its own word until its turn
     uint32_t idle = 0;           // ranks of the stage's workers that wait here, one bit each; a hint
     uint64_t starving_size = 0;  // size of the item that the starving waiter wants to put
@@ -220,9 +221,9 @@ struct WaitQueue {
     int64_t total_wait_ns() const { return waited_ns + int64_t(all_waiting()) * now_ns(); }
 };
 
-// The sleepers that an operation wakes after it drops the lock: a number for each wait queue, and the words
-// of waiters that have a word to themselves. Such a waiter may have gone. Waking its word then wakes no
-// thread or an unrelated one, and both are harmless.
+// The sleepers that an operation wakes after it drops the lock. For each wait queue, this is a number. Other
+// waiters have a word to themselves, which is listed. Such a waiter may have gone. Waking its word then wakes
+// no thread or an unrelated one, and both are harmless.
 struct Wakes {
     static constexpr uint32_t MOST = 8;
     uint32_t readers = 0;
@@ -254,8 +255,8 @@ inline void WaitQueue::wake_by_rank(uint32_t k, Wakes& wakes) {
     }
 }
 
-// Who is waiting: the side, its port (or null), and its session in a ring. A put adds the size of the item.
-// If outputs have turns, it also adds the number of the input item that the output was made for.
+// Identity of a waiting call: its side, its port (or null), and its session in a ring. A put adds the size of
+// the item. If outputs have turns, it also adds the number of the input item that the output was made for.
 enum class Side { Reader, Writer };
 struct Caller {
     Side side;

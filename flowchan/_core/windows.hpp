@@ -1,12 +1,12 @@
 // Windows: the mappings through which a process accesses the file of a ring.
 //
-// Algorithm. The part before the blocks, which includes the mutex, is mapped once and for all, because a
-// process must use a robust mutex at a single address. Blocks grow up, and slots grow down from the end of
-// the file. One window covers all blocks that existed when it was mapped, and another one all slots. When
-// more are added, a new window of at least twice the size replaces the old one. The old window stays mapped
-// until the ring ends in this process, because views, loans and threads that copy without the lock point into
-// it. So the mapped address space is a small multiple of the memory in use, however large the file may
-// become. A word may have several addresses.
+// Algorithm. The part before the blocks includes the mutex. It is mapped once and for all, because a process
+// must use a robust mutex at a single address. Blocks grow up, and slots grow down from the end of the file.
+// One window covers all blocks that existed when it was mapped, and another one all slots. When more are
+// added, a new window of at least twice the size replaces the old one. The old window stays mapped until the
+// ring ends in this process, because views, loans and threads that copy without the lock point into it. So
+// the mapped address space is a small multiple of the memory in use, however large the file may become. A
+// word may have several addresses.
 //
 // Windows are opened under the ring's lock, but `block` and `offset_in_window` may be called without it.
 // `blocks_` is written before `blocks_to_`, whose release store pairs with an acquire load. If a reader sees
@@ -76,10 +76,10 @@ class Windows {
     int fd_ = -1;
     uint64_t words_from_ = 0, blocks_at_ = 0, length_ = 0, slots_from_ = 0;
     char* header_ = nullptr;
-    char* slots_ = nullptr;                // where offset 0 would be if this window reached there
-    std::atomic<char*> blocks_ = nullptr;  // where offset 0 would be if this window reached there
+    char* slots_ = nullptr;                // address of offset 0, if the window reached that far
+    std::atomic<char*> blocks_ = nullptr;  // address of offset 0, if the window reached that far
     std::atomic<uint64_t> blocks_to_ = 0;
-    // Head of the list of all windows. Adding one is a release, and a lookup is an acquire.
+    // Head of the list of all windows. Adding a window is a release store, and a lookup is an acquire load.
     std::atomic<const Window*> newest_ = nullptr;
 };
 

@@ -32,8 +32,8 @@ enum class FrameType : uint8_t {
     RECALL = 9,
     // worker side -> owner side, output port: n = 1 while a writer waits for more room, otherwise 0
     WANT = 10,
-    // receiver of items -> sender, once per connection, before the first INPUT or OUTPUT for the port: the
-    // first `a` bytes of item n arrived over an earlier connection, so the next frame has only the rest
+    // receiver of items -> sender, once per connection, before the first INPUT or OUTPUT for the port. The
+    // first `a` bytes of item n arrived over an earlier connection, so the next frame has only the rest.
     PART = 11,
     // Items may be references to outputs that stay where they were made (references.hpp). The payload of such
     // an OUT frame is a `Kept`. In an ITEM frame, it is a `Location` followed by an address.

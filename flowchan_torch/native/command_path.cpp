@@ -7,9 +7,9 @@
 // this dispatch key, which calls __torch_dispatch__.
 //
 // Invariants. Before a call is left to Python, it has changed nothing. C++ and Python use the same
-// dictionary. So if the key that C++ builds ever differed from Python's, the lookup would only fail, which
-// costs time, but would never find a wrong template. All of this runs with the GIL held, and a command is
-// appended to the buffer in one step.
+// dictionary. If the key that C++ builds ever differed from Python's, the lookup would fail. That costs time,
+// but never finds a wrong template. All of this runs with the GIL held, and a command is appended to the
+// buffer in one step.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -78,7 +78,7 @@ size_t site_mask = 0;
 
 Object attribute(PyObject* object, PyObject* key) { return checked(PyObject_GetAttr(object, key)); }
 
-// Maps code objects to whether they are part of torch or flowchan. The code objects are never freed.
+// Records for each code object whether it is part of torch or flowchan. The code objects are never freed.
 std::unordered_map<PyCodeObject*, bool>* known_codes = nullptr;
 
 bool belongs_to_library(PyCodeObject* code) {
@@ -133,7 +133,7 @@ void note_site(const Client& client, PyObject* number) {
     }
 }
 
-// What is needed to make a tensor with the metadata of a TensorMeta.
+// Everything that is needed to make a tensor with the metadata of a TensorMeta.
 struct Layout {
     Object meta;
     c10::SmallVector<int64_t, 5> sizes, strides;
@@ -249,7 +249,8 @@ bool is_plain(c10::TypePtr type) {
 
 Object number_of(double value) { return Object(PyFloat_FromDouble(value)); }
 
-// Does the same as exact() in remote_tensor.py. The result tells 0.0 from -0.0, and NaN is equal to itself.
+// Does the same as exact() in remote_tensor.py. In the resulting key, 0.0 differs from -0.0, and NaN equals
+// itself.
 Object exact(double value) {
     Object number = number_of(value);
     return value == 0 || value != value ? checked(PyObject_Str(number.it)) : std::move(number);

@@ -2,7 +2,7 @@
 // current, and the stream of each. Python reads and sets these values through the module at the end of the
 // file.
 //
-// Why torch's guard for Python devices does not suffice. Autograd runs each node of a backward pass under a
+// Torch's own guard for Python devices does not suffice. Autograd runs each node of a backward pass under a
 // stream guard, whose destructor calls exchangeStream(). In torch's Python guard, that function is noexcept
 // and calls the Python method type_(). If an operation of the node has raised, its Python exception is still
 // pending, so no Python code may run. If the call to type_() fails, the process aborts with "terminate called

@@ -6,7 +6,7 @@
 // `model`: the link gets items for workers, and the test knows which frames are valid. The link must put all
 // valid frames once and in order, even across connections. An invalid frame must end the connection and have
 // no other effect. `owner` and `worker`: items and states of ports go in both directions. Which frames are
-// valid then depends on how far the threads of the link are. So the test checks only that items arrive
+// valid then depends on the progress of the link's threads. So the test checks only that items arrive
 // complete and that the rings stay consistent.
 #include <poll.h>
 #include <sys/socket.h>

@@ -1,7 +1,7 @@
 // Checks that free memory is found. If a slot is free, and a block fits between or behind the used blocks, a
-// loan or a put must succeed, however the memory was cut before. A single process uses random sizes in random
-// order. Items that are on loan, in the channel or in view must keep their contents. Arguments: seed, number
-// of steps.
+// loan or a put must succeed. It must not matter how the memory was cut before. A single process uses random
+// sizes in random order. Items that are on loan, in the channel or in view must keep their contents.
+// Arguments: seed, number of steps.
 #include <algorithm>
 #include <deque>
 #include <random>

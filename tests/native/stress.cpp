@@ -6,7 +6,6 @@
 // follow threads that use a second mapping of the same memory. Such threads take part nevertheless, because
 // the core must work at every address. The sanitizers also check copies of payloads, which are made without
 // the lock.
-// the lock.
 #include <sys/mman.h>
 #include <sys/wait.h>
 
@@ -34,7 +33,7 @@ struct Totals {
     }
 };
 
-// Runs each party in a thread of this process, or in a process of its own.
+// Runs each party in a thread of this process, or in its own process.
 class Parties {
   public:
     explicit Parties(bool processes) : processes(processes) {}

@@ -1,7 +1,7 @@
 // Simulates the tuner with several plans whose times are given. As in a group, the tuner learns the time of
 // an operation when the next one has finished. Prints how many operations of each half used each plan.
-// Arguments: the number of operations in each half, the number of plans, and the time of each plan in ns,
-// first for the first half and then for the second.
+// Arguments: the number of operations in each half, the number of plans, and the times of the plans in ns.
+// The times are given for the first half and then for the second.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>

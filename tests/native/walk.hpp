@@ -77,7 +77,7 @@ class Walk {
     Walked run() {
         Walked walked;
         for (long m = 1;; ++m) {
-            // With n = 0, the recovery survives. Each step m of the operation starts with another n. So over
+            // If n is 0, the recovery survives. Each step m of the operation starts with another n. So over
             // several steps m, every fault point of the recovery is tried.
             for (long n = 0;; n += n ? every : 1 + m % every) {
                 at = scenario.name + ", dead at step " + std::to_string(m) +
@@ -99,7 +99,7 @@ class Walk {
 
   private:
     const Scenario& scenario;
-    const long every;  // a second process dies at one of so many fault points of a recovery
+    const long every;  // step between the fault points of a recovery at which a second process dies
     Journal* journal;
     std::string at;
 
@@ -201,7 +201,7 @@ class Walk {
         for (uint64_t value : values) text += " " + std::to_string(value);
         return text.empty() ? " nothing" : text;
     }
-    // Read a closed ring to its end. There is no other user, so no read may have to wait.
+    // Read a closed ring to its end. No other user exists, so no read may have to wait.
     static Values drain(User& one, User& other) {
         Values values;
         for (int i = 0; i < 10'000; ++i) {

@@ -177,7 +177,7 @@ Scenario all_free() {
 }
 
 // All memory is cut, and every third block is viewed, so larger blocks must be cut from the gaps. `again`:
-// the process that takes over after the death also cuts blocks, and dies during that.
+// the process that takes over after the death also cuts blocks, and dies while doing so.
 Scenario gaps(const char* name, bool again) {
     Scenario s = putting(
         name, again ? std::vector<uint64_t>{36'000, 8} : std::vector<uint64_t>{36'000, 8, 3000, 12'000});

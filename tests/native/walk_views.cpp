@@ -33,7 +33,7 @@ void acknowledge(User& user) {
 void verify_all(const User& user) {
     for (const HeldView& view : user.held_views) view.verify();
 }
-// Check that there are no views.
+// Check that no view exists.
 void nothing_seen(Scene& scene) {
     Header& h = scene.in->header();
     must(h.viewed_bytes == 0, "bytes count as viewed without a viewer");
