@@ -550,7 +550,7 @@ class Group:
         """
     @property
     def rank(self) -> int:
-        """Return the number of this member, from 0."""
+        """Return the rank of this member, from 0."""
     @property
     def size(self) -> int:
         """Return the number of members."""

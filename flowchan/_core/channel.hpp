@@ -40,7 +40,7 @@ class Channel {
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
     std::atomic<uint64_t> forks = fork_count;
     bool hosts = false;           // ring: descriptors cannot reach some of its readers
-    bool elsewhere = false;       // another process owns the channel: items go through two rings here
+    bool elsewhere = false;       // another process owns the channel; items pass through two local rings
     nb::object reading, writing;  // elsewhere: these two rings, once they are open
     // elsewhere: value of `fork_count` when the rings were opened
     std::atomic<uint64_t> opened_in = fork_count;
@@ -63,7 +63,7 @@ class Channel {
     const char* across() const;
     bool reaches_processes() const;
     std::string describe() const;  // "channel 'name'" or "Channel(64, across='threads')"
-    uint32_t plain_session();      // 0 for threads; throws nb::python_error
+    uint32_t plain_session();      // returns 0 for threads; throws nb::python_error
     Channel& through(Side side);   // the ring that calls in this process use; throws nb::python_error
     void fetch(Py_ssize_t most);   // elsewhere: asks for up to `most` items; throws nb::python_error
     bool asks_again(Side side);    // elsewhere: asks the owner; true: retry; throws nb::python_error

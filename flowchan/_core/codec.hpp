@@ -13,7 +13,7 @@
 
 namespace flowchan {
 
-// A Frame that keeps the objects alive to which its pieces point.
+// A Frame that keeps alive the objects to which its pieces point.
 struct ObjectFrame : Frame {
     bool leaves = false;  // the item goes to another host; set this before encoding
     PyObject* keep = nullptr;

@@ -148,7 +148,7 @@ struct DirectWriter {
     }
 };
 
-// Reads values that DirectWriter wrote. Damaged bytes give null without a Python error.
+// Reads values that DirectWriter wrote. Returns null, without a Python error, if the bytes are damaged.
 struct DirectReader {
     const char* p;
     const char* end;

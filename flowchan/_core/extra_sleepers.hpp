@@ -1,5 +1,4 @@
-// Extra sleepers: more threads that sleep on futex words. They are needed for more words than one thread can
-// sleep on.
+// Extra sleepers: additional threads that sleep on futex words, for more words than one thread can sleep on.
 #pragma once
 
 #include <atomic>

@@ -76,8 +76,8 @@ struct alignas(LINE) Cell {
     uint32_t flags = 0;
     uint64_t key = 0;  // identifies the call; equal on all members of one operation
     uint64_t bytes = 0;
-    uint32_t filled = 0;  // ns that writing this operation's data took, if the operation is timed
-    uint32_t took = 0;    // ns that the last timed operation took after the last member had arrived
+    uint32_t filled = 0;  // ns taken to write this operation's data, if it is timed
+    uint32_t took = 0;    // ns of the last timed operation, from the last member's arrival
     unsigned char data[INLINE] = {};
 };
 static_assert(sizeof(Cell) == LINE);
@@ -86,7 +86,7 @@ enum Membership : uint32_t { PRESENT, LEFT, GAVE_UP };
 // Flags of a cell. IN_PLACE: read the data from the owner's memory. TELLS: rank 0 publishes the plan for the
 // next operation of this size class, and all members publish the plan that they use now.
 constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4, TELLS = 8;
-constexpr uint32_t OWN_PLAN = 8, NEXT_PLAN = 16;  // number of the plan's lowest bit
+constexpr uint32_t OWN_PLAN = 8, NEXT_PLAN = 16;  // position of the plan's lowest bit
 
 struct MemberSlot {
     Cell cell[2];
@@ -122,7 +122,7 @@ struct ChannelEntry {
     std::atomic<uint64_t> inode{0};  // 0: no descriptor yet; release and acquire: Member::channel_from
 };
 
-// Result of an operation. If it is one of these, the operation did not start:
+// Result of an operation. These results mean that the operation did not start:
 //  - Closed: this member has left the group.
 // - Taken: another process has joined with this rank.
 // - Within: a signal handler called it while its own thread was running an operation.

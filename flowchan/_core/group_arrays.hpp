@@ -26,7 +26,7 @@ class Array {
     size_t bytes = 0, count = 0;
     Element element = Element::Raw;
     bool writable = true;
-    // Hashes that are the same in every process: `kind` of the element type, `what` of the type and the
+    // Hashes that are the same in every process. `kind` covers the element type, and `what` also covers the
     // shape.
     uint64_t kind = 0, what = 0;
 

@@ -188,7 +188,7 @@ void bind_group(nb::module_& m) {
                         "Member of a group. Use flowchan.collective instead.")
         .def("__init__", construct, "fd"_a, "rank"_a)
         .def_static("_make", make, "size"_a)
-        .def_ro("rank", &PyGroup::rank, "Return the number of this member, from 0.")
+        .def_ro("rank", &PyGroup::rank, "Return the rank of this member, from 0.")
         .def_ro("size", &PyGroup::size, "Return the number of members.")
         .def_prop_ro("_fd", &PyGroup::fd)
         .def_prop_ro("_joined", &PyGroup::joined)

@@ -1,9 +1,9 @@
 // The operations of a group.
 //
 // Algorithm. In the first round of an operation, all members publish their calls, and every member reaches
-// the same verdict about them. Data that does not fit into that round follows in more rounds, one chunk in
-// each. While the others still read a chunk from one slot of a member, the member writes the next chunk to
-// its other slot.
+// the same verdict about them. Data that does not fit into that round follows in further rounds, one chunk
+// per round. While the others still read a chunk from one slot of a member, the member writes the next chunk
+// to its other slot.
 #include "group.hpp"
 #include "process.hpp"
 

@@ -310,7 +310,7 @@ class Link {
     uint64_t breaks_in_vain_ = 0;
     bool lost_ = false;  // the connection is unusable; its last user closes fd_
     std::string fetch_address_;
-    uint64_t seen_generation_ = 0;  // generation() of the table of references at the last look
+    uint64_t seen_generation_ = 0;  // generation() of the table of references when it was last read
     uint32_t last_served_ = 0;      // the next round begins after this stream
 
     // The sender also changes `out_` without the mutex, so a fork may copy it in the middle of a change.

@@ -117,7 +117,7 @@ class LocalQueue {
     PyObject* cause = nullptr;           // why the channel is BROKEN
     uint64_t puts = 0, takes = 0, bytes_in = 0, bytes_out = 0;
     uint64_t leased = 0, parked = 0, turn = 0, readers = 0, writers = 0;
-    bool short_of_bytes = false;  // a writer waits for bytes, not for a place
+    bool short_of_bytes = false;  // a writer waits because of the limit on bytes
 
     // Return whether too many outputs wait for room, so that a worker must not take another item.
     bool is_crowded() const { return state == OPEN && room() <= 1 && writer_list.with_turn() >= CROWD; }

@@ -10,16 +10,16 @@
 //
 // Compiler fences are enough. A process gets the lock of a dead owner from the kernel, after the owner was
 // descheduled for the last time. All stores that the owner executed are visible at that time, even if they
-// left its core in another order. So only the order in which the owner executed them matters. If the compiler
-// does not change it, that is the order in the program. The same is true of processors with a weaker store
-// order than x86_64: a core stops between two instructions, and everything before them has happened. When a
-// thread dies, the kernel marks its lock in that thread, with a full barrier (dmb ish on aarch64).
+// left its core in a different order. So only the order in which the owner executed them matters. If the
+// compiler does not change it, that is the order in the program. The same is true of processors with a weaker
+// store order than x86_64: a core stops between two instructions, and everything before them has happened.
+// When a thread dies, the kernel marks its lock in that thread, with a full barrier (dmb ish on aarch64).
 //
 // The ring has several records, so that the cache lines of a record stay with the core that uses it. Writers
-// and readers use different records, and so do different processes, as long as there are enough records.
-// Which record a process uses only affects speed. Only the holder of the lock writes a record, and it clears
-// the record before it unlocks. So at most one record is valid, and a process that finds the owner dead
-// checks all of them.
+// and readers use different records, and so do different processes, as long as there are enough records. The
+// choice of a record affects only speed. Only the holder of the lock writes a record, and it clears the
+// record before it unlocks. So at most one record is valid, and a process that finds the owner dead checks
+// all of them.
 #pragma once
 
 #include "faults.hpp"

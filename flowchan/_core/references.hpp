@@ -2,7 +2,7 @@
 //
 // A large output of a remote worker does not travel to the owner of the channel. The worker's host keeps it
 // on lease in the worker's ring, and sends a reference. The owner puts the reference into the channel, where
-// it has an order, a number and a lease like any other item. When a remote worker takes the reference, its
+// it has a position, a number and a lease like any other item. When a remote worker takes the reference, its
 // host learns where the output is and fetches it from there. When that worker has finished the item, the
 // owner releases the reference, and the host that made the output frees it.
 //

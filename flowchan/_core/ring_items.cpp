@@ -151,7 +151,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     return !session || !session->lease_head || slot_exists(session->lease_tail);
 }
 
-// Describe the slot at the head, except for where its payload is.
+// Copy the description of the slot at the head to `taken`, except for the address of the payload.
 [[gnu::always_inline]] inline void Ring::describe(Taken& taken, Slot* slot) const {
     taken.kind = slot->kind;
     taken.size = slot->size;

@@ -86,8 +86,8 @@ void Ring::move_views(uint32_t index) {
     wake(wakes);
 }
 
-// Undo the copies and waits of a session that is ending, perhaps because its process was killed. `views`:
-// also undo its views, which no process uses any more.
+// End the copies and waits of a session that is ending, perhaps because its process was killed. `views`: also
+// end its views, which no process uses any more.
 void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     Session& s = session(index);
     if (!memory_is_valid()) found_damage();

@@ -7,7 +7,8 @@
 // zero. Other shared parts count for each item, because sharing cannot be detected.
 //
 // In a free-threaded interpreter, other threads may change the item at any time. So all samples of an object
-// are taken together, in its critical section and with a reference to each, and are visited afterwards.
+// are taken together, in the object's critical section. Each sample is a new reference, and is visited
+// afterwards.
 #include "sizes.hpp"
 
 #include <nanobind/nanobind.h>

@@ -25,7 +25,7 @@ struct Counts {
     int64_t readers_waiting_for_ns, writers_waiting_for_ns;
     uint64_t selecting;   // waiters that may continue even if this channel does not change
     uint64_t woken;       // waiters that were woken and have not continued yet
-    bool short_of_bytes;  // a writer waits for bytes, not for a place
+    bool short_of_bytes;  // a writer waits because of the limit on bytes
 };
 
 // The blocks that one process views or fills in place.

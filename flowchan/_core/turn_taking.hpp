@@ -1,8 +1,8 @@
 // Turn-taking between two processes that use one ring in tight loops.
 //
 // The main cost of an operation is fetching cache lines from another core. Two processes in tight loops take
-// these lines from each other for every item, and mostly wait for them. A single process passes ten items in
-// the same time.
+// these lines from each other for every item, and spend most of their time waiting for them. A single process
+// passes ten items in the same time.
 //
 // Algorithm. If another process used the ring last, a process rests for about 4 µs before it takes the lock.
 // During that time, the other process has all lines in its cache. When that process finds that it was

@@ -41,7 +41,7 @@ struct Node {
     Node *before = nullptr, *after = nullptr;
     Caller caller{};
     bool selecting = false;
-    bool for_turn = false;  // it waits for its turn, not for a place
+    bool for_turn = false;  // it waits for its turn, not for room
 };
 
 class WaitList {
@@ -120,7 +120,7 @@ class WaitList {
     int64_t total_wait_ns() const { return waited_ns_ + int64_t(waiting) * now_ns(); }
 
     uint32_t waiting = 0;
-    WaitClock turns;           // counts only callers that wait for a turn, not those that wait for a place
+    WaitClock turns;           // counts only callers that wait for a turn, not those that wait for room
     Node* starving = nullptr;  // while this waiter could continue, newcomers must not overtake it
 
   private:

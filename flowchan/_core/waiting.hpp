@@ -169,7 +169,7 @@ struct WaitQueue {
     uint64_t starving_size = 0;  // size of the item that the starving waiter wants to put
     int64_t waited_ns = 0;       // total waiting time: sum of all ends of waits minus all starts
     int64_t since_ns = 0;        // when `waiting` last became nonzero
-    WaitClock turns;             // counts only callers that wait for a turn, not those that wait for a place
+    WaitClock turns;             // counts only callers that wait for a turn, not those that wait for room
 
     // Return how many sleepers to wake so that k calls can continue. Call this under the lock, and pass the
     // result to `futex_wake` after dropping the lock. Releasing the lock publishes the new `seq` before that
@@ -221,9 +221,9 @@ struct WaitQueue {
     int64_t total_wait_ns() const { return waited_ns + int64_t(all_waiting()) * now_ns(); }
 };
 
-// The sleepers that an operation wakes after it drops the lock. For each wait queue, this is a number. Other
-// waiters have a word to themselves, which is listed. Such a waiter may have gone. Waking its word then wakes
-// no thread or an unrelated one, and both are harmless.
+// The sleepers that an operation wakes after it drops the lock. `readers` and `writers` count those of the
+// wait queues. `word` lists the words of waiters that do not share their word. Such a waiter may have gone.
+// Waking its word then wakes no thread or an unrelated one, and both are harmless.
 struct Wakes {
     static constexpr uint32_t MOST = 8;
     uint32_t readers = 0;

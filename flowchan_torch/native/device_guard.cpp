@@ -36,7 +36,7 @@ std::atomic<DeviceIndex> device_count{0};
 thread_local DeviceIndex current = 0;
 
 // A function that waits for all commands of a device. Never freed, because other threads may use it until the
-// end.
+// process ends.
 PyObject* synchronize = nullptr;
 
 void run_backward_in_this_thread() noexcept {

@@ -71,7 +71,7 @@ class Viewers : public Kills {
             if (step == Step::Drained) break;
             must(step == Step::Done || step == Step::NotNow,
                  "a worker's read ended with " + std::to_string(int(step)));
-            // A worker that waits must not keep views, because they may be around the memory that the source
+            // A worker that waits must not keep views, because they may surround the memory that the source
             // needs.
             if (step == Step::NotNow) drop_view(reader, 0);
             if (step == Step::Done) put(writer, value, reader.reader.number);
