@@ -32,7 +32,7 @@ class Channel {
     std::shared_ptr<Ring> ring_;
 
   public:
-    std::atomic<bool> lends = false;  // true once a put may have lent memory
+    std::atomic<bool> lends = false;  // true once memory was lent
     // blocks of the ring that writers in this process are filling or have put
     std::vector<std::weak_ptr<Block>> loans;
     std::string name;

@@ -160,8 +160,8 @@ void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
     ring_doorbell();
 }
 
-// Make one thread leave the connection over `fd`, because it has ended. The last thread to leave closes the
-// descriptor.
+// Called by a thread that leaves the connection over `fd`, because the connection has ended. The last thread
+// to leave closes the descriptor.
 void Link::leave_connection(int fd, const std::string& why) {
     std::lock_guard lock(mutex_);
     users_ -= 1;

@@ -7,12 +7,12 @@
 //
 // Views. The receiver of an item with large buffers may read them in place. The slot then records that
 // session as its `viewer`. A call that would free such a slot leaves it HELD for the viewer, which frees it
-// when its last view has gone. The slot may have left that state by then, because the item was given back,
-// and its next worker may be reading it. In that case, the viewer only removes its own entry. A slot has at
-// most one viewer, so a second reader makes a private copy. A reader also makes a copy if views already cover
-// max_bytes, or if the block is at the end of the memory. Otherwise, readers that keep their items could
-// block a writer. After a port is closed, its session stays as a HOLDER until the process has dropped its
-// last view or has died.
+// when its last view has gone. If the slot is in another state when the last view ends, the viewer only
+// removes its own entry. (After an item was given back, its next worker may read it while the first one still
+// views it.) A slot has at most one viewer, so a second reader makes a private copy. A reader also makes a
+// copy if views already cover max_bytes, or if the block is at the end of the memory. Otherwise, readers that
+// keep their items could block a writer. After a port is closed, its session stays as a HOLDER until the
+// process has dropped its last view or has died.
 #include <algorithm>
 
 #include "ring.hpp"

@@ -8,9 +8,8 @@
    channel.
 
    A call is a request to the owner, which runs it in a task and replies. A caller that stops waiting tells the owner.
-   The owner then cancels the task, unless the task has already taken an item. In that case, the next call of the
-   process gets that item. Once a process has lost the owner, every call raises that error, even a call that begins at
-   that moment.
+   The owner then cancels the task, unless the task has already taken an item. In that case, the process gets that
+   item next. Once a process has lost the owner, every call raises that error, even a call that begins at that moment.
 
    Y exists as long as some process has it open or some item contains it. The owner counts for each process how often
    it opened and dropped Y. Over all processes, it counts how many items Y was put into (`send`), and how many of
