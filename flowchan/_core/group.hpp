@@ -72,7 +72,7 @@ class ByRank {
 using Sizes = ByRank<uint64_t>;
 
 struct alignas(LINE) Cell {
-    std::atomic<uint32_t> round{0};  // release and acquire: has_arrived
+    std::atomic<uint32_t> round{0};  // pairs with Member::has_arrived
     uint32_t flags = 0;
     uint64_t key = 0;  // identifies the call; equal on all members of one operation
     uint64_t bytes = 0;
@@ -119,7 +119,7 @@ struct GroupHeader {
 enum Table : uint32_t { CHANNELS, OFFERS, TABLES };
 struct ChannelEntry {
     uint64_t pid = 0, fd = 0;
-    std::atomic<uint64_t> inode{0};  // 0: no descriptor yet; release and acquire: Member::channel_from
+    std::atomic<uint64_t> inode{0};  // 0: no descriptor yet; pairs with Member::channel_from
 };
 
 // Result of an operation. These results mean that the operation did not start:
@@ -166,7 +166,7 @@ class Member {
     void hold();
     End join();  // makes this process the member; returns Taken if another process already is
     bool joined() const { return joined_ == process_number_now(); }
-    bool is_taken() const { return joined_ && !joined(); }  // in a child of the member's process
+    bool is_taken() const { return joined_ && !joined(); }  // true in a child of the member's process
     // Leaves the group; may be called repeatedly. If another thread is running an operation, this stops it
     // from publishing more, and waits until it has ended. If a signal handler calls this during an operation
     // in the same thread, the member leaves when that operation ends.
@@ -206,7 +206,7 @@ class Member {
         }
         bool try_lock() {
             uint32_t free = 0;
-            return word_.compare_exchange_strong(free, 1) && own();  // acquire and release: unlock
+            return word_.compare_exchange_strong(free, 1) && own();  // pairs with unlock
         }
         bool try_lock_for(int64_t ns) {
             if (word_.exchange(2) == 0) return own();

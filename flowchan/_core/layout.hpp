@@ -199,7 +199,7 @@ struct Header : Constants {
     // the word is set before another process gets the channel.
     uint64_t keeps_numbers;
 
-    alignas(64) uint64_t numbered;  // number of items that have been numbered
+    alignas(64) uint64_t numbered;  // number of items that have got a number
     uint64_t leased;                // number of leased items, over all sessions
     uint64_t viewed_bytes;          // bytes in viewed slots, without loaned slots
 

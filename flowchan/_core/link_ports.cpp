@@ -45,7 +45,7 @@ void Allowance::update(uint64_t used, int64_t round_trip) {
 
 void ByteWindow::update(uint64_t most, int64_t round_trip) {
     const int64_t now = now_ns(), passed = now - at_;
-    const int64_t trip = round_trip + 1'000'000;  // the extra 1 ms is as for `few`
+    const int64_t trip = round_trip + 1'000'000;  // adds 1 ms, as for `few`
     if (passed < trip) return;
     const double two_trips = double(freed_) / double(passed) * double(2 * trip), before = double(size_);
     // Grow only if that raises the throughput. A window that was never full does not limit the throughput: a

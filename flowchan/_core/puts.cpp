@@ -320,7 +320,7 @@ PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline) {
     }
     Py_DECREF(iterator);
     if (!PyErr_Occurred()) Py_RETURN_NONE;
-    // `items_put` of the error says how many items were put, so that the caller can continue with the next
+    // The error's `items_put` says how many items were put, so that the caller can continue with the next
     // one.
     add_to_error("items_put", PyLong_FromSsize_t(done));
     return nullptr;

@@ -29,7 +29,7 @@ class FutexMutex {
     void lock() {
         uint32_t seen = 0;
         if (word_.compare_exchange_strong(seen, 1, std::memory_order_acquire))
-            return;  // release and acquire: unlock
+            return;  // pairs with the release in unlock
         for (int i = 0; i < 100; ++i) {
             cpu_relax();
             seen = 0;
@@ -39,7 +39,7 @@ class FutexMutex {
     }
     void unlock() {
         if (word_.exchange(0, std::memory_order_release) == 2)
-            futex_wake(word_, 1, false);  // release and acquire: lock
+            futex_wake(word_, 1, false);  // pairs with the acquire in lock
     }
 
   private:

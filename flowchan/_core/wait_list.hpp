@@ -30,7 +30,7 @@
 
 namespace flowchan {
 
-constexpr uint64_t ANY_TURN = UINT64_MAX;  // stands for the number of an item
+constexpr uint64_t ANY_TURN = UINT64_MAX;  // used instead of the number of an item
 constexpr uint32_t CROWD = 2;
 
 struct Node {
