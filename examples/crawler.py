@@ -1,6 +1,9 @@
-"""Crawl a site and find broken links; the site here is pydoc's pages about Python modules.
+"""Crawl a site and find broken links.
 
-python examples/crawler.py [PAGES] flowchan viz examples/crawler.py -o crawler.svg
+    python examples/crawler.py [PAGES]
+    flowchan viz examples/crawler.py -o crawler.svg
+
+The program serves the site itself: pydoc's pages about Python modules. It visits at most PAGES pages.
 """
 
 from __future__ import annotations

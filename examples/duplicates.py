@@ -1,11 +1,11 @@
-"""Find files with equal content below a directory: compare sizes first, then hashes computed in two
-processes.
+"""Find files with equal content below a directory.
 
     python examples/duplicates.py [DIRECTORY]
     flowchan run examples/duplicates.py [-- DIRECTORY]
     flowchan viz examples/duplicates.py -o duplicates.svg
 
-The default directory is the standard library of the running Python.
+The program first groups the files by size. Two processes then hash the files that have the same size as
+another file. The default directory is the standard library of the running Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 def sized_files(directory: Path) -> Iterator[tuple[int, Path]]:
-    """Yield all regular files below ``directory`` with their sizes, except installed packages.
+    """Yield the size and the path of each regular file below ``directory``, except installed packages.
 
     A symbolic link to a file does not count as a second copy.
     """
@@ -37,9 +37,9 @@ def sized_files(directory: Path) -> Iterator[tuple[int, Path]]:
 
 
 def group(keyed: In[tuple[Any, Path]], groups: Out[list[Path]]) -> None:
-    """Read all (key, file) pairs, then put each group of two or more files that have the same key.
+    """Read all (key, file) pairs, then put a list of the files for each key that has at least two files.
 
-    A stage with ports uses this function.
+    A stage with ports runs this function.
     """
     found = defaultdict(list)
     for key, file in keyed:
@@ -59,7 +59,7 @@ def unreadable(failed: Any) -> None:
 
 
 def show(groups: list[list[Path]]) -> None:
-    """Print the groups that waste the most space, each with its first three files."""
+    """Print all groups, most wasted space first, each with its first three files."""
     wasted = {min(files): min(files).stat().st_size * (len(files) - 1) for files in groups}
     lines = [f"{len(groups):,} groups of equal files, {sum(wasted.values()):,} bytes could be saved\n"]
     for files in sorted(map(sorted, groups), key=lambda files: (-wasted[files[0]], files[0])):

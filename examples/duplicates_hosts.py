@@ -3,8 +3,8 @@
     python examples/duplicates_hosts.py [DIRECTORY [HOST …]]
     flowchan viz examples/duplicates_hosts.py -o duplicates_hosts.svg
 
-The program prints how many files each host has hashed. DIRECTORY must exist on every host. The hosts are
-reached with ssh; if no hosts are given, two agents run on this machine.
+The program prints how many files each host has hashed. DIRECTORY must exist on every host. The program
+reaches the hosts with ssh. If you name no hosts, two agents run on this machine.
 """
 
 from __future__ import annotations

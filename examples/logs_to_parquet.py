@@ -1,9 +1,10 @@
-"""Convert logs to a Parquet file; the logs are Python's own import times.
+"""Convert logs of Python's import times to a Parquet file.
 
     python examples/logs_to_parquet.py [MODULE …] [-o IMPORTS.parquet] [--workers N]
     flowchan viz examples/logs_to_parquet.py -o imports.svg
 
-For each module, a new `python -X importtime` process writes a log. The example needs pyarrow.
+For each module, the program starts a new `python -X importtime` process, which writes a log. The example
+needs pyarrow.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def network() -> nn.Sequential:
 
 
 class Trainer:
-    """A worker's model, which trains with the parameters of the server."""
+    """Model of one trainer. A call pulls the parameters and trains on one batch."""
 
     def __init__(self, client: ParameterClient) -> None:
         torch.set_num_threads(1)
@@ -70,7 +70,7 @@ class Trainer:
 
 
 class Answers:
-    """A worker's model, which classifies images with the newest weights."""
+    """Model of one inference worker. A call classifies images with the newest weights."""
 
     def __init__(self, reader: WeightsReader) -> None:
         torch.set_num_threads(1)

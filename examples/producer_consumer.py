@@ -4,8 +4,8 @@
     flowchan run examples/producer_consumer.py
     flowchan viz examples/producer_consumer.py -o producer_consumer.svg
 
-The script uses a bare channel and starts its own threads or processes. The main program closes the channel.
-The graph below declares the same program, but its producers end without being stopped.
+The script uses a channel without a graph: it starts threads or processes, and closes the channel to stop
+them. The graph at the end of the file does the same with producers that stop after 10,000 items.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def produce(producer: int, channel: Channel, accounts: Channel) -> None:
 
 
 def consume(channel: Channel, accounts: Channel) -> None:
-    """Get items until the channel is drained. Items that were put before it was closed are never lost."""
+    """Get items until the channel is drained, check their order, and report how many arrived."""
     got: Counter[int] = Counter()
     for producer, serial in channel:
         if serial != got[producer]:

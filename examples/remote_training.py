@@ -1,12 +1,12 @@
-"""Train a network whose first half is on one node and whose second half is on another node.
+"""Train a network whose two halves are on different nodes.
 
     python examples/remote_training.py [--epochs N] [--device cpu|cuda]
     flowchan viz examples/remote_training.py -o nodes.svg
 
-Each node is a process. The program runs an ordinary training loop for scikit-learn's digits: the operations
-of each layer run on the node that has the layer's parameters. The hidden values move from node to node, not
-through the program. At the end, the program prints where each layer ran. It also trains the same network
-locally, and checks that the parameters are equal. The example needs torch and scikit-learn.
+Each node is a process. The program runs an ordinary training loop for scikit-learn's digits, and each layer
+runs on the node that has the layer's parameters. Hidden activations move directly from node to node. At the
+end, the program prints where each layer ran. It also trains the same network locally, and checks that the
+parameters are equal. The example needs torch and scikit-learn.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Network(nn.Module):
 
 
 def note_devices(network: nn.Module) -> dict[str, set[torch.device]]:
-    """Record the devices of each layer's outputs from now on."""
+    """Record on which devices each layer runs from now on, and return the record."""
     ran: dict[str, set[torch.device]] = {}
 
     def note(name: str, output: Tensor) -> None:
@@ -81,7 +81,7 @@ def train(network: Network, epochs: int, images: Tensor, labels: Tensor) -> None
             loss = cross_entropy(network(x), target.to(last))
             loss.backward()
             optimizer.step()
-        print(f"epoch {epoch}: loss {loss.item():.3f}")  # the only line of the loop that waits
+        print(f"epoch {epoch}: loss {loss.item():.3f}")  # only this line waits for the nodes
 
 
 def nodes(device: Any = "cpu") -> RemoteNodes:

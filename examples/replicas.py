@@ -1,16 +1,16 @@
-"""Train two replicas of a network together, each of them split into two parts.
+"""Train two replicas of a network together, each split into two parts.
 
     python examples/replicas.py [--replicas N] [--epochs N]
     flowchan run examples/replicas.py [-- REPLICAS EPOCHS]
     flowchan viz examples/replicas.py -o replicas.svg
 
-One graph holds the data pipeline, a Sequential in each replica, and an allreduce over the replicas. Two
-processes add noise to batches of scikit-learn's digits. Each batch goes to the next free replica.
+A single graph contains the data pipeline, both replicas, and an allreduce over their losses. Two processes
+add noise to batches of scikit-learn's digits. Each batch goes to the next free replica.
 
-The replicas are a gang: each is a process that is a member of a group. The group averages their gradients, so
-they stay bit-identical even if one gets a batch more than the other. A node of the graph combines the losses
-of each step. When the source ends, or after Ctrl-C, the whole graph drains and ends. The example needs torch
-and scikit-learn.
+The replicas are a gang: each one is a process and a member of a group. The group averages their gradients, so
+the replicas stay bit-identical even if one gets a batch more than the other. The graph's allreduce averages
+the losses of each step. When the source ends, or after Ctrl-C, the run finishes all batches in flight and
+ends. The example needs torch and scikit-learn.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ State = dict[str, Tensor]
 
 
 def digits() -> Batch:
-    """Return 1,797 images of 8 × 8 pixels with values from 0 to 1, and their digits, shuffled."""
+    """Return 1,797 shuffled images of 8 × 8 pixels, with values from 0 to 1, and their labels."""
     from sklearn.datasets import load_digits
 
     data = load_digits()

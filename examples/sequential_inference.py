@@ -3,9 +3,9 @@
     python examples/sequential_inference.py [--parts N] [--on thread|process] [--batches N]
     flowchan viz examples/sequential_inference.py -o sequential.svg
 
-A convolutional network is trained on half of scikit-learn's digits for a second or two. Then it classifies
-the other half, in any number of batches. The plain module and each part compute with one thread. The example
-needs torch and scikit-learn.
+The program trains a convolutional network on half of scikit-learn's digits, for a second or two. The network
+then classifies the other half, which the program repeats to get the given number of batches. The plain module
+and each part compute with one thread. The example needs torch and scikit-learn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def network() -> nn.Sequential:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return 1,797 images of 8 × 8 pixels with values from 0 to 1, and their digits."""
+    """Return 1,797 images of 8 × 8 pixels, with values from 0 to 1, and their labels."""
     from sklearn.datasets import load_digits
 
     data = load_digits()

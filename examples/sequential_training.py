@@ -4,11 +4,11 @@
         [--schedule gpipe|1f1b] [--epochs N]
     flowchan viz examples/sequential_training.py -o training.svg
 
-The two parts run at the same time. Both runs start with the same weights and use the same batches of
-scikit-learn's digits, so their losses are the same. They compute with double precision, because the parts add
-up gradients in a different order, and training amplifies rounding differences. A quarter of the digits is
-held out for a test at the end. The plain module and each part have one thread. If ``--picture FILE`` is
-given, the example draws the steps of each part at the end of training. It needs torch and scikit-learn.
+The two parts run at the same time. The plain module and the parts start with the same weights and use the
+same batches of scikit-learn's digits, so their losses are the same. The parts add up gradients in a different
+order, and training amplifies rounding differences, so the program computes with double precision. It holds
+out a quarter of the digits for a test at the end. The plain module and each part compute with one thread. If
+you pass ``--picture FILE``, the program draws the last steps of each part. It needs torch and scikit-learn.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def pipeline(module: nn.Sequential | None = None, parts: int = 2, on: Any = "pro
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return 1,797 images of 8 × 8 pixels with values from 0 to 1, and their digits, shuffled."""
+    """Return 1,797 shuffled images of 8 × 8 pixels, with values from 0 to 1, and their labels."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -65,7 +65,7 @@ def epochs(count: int, images: Tensor, labels: Tensor) -> Iterator[Iterator[tupl
 def curve(
     step: Callable[[Tensor, Tensor], Tensor], count: int, images: Tensor, labels: Tensor
 ) -> list[float]:
-    """Return the mean loss of each epoch."""
+    """Call ``step`` with each batch, and return the mean loss of each epoch."""
     found = []
     for batches in epochs(count, images, labels):
         losses = [float(step(x, target)) for x, target in batches]
@@ -82,7 +82,7 @@ def plain_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, t
 
 
 def right(module: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the share of images that the module recognises."""
+    """Return the share of images that the module classifies correctly."""
     with torch.no_grad():
         return float((module(images).argmax(1) == labels).double().mean())
 

@@ -3,8 +3,8 @@
     python examples/thumbnails.py [DIRECTORY] [-o SHEET.png] [--workers N] [--trace TRACE.json]
     flowchan viz examples/thumbnails.py -o thumbnails.svg
 
-The default directory is that of the installed Python packages. Files that are not pictures are counted and
-skipped. Open the trace at https://ui.perfetto.dev to see what each worker did. Workers are threads,
+The default directory contains the installed Python packages. The program skips and counts files that Pillow
+cannot read. To see what each worker did, open the trace at https://ui.perfetto.dev. The workers are threads,
 because Pillow releases the GIL while it computes. The example needs pillow.
 """
 

@@ -1,9 +1,9 @@
-"""Feed a training loop from a graph: two processes rotate handwritten digits while a model is trained.
+"""Train a model on batches from a graph, in which two processes rotate handwritten digits.
 
     python examples/training_loop.py [--epochs N] [--workers N] [--seed N]
     flowchan viz examples/training_loop.py -o digits.svg
 
-Each epoch is a run of the graph; a seed makes epochs repeatable. The example needs torch and scikit-learn.
+Each epoch is a run of the graph. The seed makes epochs repeatable. The example needs torch and scikit-learn.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python examples/web_service.py [REQUESTS]
     flowchan viz examples/web_service.py -o service.svg
 
-The model recognises scikit-learn's digits. The program calls its own service. The example needs scikit-learn.
+The model classifies scikit-learn's digits. The program is also the client: it sends requests to its own
+service. The example needs scikit-learn.
 """
 
 from __future__ import annotations

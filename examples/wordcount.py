@@ -38,7 +38,7 @@ def words(file: Path) -> list[str]:
 
 
 def count_words(files: list[Path]) -> Counter[str]:
-    """Count the words in several files, so that the main process receives one Counter for many files."""
+    """Count the words in a batch of files, so that only one Counter per batch is sent to the main process."""
     counts: Counter[str] = Counter()
     for file in files:
         counts.update(words(file))
@@ -46,7 +46,7 @@ def count_words(files: list[Path]) -> Counter[str]:
 
 
 def add(total: Counter[str], counts: Counter[str]) -> Counter[str]:
-    """Add the counts in place, because the total is large and not used elsewhere."""
+    """Add the counts to the total in place, because copying the large total would be slow."""
     total.update(counts)
     return total
 

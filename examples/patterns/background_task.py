@@ -1,9 +1,9 @@
-"""Pack the Python files below a directory in a background task, while the program counts their lines.
+"""Pack Python files into an archive in a background task, while the program counts their lines.
 
     python examples/patterns/background_task.py [DIRECTORY] [-o ARCHIVE] [--on thread|process]
 
-The default directory is the ``json`` package of the running Python. The archive is deleted unless ``-o`` is
-given.
+The default directory is the ``json`` package of the running Python. The program deletes the archive unless
+you pass ``-o``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Count the lines in all Python files below a directory, with n workers that share the files.
+"""Count the lines in all Python files below a directory, with several workers.
 
     python examples/patterns/map_files.py [DIRECTORY] [--workers N] [--on thread|process]
 
-The default directory is the standard library of the running Python.
+The files are divided equally among the workers in advance. The default directory is the standard library of
+the running Python.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flowchan.pipelines import map  # noqa: A004
 
 
 def count_lines(files: list[Path], workers: int, worker: int) -> tuple[int, int]:
-    """Count every ``workers``-th file, starting with the worker's own number.
+    """Count the lines in every ``workers``-th file, starting with the file at the worker's own number.
 
     Return the number of files and the number of lines in them.
     """

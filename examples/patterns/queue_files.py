@@ -2,8 +2,8 @@
 
     python examples/patterns/queue_files.py [DIRECTORY] [--workers N] [--on thread|process]
 
-A worker that happens to get short files gets more of them, unlike a worker of ``map``. The default directory
-is the standard library of the running Python.
+Each worker takes a file from the queue when it has finished the previous one, so a worker with short files
+processes more of them. The default directory is the standard library of the running Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowchan.pipelines import WorkQueue, map, workqueue  # noqa: A004
 
 
 def imported(file: Path) -> set[str] | None:
-    """Return the top-level names of the imported modules, or ``None`` if the file is not valid Python."""
+    """Return the top-level packages that a file imports, or ``None`` if the file is not valid Python."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
@@ -36,7 +36,7 @@ def imported(file: Path) -> set[str] | None:
 
 
 def work(queue: WorkQueue, worker: int) -> int:
-    """Answer questions until the owner has closed the queue, and return how many were answered."""
+    """Process files until the queue is closed, and return how many files this worker has processed."""
     done = 0
     for file in queue:
         queue.put(imported(file))
