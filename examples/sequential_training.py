@@ -8,7 +8,8 @@ The two parts run at the same time. The plain module and the parts start with th
 same batches of scikit-learn's digits, so their losses are the same. The parts add up gradients in a different
 order, and training amplifies rounding differences, so the program computes with double precision. It holds
 out a quarter of the digits for a test at the end. The plain module and each part compute with one thread. If
-you pass ``--picture FILE``, the program draws the last steps of each part. It needs torch and scikit-learn.
+you pass ``--picture FILE``, the program draws the last steps of each part. The example needs torch and
+scikit-learn.
 """
 
 from __future__ import annotations
