@@ -1,7 +1,7 @@
 """Ready-made patterns for concurrent programs, built only on flowchan's public names.
 
 - :func:`map`: run one function in n workers.
-- :func:`workqueue`: one owner puts questions, and many workers put answers.
+- :func:`workqueue`: a queue on which one owner puts questions and many workers put answers.
 - :class:`TaskPool` and :class:`BackgroundTask`: executors in the style of ``concurrent.futures``.
 - :class:`Server` and :class:`Client`: one program that serves many others, on any hosts.
 - :func:`marshal`: serialise an object once and read it many times.
@@ -102,7 +102,7 @@ __all__ = [
     "workqueue",
 ]
 
-# In messages, tracebacks and pickles, the names belong to the module that users import.
+# Make messages, tracebacks and pickles show the module that users import.
 for _name in __all__:
     if _name in globals():
         globals()[_name].__module__ = "flowchan.pipelines"
@@ -120,7 +120,7 @@ _NEED_TORCH = {
         ("NodeDied", "NodeStats", "RemoteError", "RemoteNodes", "RemoteTensor"), "remote_tensors"
     ),
 }
-"""Modules that define the names that need torch."""
+"""Maps each name that needs torch to the module that defines it."""
 
 
 def __getattr__(name: str) -> Any:

@@ -39,7 +39,7 @@ class _Generation:
         return cls(make(1), (make(parties), make(parties)))
 
     def arrive(self) -> int:
-        """Record an arrival, and return the number of earlier arrivals, which the channel itself counts."""
+        """Record an arrival and return the number of earlier arrivals. The channel itself keeps the count."""
         while len(self.arrivals):
             self.arrivals.get_nowait()
         self.arrivals.put_nowait(None)
@@ -118,9 +118,10 @@ class Barrier:
         return index
 
     def _now(self) -> _Generation:
-        """Return the current generation; fetch the newest if this process only knows a broken one."""
+        """Return the current generation. If this process only knows a broken one, fetch the newest."""
         if self._generation.arrivals.broken:
-            with contextlib.suppress(Broken):  # the barrier's creator has ended, so the barrier stays broken
+            # the process that created the barrier has exited, so the barrier stays broken
+            with contextlib.suppress(Broken):
                 self._generation = self._generations["now"]
         return self._generation
 
@@ -194,7 +195,7 @@ def _clear(gate: Channel[None]) -> None:
 class Event:
     """Flag that threads in several processes can wait for, like ``threading.Event``.
 
-    A process that dies cannot set or clear the event, or block other processes.
+    If a process dies, the event keeps its state and does not block other processes.
 
     Args:
         across: ``"processes"`` on one machine (default), or ``"hosts"``.
@@ -270,8 +271,8 @@ class Condition(Held):
     """Condition variable for threads in several processes, like ``threading.Condition``.
 
     A thread acquires the lock and calls :meth:`wait`, which releases the lock while the thread is waiting. If
-    a waiting thread has died, ``notify`` wakes another one. About a hundred processes on one machine can wait
-    at the same time.
+    a waiting thread has died, ``notify`` wakes another thread. About a hundred processes on one machine can
+    wait at the same time.
 
     Args:
         lock: :class:`Lock` that guards the shared state (default: a new lock).
@@ -280,7 +281,7 @@ class Condition(Held):
 
     Raises:
         TypeError: ``lock`` is not a :class:`Lock`.
-        ValueError: ``across`` is unknown, or differs from that of ``lock``.
+        ValueError: ``across`` is unknown, or differs from the scope of ``lock``.
 
     Example:
         >>> from flowchan.pipelines import Condition, SharedDict, map
@@ -370,7 +371,7 @@ class Condition(Held):
             finally:
                 self._lock._acquire_restore(depth)
                 self._waiting.pop(ticket, None)
-            # true if the notification came after the timeout but before this thread had the lock
+            # true if the notification came after the timeout, but before this thread acquired the lock
             return gate.stats().items_in > 0
 
     def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object:

@@ -1,4 +1,4 @@
-"""Base classes for patterns that are made of channels and also keep state in each process.
+"""Base classes for patterns that consist of channels and some state in each process.
 
 When an object of :class:`Shared` is sent to another process, only its channels are sent. Each process has one
 object per set of channels, no matter how often the object is received. A forked child creates new state.
@@ -50,7 +50,7 @@ class Shared(abc.ABC):
 
 
 class Held(abc.ABC):
-    """Base class of objects that can be acquired and released, and used in a ``with`` statement."""
+    """Base class of locks and similar objects, which support ``acquire``, ``release`` and ``with``."""
 
     @abc.abstractmethod
     def acquire(self) -> bool:
@@ -94,7 +94,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class _NotDone(Exception):
-    """Exception that leaves a reading port's block, so that the port returns its leased items."""
+    """Raised inside a reading port's ``with`` block to make the port return its leased items."""
 
 
 def give_back(port: In[Any]) -> None:

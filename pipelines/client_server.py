@@ -16,7 +16,7 @@ from flowchan.pipelines.fill_into import fill
 from flowchan.remote.joining import Clients, JoinedClient, join, sealed_once
 
 LATE = 300.0
-"""Default seconds for which a client waits for its server, and a server for its clients."""
+"""Default time in seconds that a client waits for its server, and a server for its clients."""
 CAPACITY = 1024
 
 

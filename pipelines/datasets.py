@@ -18,7 +18,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Dataset(IterableDataset[T_co]):
-    """Iterable that yields one epoch per iteration, returned by :func:`dataset`.
+    """Iterable over the items of a graph, returned by :func:`dataset`. Each iteration is one epoch.
 
     Inside ``with data:``, the same worker processes serve all epochs. Inside the block, only one iteration
     can run at a time, so ``zip(data, data)`` must be outside the block.
@@ -85,10 +85,10 @@ class Dataset(IterableDataset[T_co]):
 
 @refuses_misspelt("dataset")
 def dataset(stream: Stream[T], *, seed: int | None = None, pin_memory: bool = False) -> Dataset[T]:
-    """Use the items of a stream as an iterable for training loops and ``DataLoader(…, batch_size=None)``.
+    """Make a stream iterable for training loops and ``DataLoader(…, batch_size=None)``.
 
     Each iteration is an epoch, which is one run of the whole graph. Leaving the loop early ends the run. The
-    graph works ahead of the loop until its channels are full.
+    graph runs ahead of the loop until its channels are full.
 
     Args:
         stream: Stream of a graph, read only by the dataset.
@@ -129,7 +129,7 @@ def _pinned(item: Any) -> Any:
     return pin_memory(item)  # type: ignore[no-untyped-call]
 
 
-# In messages, tracebacks and pickles, the names belong to the module that users import.
+# Make messages, tracebacks and pickles show the module that users import.
 for _public in (Dataset, dataset):
     _public.__module__ = "flowchan.pipelines"
 del _public

@@ -1,4 +1,4 @@
-"""Copy a received message into a tensor or an array of the caller."""
+"""Copy a received message into the caller's tensor or array."""
 
 from __future__ import annotations
 

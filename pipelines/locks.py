@@ -118,7 +118,7 @@ class Lock(Held, Shared):
         """Return True if a thread in any process holds the lock now."""
         return len(self.channels[0]) == 0
 
-    # threading.Condition's protocol: it calls methods with these names on its lock.
+    # ``threading.Condition`` calls methods with these names on its lock.
 
     def _is_owned(self) -> bool:
         return self._holder == threading.get_ident()

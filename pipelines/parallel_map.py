@@ -39,7 +39,7 @@ class Workers:
         self._failures: Channel[Failed[Any]] = Channel(n)  # an item is removed when its error is raised
         graph = Graph(self._name)
         numbers = graph.source(_numbers, n)
-        # If a worker dies, its call fails. A replacement might repeat side effects of the call.
+        # If a worker dies, its call fails. A retry might repeat side effects.
         done = numbers.map(
             _Call(fn, args), name=self._name, on=on, workers=n, ordered=False, max_deaths=1, restarts=2 * n
         )

@@ -1,12 +1,12 @@
 """Register names that are valid in all processes of a program.
 
-The processes of a program are the first one and those that it started with multiprocessing, directly or
-indirectly, with any start method. All of them have the same authentication key from multiprocessing. To claim
-a name, a process binds a Unix socket to an abstract address, which is derived from the key and the name. The
-kernel lets only one process bind the address, and frees it when that process ends. No process ever connects
-to the socket. A second address, which any process can read in ``/proc/net/unix``, contains the pid and the
-descriptor of an in-memory file. The file holds the pickled value, signed with the key. Therefore no
-background process is needed, and nothing is left behind.
+A program consists of its first process and of all processes that it started with multiprocessing, directly or
+indirectly. All of them have the same multiprocessing authentication key. To claim a name, a process binds a
+Unix socket to an abstract address, which is derived from the key and the name. The kernel lets only one
+process bind the address, and frees it when that process ends. No process ever connects to the socket. The
+claiming process also binds a second address, which contains its pid and the descriptor of an in-memory file.
+Any process can read this address in ``/proc/net/unix``. The file contains the pickled value, signed with the
+key. Therefore no background process is needed, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from flowchan import Broken
 CARD = "flowchan-name"
 
 naming = threading.RLock()
-"""Lock held while a name is looked up or claimed.
+"""Lock held during a lookup or a claim.
 
-A fork waits for this lock, because the child must close its copy of every claim.
+A fork waits for this lock, because the child must close its copies of all claims.
 """
 
 
 class Claim(ExitStack):
-    """Open sockets and file that hold a claimed name, returned by :func:`claim`."""
+    """Open sockets and file that keep a name claimed; returned by :func:`claim`."""
 
     def close(self) -> None:
         """Release the name; further calls have no effect."""

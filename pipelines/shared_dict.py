@@ -2,7 +2,7 @@
 
 Each access copies the whole dictionary, so a shared dictionary is not suitable for large data. The dictionary
 is the only item in a channel, and changes are made under a :class:`~flowchan.pipelines.locks.Lock`. A change
-puts the new dictionary behind the old one and then removes the old one. If a process dies between the two
+appends the new dictionary to the channel and then removes the old one. If a process dies between the two
 steps, the change is valid, and the next process to access the dictionary removes the old one.
 """
 
@@ -65,7 +65,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
     def _read(self) -> dict[K, Any]:
         with self.lock:
             while len(self._cell) == 2:
-                # the old dictionary: a process put its replacement, but died or was interrupted before
+                # the old dictionary: a process appended its replacement, but died or was interrupted before
                 # removing it
                 self._cell.get_nowait()
             port = self._cell.reader()

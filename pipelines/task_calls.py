@@ -1,4 +1,4 @@
-"""The calls of a task pool: the table of its tasks, and the functions that its stages call."""
+"""Calls of a task pool: the table of tasks, and the functions that the pool's stages call."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Task(NamedTuple):
 class CallTable:
     """Tasks of one pool, by number, and the functions that the pool's stages call.
 
-    The table does not refer to the pool, so a pool that nothing else refers to can be deleted. A task stays
-    in the table until its future is done, but its function and arguments are removed when the call starts.
+    The table does not refer to the pool, so an unused pool can be deleted. A task stays in the table until
+    its future is done, but its function and arguments are removed when the call starts.
     """
 
     def __init__(self, tasks: dict[int, Task], ready: Initializer) -> None:
@@ -38,7 +38,7 @@ class CallTable:
         """Exception of the initializer, if it raised one."""
 
     def _prepared(self) -> bool:
-        """Run the initializer if it has not run on this thread, and return False if it raises."""
+        """Run the initializer unless it has already run on this thread. Return False if it raises."""
         if not hasattr(self._threads, "ready"):
             try:
                 self._ready.call()
@@ -152,7 +152,7 @@ class _NotReady(Exception):
 
 
 def initializer_failed(error: BaseException) -> BrokenExecutor:
-    """Return the error of the tasks of a pool whose initializer raised ``error``."""
+    """Return the error for the tasks of a pool whose initializer raised ``error``."""
     broken = BrokenExecutor(
         f"the initializer of the pool raised {type(error).__name__}: {error}; its tasks will not run"
     )
@@ -174,7 +174,7 @@ class Initializer:
 
 
 class ProcessCalls:
-    """Callable of a worker process, which retires after ``most`` tasks if a limit is set."""
+    """Callable of a worker process. If ``most`` is set, the worker retires after this number of tasks."""
 
     def __init__(self, ready: Initializer, most: int | None) -> None:
         self._ready: Initializer | None = ready
@@ -208,5 +208,5 @@ def _answer(packed: Any) -> Any:
             )
         raise
     if isinstance(packed, list):
-        packed.clear()  # If the call fails, the item is sent back; it should then not contain its arrays.
+        packed.clear()  # If the call fails, the item is sent back; it should not contain the arrays then.
     return pack(fn(*args, **kwargs))

@@ -48,9 +48,9 @@ class TaskPool(Executor):
     """Executor that runs tasks on threads, processes or hosts.
 
     ``submit`` returns a ``concurrent.futures.Future``. A task can be cancelled until it starts. If the
-    workers are processes, the next task already counts as started while it is waiting for a worker. If a
-    worker process dies, its task fails with ``WorkerDied``, and a new worker replaces it. Leaving the
-    ``with`` block, ``close()`` and the interpreter's exit all wait for the tasks.
+    workers are processes, the next task counts as started even while it waits for a worker. If a worker
+    process dies, its task fails with ``WorkerDied``, and a new worker replaces it. Leaving the ``with``
+    block, ``close()`` and the interpreter's exit all wait for the tasks.
 
     Args:
         workers: Number of workers. Default: one process per core; or four threads more than the number of
@@ -277,7 +277,7 @@ class BackgroundTask(Future[T]):
 
 
 def _usual_workers(placement: Placement) -> int:
-    """Return the default number of workers."""
+    """Return the default number of workers for a placement."""
     if placement.hosts:
         raise TypeError("TaskPool: workers must be the total number of workers on all hosts, got None")
     cores = affinity_cores()

@@ -1,4 +1,4 @@
-"""Call a user's function for a caller elsewhere, and pass any exception back to that caller."""
+"""Call a user's function for a remote caller, and pass any exception back to that caller."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flowchan.declare.callables import name_of as declared
 class ExitRequested(Exception):
     """Wrapper for a ``BaseException`` that is not an ``Exception``, such as ``SystemExit``.
 
-    The original exception ends the call that raised it, but not the worker, which also serves other calls.
-    ``args[0]`` is the original exception.
+    The wrapped exception ends only the call that raised it. The worker continues, because it also serves
+    other calls. ``args[0]`` is the wrapped exception.
     """
 
 

@@ -2,9 +2,8 @@
 
 The queue consists of two channels. The owner is the thread that created the queue; every other thread, in any
 process, is a worker. Each call uses one of the two channels, depending on which thread makes it. Only the
-question channel is bounded. A worker therefore never blocks on an answer, whatever the owner is waiting for,
-and the two sides cannot deadlock. The number of unread answers is limited by the number of questions that the
-owner has put.
+question channel is bounded. A worker therefore never blocks when it puts an answer, so the two sides cannot
+deadlock. The number of unread answers is limited by the number of questions that the owner has put.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from flowchan.pipelines.channel_backed import Shared
 from flowchan.pipelines.registry import claim, find, naming
 
 POLL_INTERVAL_S = 0.1
-"""Seconds between two checks by an owner that is waiting for the last answers."""
+"""Seconds between two checks while the owner waits for the last answers."""
 
 ANSWERS = {"threads": 10**12, "processes": 10**7, "hosts": 10**7}
-"""Maximum number of unread answers: more than fit into memory. Between processes, the number is smaller,
+"""Maximum number of unread answers, more than fit into memory. Between processes, the number is smaller
 because each slot costs 256 bytes of address space.
 """
 
 OWNER_TIMEOUT_S = 10.0
-"""Maximum number of seconds between claiming a name and publishing the queue. A live creator needs
+"""Maximum seconds between the claim of a name and the publication of its queue. A live creator needs
 microseconds.
 """
 
 
 class WorkQueue:
-    """Queue of one owner's questions and many workers' answers, returned by :func:`workqueue`.
+    """Queue for one owner's questions and many workers' answers, returned by :func:`workqueue`.
 
     Attributes:
         creator: True if this handle created the queue, False if it opened an existing one.

@@ -56,7 +56,7 @@ class Child:
         The first access waits until the child has started.
         """
         self._state.greeted.wait()
-        if not self._state.pid:  # its end may be known before its first report is handled
+        if not self._state.pid:  # the exit may be recorded before the first report is handled
             self._started.print_reports()
         return self._state.pid
 
@@ -416,7 +416,7 @@ class Children:
             Closed: A member has exited or was closed.
             RuntimeError: A member has no function to run.
             ValueError: A value does not fit its array or tensor.
-            KeyError: ``into`` has a number that is not that of a member.
+            KeyError: A key of ``into`` is not the number of a member.
             TypeError: ``into`` is not a mapping, or one of its values is neither an array nor a tensor.
 
         Example:

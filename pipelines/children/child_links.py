@@ -9,7 +9,7 @@ from flowchan.pipelines.marshalled import Marshalled
 
 
 class SentOnce(Marshalled[Any]):
-    """Large value for several children on this machine, written to memory once and read there by each."""
+    """Large value that is written to shared memory once and read there by several children."""
 
 
 class ChildLinks(NamedTuple):

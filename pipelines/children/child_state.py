@@ -44,7 +44,7 @@ class Alive:
             self._changed.notify_all()
 
     def wait_for(self, condition: Callable[[], bool], until: float | None) -> None:
-        """Wait until the condition holds or the deadline passes.
+        """Wait until the condition is true or the deadline passes.
 
         Only the exit of a child may change the condition.
         """
@@ -56,7 +56,7 @@ class ChildState:
     """State of one child in the program that started it.
 
     Invariants: The reason is recorded before the channels are closed. A caller that finds a closed channel
-    therefore also finds the reason. The first outcome of a child counts, and later ones are ignored.
+    therefore also finds the reason. Only the first outcome of a child is recorded.
 
     Attributes:
         links: Channels of the child.

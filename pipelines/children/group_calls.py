@@ -24,7 +24,7 @@ from flowchan.remote.joining import sealed_once
 States = Sequence[ChildState]
 
 _LARGE = 1 << 20
-"""Size in bytes from which all children on this machine read a value from the same memory."""
+"""Minimum size in bytes of a value that all children on this machine read from the same memory."""
 _SMALL = (str, int, float, bool, type(None))
 """Types that a channel encodes without pickle."""
 
@@ -73,7 +73,7 @@ def deadline(call: str, timeout: float | None) -> float | None:
 
 
 def need_owner(call: str, children: States) -> None:
-    """Raise ``RuntimeError`` in a fork of the program, which does not learn that a child has ended."""
+    """Raise ``RuntimeError`` in a forked process, because it is not notified when a child exits."""
     for child in children:
         if not child.is_ours():
             raise RuntimeError(

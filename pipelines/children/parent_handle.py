@@ -197,10 +197,10 @@ def parent() -> Parent | None:
 
 
 class Closeable(Protocol):
-    """Children that this process has started."""
+    """Group of children that this process has started."""
 
     def close_all(self) -> None:
-        """Shut down these children."""
+        """Shut down all children of the group."""
 
 
 started: weakref.WeakSet[Closeable] = weakref.WeakSet()

@@ -57,7 +57,8 @@ class StartedChildren:
             restarts=10**9,
         )  # fmt: skip
         self.graph._address(frozenset({"items"}))  # each worker gets its own item
-        # These functions must not refer to this object. In a cycle, only garbage collection would free it.
+        # These functions must not refer to this object. Otherwise, a reference cycle would keep it alive
+        # until the garbage collector runs.
         done.errors.sink(functools.partial(_failed, self.states), name="failures")
         done.sink(functools.partial(_returned, self.states), name="results")
         where = f"{Path(self.graph.where.file).name}:{self.graph.where.line}"
@@ -102,7 +103,8 @@ class StartedChildren:
 
         Closed channels tell the children to exit. Children that do not exit get SIGTERM, then SIGKILL.
         """
-        children = [child for child in children if child.is_ours()]  # a fork of the program ends nothing
+        # a forked process must not end its parent's children
+        children = [child for child in children if child.is_ours()]
         if not children:
             return
         closing = [child for child in children if not child.ended.is_set()]
@@ -146,7 +148,8 @@ class Reports:
 
     def __init__(self, channel: Channel[tuple[int, int | str]], states: States) -> None:
         self._channel, self._states = channel, states
-        self._lock = threading.Lock()  # a report is printed before a later handle() returns
+        # one caller must not return while another caller is still printing a report
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name=f"flowchan {STAGE} reports", daemon=True)
 
     def start(self) -> None:

@@ -21,7 +21,8 @@ class AsySGInCon(Replica):
 
     In each step, the replica pushes its gradients and pulls the parameters without waiting for other workers.
     The server may update the parameters during a pull, so some of the pulled tensors can be newer than
-    others. The server sums 32 gradients from all workers together, and then takes one step with the sum.
+    others. The server sums the gradients from all workers. After every 32 gradients, it takes one step with
+    the sum.
 
     AsySGInCon replaces the optimizer: compute the gradients, then call :meth:`step`. The constructor copies
     the server's parameters into the model. The model's buffers, such as running means, stay local.

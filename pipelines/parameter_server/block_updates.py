@@ -1,8 +1,8 @@
 """Apply pushes to the shadow block of a shard.
 
-A block holds the shard's tensors and the slots of the shard's optimizers. The two blocks are equal except for
-the *changes* of the last push. For each push, the worker first copies these changes into the shadow block,
-and then applies the rule.
+A block holds the shard's tensors and the slots of the shard's optimizers. The two blocks differ only in the
+*changes* of the last push. For each push, the worker first copies these changes into the shadow block, and
+then applies the rule.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BlockUpdates:
             self.slots |= state.slots
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "slots": {}}  # the slots are in the block
+        return {**vars(self), "slots": {}}  # the block contains the slots
 
     def _states(self) -> list[OptimizerState]:
         return [*self._tables.values(), *([] if self._dense is None else [self._dense])]
@@ -174,7 +174,7 @@ def updates_of_shards(
 
 
 def optimized(slots: Collection[str]) -> tuple[bool, frozenset[str]]:
-    """Return whether whole tensors have an optimizer, and the names of tables with a row optimizer."""
+    """Return whether whole tensors have an optimizer, and the names of the tables with a row optimizer."""
     dense = any(slot.startswith(f"{OPTIMIZER}/") for slot in slots)
     start, end = f"{ROWS}/", ".json"
     tables = (slot[len(start) : -len(end)] for slot in slots if slot.startswith(start) and slot.endswith(end))

@@ -59,10 +59,10 @@ class Counts(NamedTuple):
 class DiLoCo(Replica):
     """Train a replica with DiLoCo.
 
-    A round takes ``every`` steps. At its end, each replica pushes the difference between its parameters at
-    the start of the round and its current parameters. The outer optimizer uses the mean difference as the
-    gradient of the server's parameters, and the replicas continue from the result. A contribution that
-    arrives after its round has ended counts towards the next round.
+    A round takes ``every`` steps. At the end of a round, each replica pushes the difference between its
+    parameters at the start of the round and its current parameters. The outer optimizer uses the mean
+    difference as the gradient of the server's parameters, and the replicas continue from the result. A
+    contribution that arrives after its round has ended counts towards the next round.
 
     A round ends when every replica that has not called :meth:`finish` has contributed. With ``quorum`` and
     ``grace``, a round also ends ``grace`` seconds after ``quorum`` replicas have contributed. A killed

@@ -133,7 +133,8 @@ class OptimizerState:
             new = dict(state.get(self._params[name], {}))
             for key in self._keys[name]:
                 out = as_tensor(block[self._slot(name, key)])
-                if key in new and new[key].data_ptr() != out.data_ptr():  # the optimizer made a new tensor
+                # the optimizer replaced the tensor instead of updating it in place
+                if key in new and new[key].data_ptr() != out.data_ptr():
                     copy(new[key], out)
             self._write_rest(name, new, block)
 

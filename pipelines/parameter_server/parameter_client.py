@@ -68,7 +68,7 @@ class PullHandle:
             timeout: Maximum seconds to wait (default: no limit).
 
         Returns:
-            The same as ``pull``.
+            The result, as for ``pull``.
 
         Raises:
             TimeoutError: ``timeout`` expired.
@@ -172,7 +172,7 @@ class ParameterClient(RowClient):
             The handle of the push.
 
         Raises:
-            Broken: The program that has the server was killed.
+            Broken: The program that runs the server was killed.
             Closed: The server has shut down.
             KeyError: ``values`` contains a name that the server does not have.
             TimeoutError: ``timeout`` expired. The values were not sent.
@@ -293,7 +293,7 @@ class ParameterClient(RowClient):
             ``out`` if given; otherwise the tensors by name, the one tensor, or the object.
 
         Raises:
-            Broken: The program that has the server was killed.
+            Broken: The program that runs the server was killed.
             Closed: The server shut down before it reached version ``at_least``.
             KeyError: ``names`` contains a name that the server does not have, or ``out`` lacks a tensor.
             TimeoutError: ``timeout`` expired before the server reached version ``at_least``.

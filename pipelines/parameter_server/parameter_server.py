@@ -32,9 +32,9 @@ from flowchan.pipelines.parameter_server.tensor_layout import (
 )
 
 CAPACITY = 16
-"""Maximum number of pushes that wait for the server."""
+"""Maximum number of pushes that wait in the server's channel."""
 LEAST_ROOM = 64 << 20
-"""Bytes that waiting pushes may use, on top of three pushes of the whole state."""
+"""Memory in bytes for waiting pushes, in addition to three pushes of the whole state."""
 RESTARTS = 1000
 """Maximum number of dead workers that the server replaces within 60 seconds."""
 
@@ -45,15 +45,15 @@ class ParameterServerStats:
 
     Attributes:
         version: Current version, which grows by one with each push that is not dropped.
-        pushes: Applied pushes.
-        pulls: Pulls by all clients.
-        dropped: Pushes that the server dropped because they were too old.
-        failed: Pushes whose rule raised an error.
+        pushes: Number of applied pushes.
+        pulls: Number of pulls by all clients.
+        dropped: Number of pushes that the server dropped because they were too old.
+        failed: Number of pushes whose rule raised an error.
         mean_staleness: Mean staleness of the pushes, in versions (see ``max_staleness`` of ``push``).
         max_staleness: Largest staleness of a push, in versions.
         bytes_in: Bytes of all applied pushes.
         bytes_out: Bytes of all pulls.
-        queued: Pushes that wait for the server.
+        queued: Number of pushes that wait for the server.
 
     Example:
         >>> import numpy as np
@@ -292,7 +292,7 @@ class ParameterServer:
 
         Args:
             path: Path of the file.
-            shards: As for ``ParameterServer``. The number may differ from that of the saved server.
+            shards: As for ``ParameterServer``. The number of shards may differ from the saved server's.
             on: As for ``ParameterServer``.
             optimizer: Same optimizer as for the saved server (default: none).
             rows: Same row optimizers as for the saved server (default: none).
@@ -305,7 +305,7 @@ class ParameterServer:
         Raises:
             ImportError: The package safetensors is not installed.
             OSError: The file cannot be read.
-            ValueError: ``optimizer`` or ``rows`` differs from that of the saved server.
+            ValueError: ``optimizer`` or ``rows`` differs from the saved server's.
 
         Example:
             >>> import os, tempfile

@@ -1,6 +1,6 @@
 """Remote calls to a parameter server from clients on other machines.
 
-Algorithm. The server's program runs one thread, called a *session*, for each remote client. Each session has
+Algorithm. For each remote client, the server's program runs one thread, called a *session*. Each session has
 two channels: the remote client sends calls, and the session sends answers. The session performs the calls in
 order, through a local client. The program owns both channels, so a broken connection neither loses nor
 repeats a call. A session ends when the remote client closes its ports or dies.
@@ -33,10 +33,10 @@ CLOSE_TIMEOUT_S = 10.0
 """Maximum seconds that ``close`` waits for calls that have arrived."""
 
 MOST_STARTED = 2
-"""Maximum number of one client's pushes that the session has sent and that have no outcome yet."""
+"""Maximum number of pushes of one client that a session sends before it knows their outcomes."""
 
 SHORT_WAIT_S = 0.05
-"""Longest time for which a thread that waits for an answer blocks calls of other threads."""
+"""Maximum seconds that a thread waiting for an answer blocks the calls of other threads."""
 
 Perform = Callable[[Any, tuple[Any, ...]], Any]
 """Function ``(client, call)`` that performs a call through a local client, and returns the answer or
@@ -232,7 +232,7 @@ class Session:
     def _read(self, late: float | None) -> None:
         if not self._unread:
             try:
-                # one step of the interpreter, so that Ctrl-C does not lose an answer
+                # one step of the interpreter, so that a Ctrl-C cannot lose an answer
                 self._unread.extend(map(self._answers.get, (_left(late),)))
             except Drained:
                 raise Closed("the parameter server has shut down") from None

@@ -22,7 +22,7 @@ class RemotePushHandle(PushHandle):
     """Handle of a push that was sent to the server's program.
 
     Args:
-        call: Call whose result is the version and whether the push was dropped.
+        call: Call that returns the version, and whether the server dropped the push.
     """
 
     def __init__(self, call: Call) -> None:
@@ -169,7 +169,7 @@ def perform(client: ParameterClient, call: tuple[Any, ...]) -> Any:
 
 
 class Entrance:
-    """Owner of a server's gateway, which is created when a client is first sent to another host.
+    """Owner of a server's gateway. The gateway is created when a client is first sent to another host.
 
     Args:
         new_client: Function that creates a client in the server's program.
@@ -177,7 +177,7 @@ class Entrance:
 
     def __init__(self, new_client: Callable[[], ParameterClient]) -> None:
         self._new_client, self._lock = new_client, threading.Lock()
-        # Keep the address from `serve`, but not the run that later sends a client.
+        # Keep the address that `serve` has set, but not the run that later sends a client.
         self._context = contextvars.copy_context()
         self._gateway: Gateway | None = None
 

@@ -74,7 +74,7 @@ class Replica:
 
     @property
     def _seen(self) -> int:
-        """Return the version that the last pull returned. The constructor has already pulled once."""
+        """Return the version of the last pull. The constructor has already pulled once."""
         version = self._client.version
         assert version is not None
         return version

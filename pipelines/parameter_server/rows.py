@@ -14,8 +14,8 @@ from flowchan.pipelines.parameter_server.tensor_kinds import as_tensor, dtype_na
 class RowOptimizer:
     """Optimizer for the rows of a table, such as an embedding table.
 
-    The server stores the state of each row next to the row. A push changes only the pushed rows and their
-    state. The results are bit-for-bit equal to those of the torch optimizer with sparse gradients. Create a
+    The server stores each row's optimizer state. A push changes only the pushed rows and their state. The
+    results are bit-for-bit equal to those of the torch optimizer with sparse gradients. Create a
     ``RowOptimizer`` with one of its class methods.
 
     Args:
@@ -94,7 +94,7 @@ class RowOptimizer:
         return cls("SparseAdam", (("lr", lr), ("betas", betas), ("eps", eps)))
 
     def __call__(self, params: Any) -> Any:
-        """Create the torch optimizer.
+        """Create the torch optimizer for some parameters.
 
         Args:
             params: The parameters.

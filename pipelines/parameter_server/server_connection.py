@@ -134,7 +134,7 @@ class ServerConnection:
                 return
 
     def check_program(self, call: str) -> None:
-        """Raise ``Broken`` if the program that has the server was killed."""
+        """Raise ``Broken`` if the program that runs the server was killed."""
         if self._memory.gone:
             raise Broken(f"{call}: the parameter server's program has exited")
 
@@ -161,7 +161,7 @@ class ServerConnection:
             )
 
     def await_(self, shard: OpenShard, done: Callable[[], bool], late: float | None, call: str) -> None:
-        """Wait until ``done()`` is true, checking after each wake-up by the shard."""
+        """Wait until ``done()`` is true. Check again after each wake-up by the shard."""
         while True:
             seen = shard.wakeup.count
             if done():
@@ -231,7 +231,7 @@ class ServerConnection:
 
 
 def _attempts(late: float | None) -> Iterator[int]:
-    """Count the attempts to read one version. Raise ``TimeoutError`` after the time ``late``."""
+    """Count the attempts to read one version. Raise ``TimeoutError`` after the deadline ``late``."""
     yield 0
     for attempt in itertools.count(1):
         if late is not None and time.monotonic() > late:
@@ -245,7 +245,7 @@ _connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
 
 
 def _close_inherited() -> None:
-    """Close the parent's client descriptors in a forked child, which would otherwise keep the locks."""
+    """In a forked child, close the parent's client descriptors, because they would keep the locks."""
     for one in list(_connections):
         one.close()
 

@@ -64,7 +64,7 @@ class Shard:
         memories: Memory of all shards.
         number: Number of this shard, from 0.
         updates: Rules and optimizers of this shard.
-        is_over: Function that returns whether the run has failed; other shards then create no new versions.
+        is_over: Function that returns whether the run has failed. Other shards then stop creating versions.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Shard:
         self._stale: Changes | None = None
 
     def serve(self, pushes: Iterable[Push]) -> None:
-        """Apply each push. The channel holds a push until the worker takes the next one."""
+        """Apply each push. The channel keeps the push on lease until the worker takes the next one."""
         for push in pushes:
             self._serve(push)
             del push  # its arrays are views of the channel's memory
@@ -89,7 +89,7 @@ class Shard:
     def _serve(self, push: Push) -> None:
         before = self._own.record()
         if (before.slot, before.push) == (push.slot + 1, push.number):
-            # a worker that was killed has already applied this push
+            # the previous worker applied this push before it was killed
             self._own.report(before)
             return
         record = before._replace(slot=push.slot + 1, push=push.number)

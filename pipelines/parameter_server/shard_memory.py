@@ -4,12 +4,13 @@ Algorithm. The memory is an in-memory file of the server's program. The shard's 
 machine map this file. The worker applies a push in the block that is not current (the *shadow*). Then the
 worker writes a record with the version, the push, the outcome and the counts. Finally, the worker increments
 the *epoch*, a word of eight bytes. The epoch selects one of two records, and the version selects one of two
-blocks. One store therefore makes the block, the record and the counts current.
+blocks. The store that increments the epoch therefore makes the block, the record and the counts current at
+once.
 
-Exactly-once application. A killed worker dies before or after this store. If the worker dies before the
-store, the push has had no effect. If the worker dies after the store, the record names the push. The channel
-sends a killed worker's item to the replacement. The replacement skips a push that the record names. A worker
-takes one push at a time, so only the last push can arrive twice.
+Exactly-once application. If the worker is killed before this store, the push has had no effect. If the worker
+is killed after the store, the record names the push. The channel sends a killed worker's item to the
+replacement. The replacement skips a push that the record names. A worker takes one push at a time, so only
+the last push can arrive twice.
 
 Consistent reads. Each block has a version word, which is zero while a worker writes to the block. A reader
 copies the current block and compares the word before and after the copy. If the two values differ, the reader
@@ -21,8 +22,8 @@ worker writes the outcomes of the client's pushes. The memory holds the outcomes
 pushes. If another client claims the slot later, the push numbers continue. A slot and a number therefore
 identify a push.
 
-Invariants. Stores of words are atomic and happen in program order, as on processors with total store order.
-Only the shard's worker writes blocks, records and outcomes.
+Invariants. The algorithm requires atomic stores of words in program order, as on processors with total store
+order. Only the shard's worker writes blocks, records and outcomes.
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ class OpenShard:
         late = time.monotonic() + MOST_LOCKED_S
         while not self._lock(_BLOCK_LOCK + block, fcntl.F_WRLCK) and time.monotonic() < late:
             time.sleep(0.0001)
-        # After the wait, so that a reader with a lock finds its copy valid.
+        # Only after the wait: a reader that holds the lock must find its copy valid.
         self._words[_VERSION_OF_BLOCK + block] = 0
         self._lock(_BLOCK_LOCK + block, fcntl.F_UNLCK)
         return self.blocks[block]
@@ -346,7 +347,8 @@ class OpenShard:
         return sum(words[_PULLS::_WORDS_PER_SLOT]), sum(words[_BYTES_OUT::_WORDS_PER_SLOT])
 
     def slowest(self, but: int) -> int | None:
-        """Return the oldest version among the last pulls of other live clients, or None without such pulls.
+        """Return the oldest version among the last pulls of the other live clients, or None if there are
+        none.
 
         After this call, each pull wakes the waiting threads.
         """

@@ -8,7 +8,7 @@ import platform
 import time
 
 MOST_SECONDS = 0.1
-"""Longest single wait. Callers then check again, so a missed wake-up or a dead waker costs only this time."""
+"""Longest single wait in seconds. Callers then check again, so a missed wake-up costs at most this time."""
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1

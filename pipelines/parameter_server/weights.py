@@ -29,7 +29,7 @@ _MOST_STEPS = 2**63 - 1
 CONNECT_TIMEOUT_S = 10.0
 """Maximum seconds to connect to a trainer on another machine."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
-"""First and longest pause in seconds between checks for the version that a reader awaits."""
+"""First and longest pause in seconds between two checks for the awaited version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Weights:
     """Model weights that a trainer publishes to inference workers.
 
     Create the object in the trainer's process, and send a :meth:`reader` to each worker on any host. A reader
-    always receives one complete version. The trainer never waits for a reader.
+    always receives a complete version, and the trainer never waits for a reader.
 
     The trainer keeps two copies of the weights in memory, or three if readers are on other machines. It keeps
     one more copy for each older version that a reader is copying.
@@ -358,7 +358,8 @@ class WeightsReader:
             if source.memory.latest() < least:
                 return False
             with source.memory.pin() as pinned:
-                if pinned.version < least:  # the trainer has announced the version, but not published it yet
+                # latest() may have read a version that the trainer has labelled but not published
+                if pinned.version < least:
                     return False
                 source.layout.fill(tensors, pinned.read)
                 self._version, self._step = pinned.version, pinned.step
@@ -403,7 +404,7 @@ class _RemoteCopy:
                 "another machine, call flowchan.hosts.serve(address) there before you create the weights"
             ) from error
         self._block = bytearray(source.layout.size)
-        self._is_waiting = False  # whether the trainer has yet to answer a request
+        self._is_waiting = False  # whether a request is still unanswered
 
     def read(self, into: memoryview, offset: int) -> None:
         """Fill ``into`` with the bytes of the copy from ``offset`` onwards."""

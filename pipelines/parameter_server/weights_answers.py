@@ -75,7 +75,8 @@ class WeightsAnswers:
         self._comparisons: list[tuple[int, Any]] = []
         """Old version and bits of each comparison, without gaps between the comparisons."""
         self._last: tuple[int, WeightsAnswer] | None = None
-        """Last delta and the version that it updates, for readers that ask at about the same time."""
+        """Last delta and the version that it updates, for readers that send requests at about the same
+        time."""
         self._requests: Channel[WeightsRequest] | None = requests
         self._thread = threading.Thread(
             target=self._run, args=(requests,), name="flowchan weights", daemon=True
@@ -87,7 +88,7 @@ class WeightsAnswers:
         if self._requests is not None:
             self._requests.close()
             self._requests = None
-            # the garbage collector may call close() on this thread
+            # close() runs on this thread if the garbage collector calls it
             if threading.current_thread() is not self._thread:
                 self._thread.join()
 
@@ -99,7 +100,7 @@ class WeightsAnswers:
                 except FlowchanError:
                     if requests.closed or requests.broken:
                         return
-                    # otherwise, only the reader has exited
+                    # the request channel is open, so only the reader has exited
         finally:
             requests.close()  # after an unexpected error, so that readers do not wait for answers
             self._last = None
@@ -114,7 +115,7 @@ class WeightsAnswers:
         except Exception as error:
             reply.put_nowait(error)
             return
-        # count before the put, so that the statistics include each answer that a reader has received
+        # count before the put, so that the statistics include every answer that a reader has received
         self.bytes_sent += answer.nbytes
         self.full += answer.full is not None
         self.deltas += answer.delta is not None

@@ -13,7 +13,7 @@ front has already moved to another slot. If a reader is killed, the kernel relea
 belongs to the trainer, and the kernel frees this memory when the trainer exits.
 
 ``LatestValue`` publishes broadcast values in a similar way, but its readers keep the memory mapped, so each
-version needs a new file. Weights reuse slots, because new memory costs as much time as a copy.
+version needs a new file. Weights reuse slots, because allocating memory takes as long as copying the weights.
 """
 
 from __future__ import annotations
@@ -231,7 +231,8 @@ class WeightsMemory:
                 raise
             with interrupts_deferred():
                 slot.label(version, step)
-                # Unlock first: if this process is stopped here, readers can still read the previous version.
+                # Unlock first, so that readers can still read the previous version if this process is stopped
+                # here.
                 slot.unlock()
                 os.dup2(slot.fd, self._front, inheritable=False)
                 self._latest = slot

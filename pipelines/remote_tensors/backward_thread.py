@@ -1,9 +1,9 @@
 """Run backward passes in the calling thread if the C++ device guard is missing.
 
-torch runs the backward operations of a device in a thread of that device. The engine starts one thread for
-each device at its first backward pass, and therefore aborts for nodes that start later. It also aborts for
-``remote:1``, because torch's guard for devices in Python has one device. The C++ guard keeps passes in the
-calling thread. This module does so without a compiler.
+torch runs the backward operations of a device on a separate thread. The autograd engine starts the threads
+for all devices at its first backward pass. It therefore aborts if a node starts later. It also aborts for
+``remote:1``, because torch's guard for Python devices knows only one device. The C++ guard keeps backward
+passes in the calling thread. Without a compiler, this module has the same effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flowchan_torch.native import start_engine
 
 
 def stay_in_calling_thread() -> None:
-    """Replace the function by which ``torch.autograd`` starts the engine, once."""
+    """Replace the function through which ``torch.autograd`` starts the engine. Later calls have no effect."""
     autograd: Any = torch.autograd
     engine = autograd._engine_run_backward
     if getattr(engine, "_remote", False):

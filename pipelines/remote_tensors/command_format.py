@@ -1,8 +1,9 @@
-"""The messages between a client and a node.
+"""Format of the messages between a client and a node.
 
-A command is a flat sequence in the command list of a batch: template id, command number, ids of new outputs,
-ids of inputs, scalars. The template tells how many of each there are. All ids are explicit, so a command
-that a signal handler or a second thread interrupts cannot shift the ids of later commands.
+A command is a flat sequence in the command list of a batch. It consists of the template id, the command
+number, the ids of new outputs, the ids of inputs, and the scalars. The template determines the number of
+outputs, inputs and scalars. All ids are explicit. If a signal handler or a second thread interrupts a
+command, the ids of later commands therefore stay correct.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Batch = tuple[int, list[Any], list[int]]
-"""Position of the batch in the client's stream of numbers, commands, and the ids to free after them."""
+"""Position of the batch in the client's stream of numbers, the commands, and the ids to free after them."""
 
 
 def pack_batch(position: int, commands: Sequence[Any], frees: Sequence[int]) -> bytes:
@@ -23,7 +24,7 @@ def pack_batch(position: int, commands: Sequence[Any], frees: Sequence[int]) -> 
 
 
 def unpack_batch(data: bytes) -> Batch:
-    """Restore a batch."""
+    """Deserialise a batch."""
     batch: Batch = marshal.loads(data)
     return batch
 
@@ -56,9 +57,9 @@ class TemplateSpec(NamedTuple):
         kwargs: Keyword arguments with placeholders.
         inputs: Number of input tensors.
         scalars: Number of scalars.
-        kept: Indices of the new tensors among the flat results; None for a single new result.
-        mutated: Indices of the inputs that the operation changes.
-        dtype: Default dtype when the template was made.
+        kept: Indices of the new tensors in the flat results; None for a single new result.
+        mutated: Indices of the inputs that the operation modifies.
+        dtype: Default dtype at the time when the template was made.
         module: Module that registers the operator, for operators that torch registers on import.
     """
 
@@ -84,7 +85,7 @@ class TemplateSpec(NamedTuple):
 
 
 class NodeReply(NamedTuple):
-    """Answer of a node to a numbered question."""
+    """Answer of a node to the question with this number."""
 
     question: int
     value: Any
@@ -92,7 +93,7 @@ class NodeReply(NamedTuple):
 
 
 def flat_results(result: Any) -> list[Any]:
-    """Return the leaves of an operation's result in order."""
+    """Return the leaves of an operation's result, in order."""
     if isinstance(result, (tuple, list)):
         return [leaf for part in result for leaf in flat_results(part)]
     return [result]

@@ -1,7 +1,7 @@
-"""The number of the command that a node executes, in memory that outlives the node.
+"""Number of the command that a node is executing, in memory that outlives the node.
 
-If a command kills its node, the program reads its number here. The memory works only on the program's
-machine. For a node on another host, the program knows only which commands were answered.
+If a command kills its node, the program reads the command's number from this memory. The memory works only on
+the program's machine. For a node on another host, the program knows only which commands have been answered.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ SIZE = 8 * WORDS
 
 
 class CommandProgress:
-    """Progress of a node, which the program reads after the node's death.
+    """Progress of a node, which the program reads after the node has died.
 
-    Word 0 is the number of the client whose commands the node executes; client 0 is the program. Before a
-    command, the node sets word 1 to the command's number. After the command, it negates word 1. Only the node
-    writes these words.
+    Word 0 is the number of the client that issued the command; the program is client 0. Before a command, the
+    node sets word 1 to the command's number. After the command, it negates word 1. Only the node writes these
+    words.
     """
 
     def __init__(self) -> None:
@@ -37,16 +37,16 @@ class CommandProgress:
 
     @property
     def words(self) -> memoryview:
-        """Return the mapped words, as signed integers."""
+        """Return the mapped words as signed integers."""
         if self._words is None:
             self._words = memoryview(mmap.mmap(self._file.fd, SIZE)).cast("q")
         words: memoryview = self._words
         return words
 
     def running(self) -> int | None:
-        """Return the number of the running command, or minus the number of the last finished one.
+        """Return the number of the running command, or minus the number of the last finished command.
 
-        Return None if the node executed commands of another client than the program.
+        Return None if the command came from a client other than the program.
         """
         client, number = self.words
         return None if client else number

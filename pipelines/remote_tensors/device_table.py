@@ -1,4 +1,4 @@
-"""The table of this process from device index to the client of a node."""
+"""Table that maps device indices to the clients of nodes in this process."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from flowchan.pipelines.remote_tensors.node_client import NodeClient
 
 
 class CurrentDevice(threading.local):
-    """The index that ``device="remote"`` means in a thread, without the C++ part."""
+    """Current device index of each thread, if the C++ part is missing. ``device="remote"`` means this
+    device."""
 
     index = 0
 
     def current_device(self) -> int:
-        """Return the index."""
+        """Return the current device index."""
         return self.index
 
     def set_device(self, index: int) -> None:
-        """Set the index."""
+        """Set the current device index."""
         self.index = index
 
     def set_device_count(self, count: int) -> None:
-        """Do nothing: torch's guard for devices in Python has one device."""
+        """Do nothing, because torch's guard for Python devices knows only one device."""
 
 
 guard: Any = CurrentDevice()
-"""Holder of the current device. The C++ part replaces it, so that torch's own device guards set it too."""
+"""Stores the current device. The C++ part replaces this object, so that torch's device guards also set the
+device."""
 _clients: list[NodeClient | None] = []
 _reserved: set[int] = set()
 _changing = threading.Lock()

@@ -1,4 +1,4 @@
-"""The background thread that sends commands which did not fill a batch, and frees."""
+"""Background thread that sends the commands of incomplete batches, and the ids to free."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import threading
 from typing import Any, Protocol
 
 FLUSH_INTERVAL_S = 0.001
-"""Seconds after which the commands in a buffer are sent."""
+"""Seconds after which buffered commands are sent."""
 QUIET_ROUNDS = 50
-"""Number of flushes without commands after which the thread sleeps."""
+"""Number of flushes without commands after which the thread goes to sleep."""
 FREE_INTERVAL_S = 0.1
-"""Seconds after which frees are sent while the thread sleeps."""
+"""Seconds between sends of ids to free while the thread sleeps."""
 
 
 class Flushable(Protocol):
     """A client with a command buffer.
 
     Attributes:
-        buffer: Position of the buffer in the stream, and commands that were not sent.
-        frees: References to handles whose ids are free.
-        idle: True if the thread sleeps.
+        buffer: Position of the buffer in the stream, and the unsent commands.
+        frees: References to handles that are gone, whose ids can be freed.
+        idle: True while the thread does not check this client's buffer every millisecond.
     """
 
     buffer: list[Any]
@@ -31,11 +31,11 @@ class Flushable(Protocol):
     idle: bool
 
     def try_flush(self) -> None:
-        """Send the commands and frees, unless the node is too far behind."""
+        """Send the commands and the ids to free, unless the node is too far behind."""
 
 
 class Flusher:
-    """Background thread that sends commands and frees. It exists while this process has clients."""
+    """Background thread that sends commands and ids to free. It runs while this process has clients."""
 
     def __init__(self) -> None:
         self._clients: set[Flushable] = set()
@@ -46,7 +46,7 @@ class Flusher:
         self._thread: threading.Thread | None = None
 
     def add(self, client: Flushable) -> None:
-        """Begin to serve a client."""
+        """Start serving a client."""
         with self._changing:
             self._clients = {*self._clients, client}
             if self._thread is None:
@@ -66,7 +66,7 @@ class Flusher:
         thread.join()
 
     def wake(self) -> None:
-        """Let the thread look at the buffers every millisecond until they are quiet."""
+        """Make the thread check the buffers every millisecond until no more commands arrive."""
         for client in self._clients:
             client.idle = False
         self._wakes.put(None)
@@ -100,7 +100,7 @@ class Flusher:
         return self._thread is threading.current_thread()
 
     def _flush(self) -> bool:
-        """Flush all clients, and return whether one of them had commands."""
+        """Flush all clients, and return whether any client had commands."""
         found = False
         for client in self._clients:
             has_commands = client.death is None and len(client.buffer) > 1
@@ -108,7 +108,7 @@ class Flusher:
             if has_commands or client.frees:
                 try:
                     client.try_flush()
-                except Exception:  # the next operation of the program raises the error
+                except Exception:  # the program's next operation raises this error
                     continue
         return found
 

@@ -1,15 +1,17 @@
-"""Remote tensors in the items of channels: another process gets a handle, not the values.
+"""Remote tensors in channel items: the receiver gets a handle instead of the values.
 
 Algorithm. The sender tells the node to keep the tensor under a name, the *export*. The item contains the
-metadata, the command channel of the node, and a *lease*: a channel that stays empty. The receiver tells
-the node to copy the entry from the export into its own table. Its operations then go straight to the node.
-The program that started the nodes watches the lease (``lease_watch.py``). When no process and no item has the
-lease any more, the program tells the node to drop the export. An item can therefore be unpickled any number
-of times, for example after the death of a worker. An item that is never read does not leak.
+metadata, the command channel of the node, and a *lease*, which is a channel that stays empty. The receiver
+tells the node to copy the entry from the export into the receiver's table. The receiver then sends its
+operations directly to the node. The program that started the nodes watches the lease (``lease_watch.py``).
+When no process and no item refers to the lease any more, the program tells the node to drop the export. An
+item can therefore be unpickled any number of times, for example after the death of a worker. An item that is
+never read does not leak.
 
 Invariants. The sender registers the lease before it exports, and exports before the item can arrive. The
 receiver imports before it releases the lease. All of these messages go through one command channel, so they
-arrive in this order. A receiving process also has a lease. If the process ends, the node drops its table.
+arrive in this order. Each receiving process also has a lease. When the process exits, the node drops the
+table of this process.
 """
 
 from __future__ import annotations
@@ -39,19 +41,19 @@ from flowchan.run.crew.at_exit import before_exit
 from flowchan.transport import descriptors
 
 REPLIES = 64
-"""Capacity of the channel with a node's answers to one client."""
+"""Capacity of the channel that carries a node's answers to one client."""
 
 
 class Route:
-    """Addresses by which processes reach one node.
+    """Addresses at which processes reach one node.
 
     Args:
-        nodes: Identity of the ``RemoteNodes``.
+        nodes: Identifier of the ``RemoteNodes`` object.
         number: Number of the node.
         commands: Command channel of the node.
-        leases: Channel to the program that watches leases.
+        leases: Channel to the program that watches the leases.
         place: How other nodes reach the node.
-        entrance: Route for other hosts, or None if this process cannot provide one.
+        entrance: Route for processes on other hosts, or None if this process cannot provide one.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Route:
         """Return the route for the item that this thread is pickling.
 
         Raises:
-            TypeError: The item goes to another host, which cannot reach the node.
+            TypeError: The item goes to another host, from which the node cannot be reached.
         """
         if not descriptors.is_for_another_host() or self.commands.transport.reached_by:
             return self
@@ -84,14 +86,14 @@ class Route:
         return found
 
     def lease(self, name: str) -> Channel[Any]:
-        """Return a new lease, whose end makes the node drop the table with this name."""
+        """Return a new lease. When the lease ends, the node drops the table with this name."""
         lease = self.commands._another(1)
         self.leases.put((self.number, name, lease))
         self.leases.flush()
         return lease
 
     def close(self) -> None:
-        """Release the channels. Tensors that live longer keep this object, but no descriptors."""
+        """Release the channels. Tensors that live longer keep this object alive, but no descriptors."""
         self.commands = self.leases = released()
         self._entrance, self.place = None, self.place._replace(inbox=None)
 
@@ -100,7 +102,7 @@ class Route:
 
 
 class Export:
-    """Tensors of one node in one item."""
+    """Tensors of one node that one item contains."""
 
     def __init__(self, route: Route) -> None:
         self.route, self.name = route, uuid.uuid4().hex
@@ -113,9 +115,9 @@ _exports = weakref.WeakKeyDictionary()
 
 
 def reduced(tensor: Any) -> Any:
-    """Return what pickle stores for a remote tensor.
+    """Return the ``__reduce__`` value of a remote tensor.
 
-    An item of a channel contains a handle. Other pickles contain the values.
+    A channel item contains a handle. Any other pickle contains the values.
     """
     parcel = descriptors.now.packing
     if parcel is None:
@@ -143,15 +145,15 @@ def reduced(tensor: Any) -> Any:
 def arrive(
     client: NodeClient, lease: Channel[Any], name: str, token: int, form: Any, marks: tuple[bool, bool]
 ) -> Any:
-    """Return the remote tensor of a received handle.
+    """Return the remote tensor for a received handle.
 
-    The caller keeps the lease until this function returns.
+    The caller must keep the lease until this function returns.
     """
     id = next(client.numbers)
     with _node_errors(client.number):
         client.send("import", id, name, token)
         client.route.commands.flush()
-    # so that a worker that ends after the item does not lose operations on the tensor
+    # so that a worker that exits after this item does not lose operations on the tensor
     _core._when_finished(functools.partial(_sent, client))
     tensor: Any = new_tensor(interned(client, *form), id)
     requires_grad, is_parameter = marks
@@ -162,7 +164,8 @@ def arrive(
 
 @contextlib.contextmanager
 def _node_errors(number: int) -> Any:
-    """Replace errors of the command channel, so that a reader does not take them for its own channel's."""
+    """Replace errors of the command channel, so that a reader does not mistake them for errors of another
+    channel."""
     try:
         yield
     except ChannelError as error:
@@ -173,7 +176,7 @@ def _node_errors(number: int) -> Any:
 
 _clients: dict[tuple[str, int], NodeClient] = {}
 _leases: dict[tuple[str, int], Channel[Any]] = {}
-"""Leases of the clients that were made for received handles. They end with this process."""
+"""Leases of the clients that were created for received handles. They end when this process exits."""
 _changing = threading.Lock()
 
 
@@ -184,7 +187,7 @@ def add_client(client: NodeClient, route: Route) -> None:
 
 
 def remove_client(route: Route) -> None:
-    """Forget a client, because its nodes were closed."""
+    """Forget a client whose nodes were closed."""
     _clients.pop((route.nodes, route.number), None)
     route.close()
 
@@ -192,7 +195,7 @@ def remove_client(route: Route) -> None:
 def received_client(
     nodes: str, number: int, commands: Channel[Any], leases: Channel[Any], place: NodePlace
 ) -> NodeClient:
-    """Return this process's client of a node, which becomes a new device if it is unknown."""
+    """Return this process's client for a node. An unknown node becomes a new device."""
     with _changing:
         known = _clients.get((nodes, number))
         if known is not None:
@@ -213,7 +216,7 @@ def received_client(
 
 
 def _remove_ended() -> None:
-    """Free the device indices of received nodes that have ended."""
+    """Free the device indices of received nodes that have exited."""
     for key in list(_leases):
         client = _clients[key]
         if client.route.commands.closed:
@@ -236,7 +239,7 @@ def flush_all() -> None:
 
 
 def _after_fork() -> None:
-    """Let a forked child make its own clients. Leases must not outlive the process that has them."""
+    """Make a forked child create its own clients, because a lease must not outlive its process."""
     global _changing
     _changing = threading.Lock()
     _clients.clear()

@@ -1,4 +1,4 @@
-"""Give nodes the inboxes of other nodes, so that tensors do not pass through the program."""
+"""Tell nodes about the inboxes of other nodes, so that tensors do not pass through the program."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteErro
 
 
 def introduce(sender: NodeClient, receiver: NodeClient) -> None:
-    """Give a node the inbox of another node, once. The program keeps it, to report the sender's death.
+    """Send the inbox of one node to another node, once. The program keeps the inbox to report the sender's
+    death.
 
-    If one of them is on a host, this waits until the sender has connected to the inbox.
+    If one of the nodes is on another host, the call waits until the sender has connected to the inbox.
     """
     if receiver.place.id in sender.introduced:
         return
     reach = receiver.place.reach or sender.place.reach
     if reach is None:
         assert receiver.place.inbox is not None
-        # Sent first: if a signal handler raises in between, the node gets the inbox again.
+        # Send first. If a signal handler raises an exception before the next line, the node gets the inbox
+        # again.
         sender.send("peer", receiver.place.id, receiver.place.inbox)
         sender.introduced[receiver.place.id] = receiver.place.inbox
     else:

@@ -1,8 +1,8 @@
 """Watch the leases of remote tensors in the program that started the nodes.
 
-All users of a lease share one open file description of its memory, also the kernel on behalf of an item. A
-lock on the file shows whether that description is still open (``flowchan/remote/orphans.py``). If the nodes
-run on hosts, this program owns the lease, and its server keeps the lease for remote users.
+All users of a lease share one open file description of its memory. This includes the kernel, on behalf of an
+item. A lock on the file shows whether the description is still open (``flowchan/remote/orphans.py``). If the
+nodes run on other hosts, this program owns the lease, and its server keeps the lease for remote users.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from flowchan.pipelines.remote_tensors.node_copies import NodePlace
 from flowchan.remote.orphans import OrphanMemory, Orphans
 
 CHECK_INTERVAL_S = 0.05
-"""Seconds between checks whether a lease has ended."""
+"""Seconds between checks for leases that have ended."""
 WAITING = 64
 """Number of messages in a channel at which the sender blocks."""
 
 
 class LeaseWatch:
-    """Thread that tells nodes to drop the tables whose lease has ended.
+    """Thread that tells nodes to drop each table whose lease has ended.
 
     Args:
-        leases: Channel with triples: number of the node, name of the table, lease.
+        leases: Channel that carries the node's number, the table's name and the lease.
         drop: Function ``(number, name)`` that tells a node to drop a table.
     """
 
@@ -78,10 +78,10 @@ class LeaseWatch:
 class HostsEntrance:
     """Entrance through which processes on other hosts reach the nodes on this machine.
 
-    Messages to the nodes pass through this program. The channels are created at the first use.
+    Messages to the nodes pass through this program. The channels are created on first use.
 
     Args:
-        nodes: Identity of the ``RemoteNodes``.
+        nodes: Identifier of the ``RemoteNodes`` object.
         commands: Command channel of each node.
     """
 
@@ -110,7 +110,7 @@ class HostsEntrance:
             return self._routes[number]
 
     def _drop(self, number: int, name: str) -> None:
-        # queued after the imports that came through the entrance
+        # the same channel carries the imports, so the node receives this message after them
         self._routes[number].commands.put((name, "drop"))
 
     def close(self) -> None:
@@ -133,10 +133,10 @@ def _forward(front: Channel[Any], commands: Channel[Any]) -> None:
 
 
 class HandleRoutes:
-    """Routes to the nodes of one ``RemoteNodes``, and the watch over their leases.
+    """Routes to the nodes of one ``RemoteNodes`` object, and the watch over their leases.
 
     Args:
-        nodes: Identity of the ``RemoteNodes``.
+        nodes: Identifier of the ``RemoteNodes`` object.
         clients: Client of each node.
         commands: Command channel of each node.
         leases: Channel for leases.

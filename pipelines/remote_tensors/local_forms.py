@@ -1,4 +1,4 @@
-"""Forms of a remote tensor outside torch's operations: text, numbers, copies, pickles and numpy arrays."""
+"""Local forms of a remote tensor: text, numbers, copies, pickles and NumPy arrays."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 def register_loading() -> None:
-    """Let ``torch.load`` keep local tensors on the CPU if ``map_location`` is a node.
+    """Make ``torch.load`` keep local tensors on the CPU if ``map_location`` is a node.
 
-    Tensors that were saved from a node go to ``map_location``. torch would move a local tensor by its
-    storage. The storage of a remote tensor has no memory in this process.
+    Tensors that were saved from a node go to ``map_location``. torch would move a local tensor through its
+    storage. However, the storage of a remote tensor has no memory in this process.
     """
 
     def kept(storage: Any, location: str) -> Any:
@@ -24,7 +24,7 @@ def register_loading() -> None:
 
 
 class LocalForms:
-    """Methods of a remote tensor that torch does not dispatch, for :class:`RemoteTensor` to inherit."""
+    """Methods of a remote tensor that torch does not dispatch. :class:`RemoteTensor` inherits them."""
 
     __slots__ = ()
 
@@ -33,7 +33,7 @@ class LocalForms:
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     def _text(self: Any) -> str:
-        """Wait for the values, and return them as torch prints a tensor of another device."""
+        """Wait for the values, and return them in the format that torch uses for tensors on other devices."""
         self._m.client.before_wait("repr()")
         text = repr(self.detach().cpu())[:-1] + f", device='{self.device}'"
         if self.grad_fn is not None:
@@ -44,7 +44,7 @@ class LocalForms:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def tolist(self: Any) -> Any:
-        """Wait for the values.
+        """Wait for the values, and return them as a list.
 
         Returns:
             The values as nested lists of Python numbers.
@@ -59,7 +59,7 @@ class LocalForms:
             force: True to wait for the values (default: False).
 
         Raises:
-            TypeError: ``force`` is false. torch does the same for CUDA tensors.
+            TypeError: ``force`` is false. torch raises the same error for CUDA tensors.
         """
         if force:
             return self.detach().cpu().resolve_conj().resolve_neg().numpy()
@@ -85,7 +85,7 @@ class LocalForms:
         return copied
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Pickle the values and the device, by functions that ``torch.load`` allows."""
+        """Pickle the values and the device with functions that ``torch.load`` allows."""
         values = self.detach()
         if isinstance(self, torch.nn.Parameter):
             return torch._utils._rebuild_parameter, (values, self.requires_grad, OrderedDict())

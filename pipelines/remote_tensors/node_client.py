@@ -1,4 +1,4 @@
-"""The client's end of a node: the command buffer, the questions and their answers."""
+"""Client's end of the connection to a node: the command buffer, the questions and their answers."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from flowchan.pipelines.remote_tensors.sent_commands import SentCommands
 from flowchan.transport.interrupts import append_result
 
 MAX_TEMPLATES = 20_000
-"""Number of templates of one node at which the client discards all of them."""
+"""Number of templates for one node at which the client discards all of them."""
 LIMIT = 512
-"""Numbers in the command buffer at which the client sends it."""
+"""Length of the command buffer, in numbers, at which the client sends it."""
 POLL_INTERVAL_S = 0.1
 """Seconds between checks whether the node is alive, while the client waits for an answer."""
 NO_OPERATION = 0, ""
 _COPIES = {"upload": "upload", "send": "copy to a node", "receive": "copy from a node"}
 
 _by_id: weakref.WeakValueDictionary[str, NodeClient] = weakref.WeakValueDictionary()
-"""The clients of this process."""
+"""Clients of this process, by id."""
 
 
 class TensorHandle:
-    """Entry in the table of a node. When the last reference is gone, the id is freed with the next batch."""
+    """Entry in a node's table. When the last reference is gone, the next batch frees the id."""
 
     __slots__ = ("__weakref__", "id")
     id: int
 
 
 class HandleRef(weakref.ref[TensorHandle]):
-    """Weak reference that appends itself to the frees of its client when the handle is gone.
+    """Weak reference that appends itself to its client's list of frees when the handle is gone.
 
-    The callback is the C method ``list.append``. Python ignores exceptions of signal handlers in finalisers,
-    so a ``__del__`` would sometimes swallow Ctrl-C.
+    The callback is the C method ``list.append``. With a ``__del__`` method, Python would sometimes swallow a
+    Ctrl-C, because it ignores exceptions that signal handlers raise in finalisers.
     """
 
     __slots__ = ("id",)
@@ -61,32 +61,34 @@ class NodeClient:
 
     Several threads append commands without a lock: the command number comes from an atomic counter, and one
     ``+=`` appends the whole command. ``flush`` sends the commands, and then one slice assignment removes them
-    and advances the position. If a signal handler raises in between, the next batch has the same position,
-    and the node skips what it has.
+    and advances the position. If a signal handler raises an exception between these steps, the next batch has
+    the same position. The node then skips the commands that it already has.
 
     Attributes:
         device: Device of the node in this process.
         number: Number of the node in its ``RemoteNodes``.
         place: How other nodes reach the node.
-        introduced: Inboxes of the nodes to which the node can send tensors, by the id of their place.
-        relay: Channel through which the node receives tensors of nodes that cannot connect to its inbox.
+        introduced: Inboxes of the nodes to which this node can send tensors, by the id of their
+            ``NodePlace``.
+        relay: Channel through which this node receives tensors from nodes that cannot connect to its inbox.
         kernels: Type of the device on which the node runs its kernels.
-        buffer: Position of the first unsent command in the client's stream, then the unsent commands.
+        buffer: Position of the first unsent command in the client's stream, followed by the unsent commands.
         refs: References to the living handles, by id.
         frees: References to handles that are gone. The next batch frees their ids.
         freed: Callback of the references.
         numbers: Counter of command numbers and ids.
-        sites: Lines of the program that issued the latest commands.
-        idle: True if the background thread does not watch the buffer.
+        sites: Lines of the program that issued the most recent commands.
+        idle: True while the background thread does not check the buffer every millisecond.
         metas: Interned metadata of the node's tensors.
         misses: Number of templates that were made.
         waits: Number of questions.
-        finished: The node has finished all commands up to this number.
-        probe: Number of the latest probe of a stream, and the number of its event.
-        timed: Recorded events whose time is wanted, by number.
-        progress: Progress of a node on this machine whose program is this process.
-        death: How the node has died; None while it runs.
-        death_raised: True if the node's death was raised in the program as an exception.
+        finished: Number of the last event that the node has reached. All earlier commands have finished.
+        probe: Number of the latest probe by a stream, and the number of its event.
+        timed: Recorded events whose time will be needed, by number.
+        progress: Progress of a node that runs on this machine and was started by this process; otherwise
+            None.
+        death: Exception that describes the death of the node; None while the node runs.
+        death_raised: True if the program has received the node's death as an exception.
     """
 
     def __init__(
@@ -146,13 +148,13 @@ class NodeClient:
         return next(self._templates)
 
     def define(self, id: int, spec: TemplateSpec) -> None:
-        """Send a template to the node, before the first command that uses it."""
+        """Send a template to the node before the first command that uses it."""
         self.misses += 1
         self._sent.defined(id, spec)
         self._put((self.id, "template", id, pickle.dumps(spec)))
 
     def remember(self, templates: dict[Any, Any], key: Any) -> None:
-        """Record where a template is kept. Discard all templates if there are too many."""
+        """Record where a template is stored. Discard all templates if there are too many."""
         self._remembered.append((templates, key))
         if len(self._remembered) > MAX_TEMPLATES:
             self.forget()
@@ -169,7 +171,7 @@ class NodeClient:
             self._flush()
 
     def try_flush(self) -> None:
-        """Send the commands of the buffer if the channel has room; the background thread calls this."""
+        """Send the buffered commands if the channel has room. The background thread calls this method."""
         if self.death is None and self._sending.acquire(blocking=False):
             try:
                 self._flush(0)
@@ -183,7 +185,8 @@ class NodeClient:
             raise self._reentered("while this thread sends commands")
         self._flushing = True
         try:
-            # The frees first: each command that uses one of these ids is already in the buffer or was sent.
+            # Read the frees first: every command that uses one of these ids is already in the buffer or was
+            # sent.
             frees = [ref.id for ref in self.frees]
             position, *commands = self.buffer
             if not commands and not frees:
@@ -209,14 +212,14 @@ class NodeClient:
         )
 
     def send(self, *message: Any, operation: tuple[int, str] = NO_OPERATION) -> int:
-        """Send the buffered commands, and then a message.
+        """Send the buffered commands, and then send a message.
 
         Args:
-            *message: Kind of the message, and its content.
-            operation: Number and name of the operation, to name it if the node dies.
+            *message: Kind and content of the message.
+            operation: Number and name of the operation, for the error message if the node dies.
 
         Returns:
-            Number of messages so far.
+            Number of messages sent so far.
         """
         self._check()
         with self._sending:
@@ -245,13 +248,13 @@ class NodeClient:
                     raise
 
     def wake(self) -> None:
-        """Let the background thread watch the buffer."""
+        """Make the background thread check the buffer."""
         flusher.flusher.wake()
 
     # --- questions ---
 
     def before_wait(self, what: str) -> None:
-        """Warn or raise before a hidden wait, if the program asked for it.
+        """Warn or raise before a hidden wait, if the program has requested it with ``strict``.
 
         Raises:
             RuntimeError: The mode is ``"error"``.
@@ -271,7 +274,7 @@ class NodeClient:
         timeout: float | None = None,
         operation: tuple[int, str] = NO_OPERATION,
     ) -> Any:
-        """Ask the node a question after all commands, and wait for the answer.
+        """Ask the node a question after all earlier commands, and wait for the answer.
 
         Raises:
             RemoteError: The answer depends on a failed operation.
@@ -286,7 +289,8 @@ class NodeClient:
             try:
                 self.waits += 1
                 question, number = next(self._questions), next(self.numbers)
-                # A thread that sends may wait for the node, and the node for room for its replies.
+                # A thread that sends may be waiting for the node, and the node may be waiting for room for
+                # its replies.
                 held: list[bool] = []
                 try:
                     while True not in held:
@@ -300,7 +304,7 @@ class NodeClient:
                 while True:
                     reply = self._reply(what, until)
                     if reply.question == question:
-                        break  # an earlier number answers a question whose wait was interrupted
+                        break  # a lower number belongs to an earlier question whose wait was interrupted
                     self._note(reply)
                 self.finished = max(self.finished, number)
                 self._sent.answered(count)
@@ -349,7 +353,7 @@ class NodeClient:
                 self._asking.release()
 
     def _note(self, reply: NodeReply) -> None:
-        """Record that the node has reached an event, whose number is negative in the reply."""
+        """Record that the node has reached an event. Replies about events have negative numbers."""
         if reply.question < 0:
             number = -reply.question
             self.finished = max(self.finished, number)
@@ -372,10 +376,10 @@ class NodeClient:
         return failure.raised(client.sites.line_of(failure.number))
 
     def failures(self, timeout: float | None = None) -> list[RemoteFailure]:
-        """Wait for all commands, and return the failures that were not raised."""
+        """Wait for all commands, and return the failures that have not been raised yet."""
         known = self._raised.copy()
         found = [RemoteFailure(*row) for row in self.ask("sync", known, timeout=timeout)]
-        self._raised -= known  # the node has forgotten them
+        self._raised -= known  # the node no longer stores these failures
         return [one for one in found if one.number not in self._raised]
 
     # --- ends ---
@@ -395,11 +399,11 @@ class NodeClient:
             raise self.death_error()
 
     def died(self, death: BaseException) -> None:
-        """Record that the node has died, or that it has ended with an exception outside of an operation."""
+        """Record that the node has died, or that an exception outside of an operation has ended it."""
         self.death = death
 
     def death_error(self) -> NodeDied:
-        """Return the error for a node that has died, with the first operation that it has lost."""
+        """Return the error for a node that has died. It names the first operation that was lost."""
         progress = self.progress
         running = None if progress is None else progress.running()
         number, operation = self._sent.first_lost(self.buffer[1:], running) or NO_OPERATION
@@ -422,12 +426,12 @@ class NodeClient:
         )
 
     def death_failure(self) -> RemoteFailure:
-        """Return the failure of a copy from this node, which has died."""
+        """Return the failure of a copy from this node after the node has died."""
         error = self.death_error()
         return RemoteFailure(self.number, self.id, 0, error.operation, pickle.dumps(error), "", died=True)
 
     def close_inbox(self) -> None:
-        """Close the channels of this process through which the node receives tensors."""
+        """Close this process's channels through which the node receives tensors."""
         for channel in (self.place.inbox, self.relay):
             if channel is not None:
                 channel.close()
@@ -443,13 +447,13 @@ class NodeClient:
         self.introduced = {}
         self.relay, self.place = None, self.place._replace(inbox=None)
         flusher.flusher.remove(self)
-        # Tensors that live longer keep this object, but no descriptors.
+        # Tensors that live longer keep this object alive, but no descriptors.
         self._commands = self._replies = released()
         self.progress = None
 
 
 def _in_fork() -> None:
-    """Replace the locks in a fork, because another thread may have held them."""
+    """Replace the locks in a forked child, because another thread may have held them."""
     for client in list(_by_id.values()):
         client._sending, client._asking = threading.RLock(), threading.RLock()
 

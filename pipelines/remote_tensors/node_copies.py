@@ -1,13 +1,13 @@
-"""Copies from node to node.
+"""Copies between nodes.
 
-Each node reads one inbox, and other nodes put pairs of a key and a tensor into it. A put without waiting
-stores the values at that moment, so later changes of the source do not show. If the inbox is full, the
-sender clones the tensor, and a thread puts the clone. A node therefore never waits for another node to take
-a tensor. It only waits for tensors that were sent by commands issued earlier, so nodes cannot wait in a
-circle.
+Each node reads one inbox. Other nodes put pairs of a key and a tensor into it. A put without waiting stores
+the current values, so later changes of the source have no effect. If the inbox is full, the sender clones the
+tensor, and a thread puts the clone. A node therefore never waits until another node takes a tensor. It waits
+only for tensors that earlier commands have sent, so nodes cannot deadlock.
 
-Nodes on the program's machine have an inbox in shared memory. A node on a host owns its inbox, so tensors go
-straight from host to host. If the sender cannot connect to it, the inbox is a channel of the program.
+Nodes on the program's machine have an inbox in shared memory. A node on another host owns its inbox, so
+tensors go directly from host to host. If the sender cannot connect to this inbox, it uses a channel of the
+program.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from flowchan.remote.channel_server import ChannelServer
 from flowchan.transport.tcp import joined, route_to
 
 WAITING = 64
-"""Number of tensors in an inbox at which a sender's thread waits."""
+"""Number of tensors in an inbox at which a put blocks."""
 NODE_DIED = ""
-"""Key of an inbox message that has the place and the failure of a node that has died."""
+"""Key of a message that reports a dead node. The value is the node's place and failure."""
 log = logging.getLogger("flowchan.remote_tensors")
 
 
 class Reach(NamedTuple):
-    """Describe how hosts reach the program, from the options of their pool.
+    """Describe how hosts reach the program, based on the options of their pool.
 
     Attributes:
         at: Address of the program.
@@ -46,9 +46,9 @@ class Reach(NamedTuple):
     peer_timeout: float
 
     def channel(self) -> Channel[Any]:
-        """Make a channel of this process that the hosts reach.
+        """Make a channel of this process that other hosts can reach.
 
-        It listens at this process's address on the route to the program.
+        The channel listens at this process's address on the route to the program.
         """
         address = joined((route_to(self.at), 0))
         return ChannelServer(address, tls=self.tls, peer_timeout=self.peer_timeout).make(WAITING)
@@ -60,7 +60,7 @@ class NodePlace(NamedTuple):
     Attributes:
         id: Identity of the node.
         inbox: Inbox of a node on the program's machine; None for a node on a host.
-        reach: None for a node on the program's machine.
+        reach: How hosts reach the program; None for a node on the program's machine.
     """
 
     id: str
@@ -74,7 +74,8 @@ class NodePlace(NamedTuple):
 def can_copy(place: NodePlace) -> bool:
     """Return whether this process can introduce a node to others.
 
-    A process on another host cannot introduce nodes on the program's machine. It copies the tensors itself.
+    A process on another host cannot introduce nodes on the program's machine, so it copies the tensors
+    through its own memory.
     """
     return place.inbox is not None or place.reach is not None
 
@@ -103,13 +104,13 @@ class Inbox:
         return self._own.address, self._own.secret, reach.tls
 
     def add(self, channel: Channel[Any]) -> None:
-        """Also read a channel of the program."""
+        """Also read from a channel of the program."""
         self._channels.append(channel)
 
     def take(self, key: str, sender: str) -> Any:
-        """Wait for the tensor with this key, or the death of its sender.
+        """Wait for the tensor with this key, or for the death of its sender.
 
-        The program reports a death after everything that the dead node has sent.
+        The report of a death arrives after all tensors that the dead node has sent.
         """
         while key not in self._arrived:
             if sender in self._died:
@@ -123,7 +124,7 @@ class Inbox:
 
 
 class Senders:
-    """The inboxes of other nodes, and a thread for each one that was full."""
+    """Inboxes of other nodes, and one thread for each inbox that has been full."""
 
     def __init__(self) -> None:
         self._peers: dict[str, Channel[Any]] = {}
@@ -134,10 +135,10 @@ class Senders:
         self._peers[peer] = channel
 
     def connect(self, peer: str, address: str, secret: bytes, tls: bool) -> None:
-        """Connect to the inbox of a node that owns it.
+        """Connect to the inbox that a node owns.
 
         Raises:
-            ChannelError: This node cannot connect to it.
+            ChannelError: This node cannot connect to the inbox.
         """
         self._peers[peer] = open_channel(address, secret, tls=tls)
 
@@ -150,7 +151,7 @@ class Senders:
                 return
             except Full:
                 pass
-            except (Closed, Broken):  # the client notices that the node has ended
+            except (Closed, Broken):  # the client finds out that the node has exited
                 return
         if backlog is None:
             backlog = self._backlogs[peer] = queue.Queue()

@@ -1,8 +1,8 @@
-"""The program of a node: run the commands of the clients in order, on ordinary tensors.
+"""Program of a node: run the clients' commands in order, on ordinary tensors.
 
-Each client has its own table from id to tensor. A failed command stores a :class:`RemoteFailure` for each of
-its outputs, and a command with a failed input is skipped. Views are views of torch, so in-place operations
-and their aliases behave as they do locally.
+Each client has its own table that maps ids to tensors. A failed command stores a :class:`RemoteFailure` for
+each of its outputs, and a command with a failed input is skipped. Views are ordinary torch views, so in-place
+operations and their aliases behave as they do locally.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from flowchan.pipelines.remote_tensors.templates import only_strided
 MAX_UNFETCHED = 1000
 """Number of failures that a node keeps for ``sync``."""
 LSTM_LAYER = "aten::mkldnn_rnn_layer"
-"""Operator whose kernel depends on the grad mode, which the client sends as the last argument."""
+"""Operator whose kernel depends on the grad mode. The client sends the mode as the last argument."""
 
 
 class Compiled:
-    """A template as the node runs it."""
+    """Template in the form that the node runs."""
 
     __slots__ = ("function", "inputs", "kept", "mutated", "name", "outputs", "size")
 
@@ -61,10 +61,10 @@ def _view_as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 NODE_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "aten::_efficientzerotensor": _zeros,  # such a tensor has no storage and cannot be sent
+    "aten::_efficientzerotensor": _zeros,  # an efficient zero tensor has no storage and cannot be sent
     "aten::view_as_real": _view_as_real,  # only the node knows that a tensor is a conjugate view
 }
-"""Functions that nodes run in place of operators."""
+"""Functions that nodes run instead of operators."""
 
 
 def operator(name: str, module: str = "") -> Any:
@@ -131,7 +131,8 @@ class ClientTable:
 
 
 def own_object(value: Any) -> Any:
-    """Return a view, so that an operation that changes the shape of one tensor does not reach another."""
+    """Return a view, so that an operation that changes the shape of one tensor does not change another
+    tensor."""
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
@@ -171,12 +172,12 @@ class Node:
                 if kind == "hello":
                     self.clients[client] = ClientTable(rest[0], next(self.numbers))
                     continue
-                if kind == "drop":  # a client or an export has ended
+                if kind == "drop":  # a client has exited, or an export is no longer used
                     self.clients.pop(client, None)
                     continue
                 table = self.clients.get(client)
                 if table is None:
-                    continue  # sent before the client ended
+                    continue  # the client sent this message before it exited
                 self.running[0] = table.number
                 if kind is None:
                     self.run_batch(client, table, rest[0])
@@ -187,11 +188,11 @@ class Node:
     # --- commands ---
 
     def run_batch(self, client: str, table: ClientTable, data: bytes) -> None:
-        """Run the commands of a batch, and free ids after them."""
+        """Run the commands of a batch, and then free the listed ids."""
         position, commands, frees = unpack_batch(data)
         tensors, templates, running = table.tensors, table.templates, self.running
         number = abs(running[1])
-        # an earlier batch may already have brought the first commands
+        # an earlier batch may already have contained the first commands
         place, end = max(0, table.position - position), len(commands)
         table.position = max(table.position, position + end)
         while place < end:
@@ -242,7 +243,7 @@ class Node:
     def fail(
         self, table: ClientTable, template: Compiled, commands: list[Any], place: int, failure: RemoteFailure
     ) -> None:
-        """Store a failure for the outputs of a command, and for all views of the tensors that it changes."""
+        """Store a failure for the outputs of a command, and for all views of the tensors that it modifies."""
         first = place + 2 + template.outputs
         for id in commands[place + 2 : first]:
             table.tensors[id] = failure
@@ -252,7 +253,7 @@ class Node:
                 self.poison(changed, failure)
 
     def poison(self, changed: Any, failure: RemoteFailure) -> None:
-        """Replace all tensors that share the storage by a failure."""
+        """Replace all tensors that share this storage with a failure."""
         storage = changed.untyped_storage()._cdata
         for table in self.clients.values():
             for id, tensor in table.tensors.items():
@@ -292,7 +293,7 @@ class Node:
         exports.tensors[token] = own_object(table.tensors[id])
 
     def on_import(self, client: str, table: ClientTable, id: int, name: str, token: int) -> None:
-        """Give a client a tensor from an item that it has received."""
+        """Give a client a tensor from an item that the client has received."""
         export = self.clients.get(name)
         if export is None:
             error = RuntimeError("the tensor's lease has ended before the tensor was received")
@@ -319,7 +320,7 @@ class Node:
         self.running[1] = -id
 
     def on_peer(self, client: str, table: ClientTable, peer: str, channel: Channel[Any]) -> None:
-        """Remember the inbox of another node."""
+        """Store the inbox of another node."""
         self.senders.add(peer, channel)
 
     def on_relay(self, client: str, table: ClientTable, channel: Channel[Any]) -> None:
@@ -327,26 +328,26 @@ class Node:
         self.inbox.add(channel)
 
     def on_event(self, client: str, table: ClientTable, number: int) -> None:
-        """Report that the commands before an event have run, and when."""
+        """Report that all commands before an event have run, with the time."""
         with contextlib.suppress(Closed, Broken):
             table.replies.put((-number, time.perf_counter(), False))
 
     def on_seed(self, client: str, table: ClientTable, number: int, seed: int) -> None:
-        """Seed the random generators."""
+        """Seed the random number generators."""
         try:
             torch.manual_seed(seed)
         except Exception as error:
             self.failed(client, table, number, "manual_seed", error)
 
     def on_set_rng_state(self, client: str, table: ClientTable, number: int, state: torch.Tensor) -> None:
-        """Set the state of the random generator."""
+        """Set the state of the random number generator."""
         try:
             self._random().set_rng_state(state.clone())
         except Exception as error:
             self.failed(client, table, number, "set_rng_state", error)
 
     def _random(self) -> Any:
-        """Return the module that has the generator of this node's kernels."""
+        """Return the torch module with the random number generator for this node's kernels."""
         return torch if self.device.type == "cpu" else torch.get_device_module(self.device)
 
     def on_ask(
@@ -366,7 +367,7 @@ class Node:
             except TypeError as error:  # the answer cannot be sent
                 table.replies.put((question, RemoteFailure.of(self.number, client, 0, what, error), True))
         except (Closed, Broken):
-            self.clients.pop(client, None)  # the client has ended
+            self.clients.pop(client, None)  # the client has exited
 
     # --- answers ---
 
@@ -390,11 +391,11 @@ class Node:
     def answer_peer(
         self, client: str, table: ClientTable, peer: str, address: str, secret: bytes, tls: bool
     ) -> None:
-        """Connect to the inbox of another node, which owns it."""
+        """Connect to an inbox that another node owns."""
         self.senders.connect(peer, address, secret, tls)
 
     def answer_metadata(self, client: str, table: ClientTable, ids: list[int]) -> list[Any]:
-        """Return the metadata of tensors, which tests compare with that of the client; None for failures."""
+        """Return the metadata of tensors, None for failures. Tests compare it with the client's metadata."""
         found = [table.tensors[id] for id in ids]
         return [
             (tuple(one.shape), one.stride(), one.storage_offset(), one.dtype)
@@ -407,18 +408,18 @@ class Node:
         """Return when all earlier commands have run."""
 
     def answer_sync(self, client: str, table: ClientTable, raised: set[int]) -> list[tuple[Any, ...]]:
-        """Forget the failures that the client has raised, and return the others."""
+        """Forget the failures that the client has already raised, and return the others."""
         for number in raised:
             table.unfetched.pop(number, None)
         return [tuple(one) for one in table.unfetched.values()]
 
     def answer_rng_state(self, client: str, table: ClientTable) -> torch.Tensor:
-        """Return the state of the random generator."""
+        """Return the state of the random number generator."""
         state: torch.Tensor = self._random().get_rng_state()
         return state
 
     def answer_stats(self, client: str, table: ClientTable) -> tuple[int, ...]:
-        """Return the number of commands and live tensors, and of the bytes received and sent."""
+        """Return the numbers of commands, live tensors, bytes received and bytes sent."""
         tensors = sum(len(one.tensors) for one in self.clients.values())
         return table.commands, tensors, table.uploaded, table.downloaded
 
@@ -450,7 +451,7 @@ class Node:
             for place, one in enumerate(inputs):
                 if one is result:
                     return "input", (place, *meta)
-            # results after the first one have ids that no client uses
+            # results after the first one get ids that no client uses
             place = next(more)
             id = number if place == 1 else -(number * 1000 + place)
             table.tensors[id] = result
@@ -470,14 +471,15 @@ def node_main(
     threads: int,
     progress: CommandProgress | None = None,
 ) -> None:
-    """Run a node. The child calls this function."""
+    """Run a node. This is the function of the child process."""
     error: list[BaseException] = []
     arrays.tensors_in_place = True
-    warnings.filterwarnings("ignore", "The given buffer is not writable")  # the memory is writable
+    # the warning is wrong, because the memory of received arrays is writable
+    warnings.filterwarnings("ignore", "The given buffer is not writable")
 
     def run() -> None:
         try:
-            # A new thread: the forking thread cannot use the OpenMP threads of a forked parent.
+            # Use a new thread, because the forking thread cannot use the OpenMP threads of a forked parent.
             torch.set_num_threads(threads)
             Node(number, commands, inbox, torch.device(device), progress).run()
         except BaseException as raised:

@@ -1,9 +1,10 @@
 """Compose recurrent layers, dropout and attention for remote tensors as torch does for CPU tensors.
 
-torch composes these operations by device type. For other devices than the CPU it picks fused cells, which
-CPU nodes lack. Its kernels for dropout and attention there differ in the last bits. The functions here issue
-the operations that torch issues for the same call on CPU tensors, in the same order. Forward and backward
-values are then equal bit for bit. A node with another device keeps torch's choice for devices.
+torch decomposes these operations differently for each device type. For devices other than the CPU, it picks
+fused cells, which CPU nodes lack. For these devices, its dropout and attention kernels also give results that
+differ in the last bits. The functions here issue the same operations in the same order as torch does for CPU
+tensors. Forward and backward values are therefore equal bit for bit. On a node with another device, torch
+makes its usual choice for devices.
 
 Sources: the cell equations are those of ``torch.nn.LSTM``, ``torch.nn.GRU`` and ``torch.nn.RNN``.
 """
@@ -21,15 +22,15 @@ from flowchan.pipelines.remote_tensors.templates import Handler, handlers
 
 aten = torch.ops.aten
 State = tuple[Tensor, ...]
-"""The state of one layer and direction: (h,) or, for an LSTM, (h, c)."""
+"""State of one layer in one direction: (h,) or, for an LSTM, (h, c)."""
 LSTM_MODE = 2
-"""oneDNN's number for an LSTM."""
+"""Number by which oneDNN identifies an LSTM."""
 FLASH = 1
-"""torch's number for flash attention."""
+"""Number by which torch identifies flash attention."""
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one layer and direction."""
+    """Weights of one layer in one direction."""
 
     w_ih: Tensor
     w_hh: Tensor
@@ -88,7 +89,8 @@ def _whole(step: Step) -> Run:
 
 
 def _packed(step: Step, sizes: Sequence[int]) -> Run:
-    """Return a function that runs one layer over packed sequences; ``sizes`` has the batch of each step."""
+    """Return a function that runs one layer over packed sequences. ``sizes`` has the batch size of each
+    step."""
 
     def forwards(gates: Tensor, state: State, weights: LayerWeights) -> tuple[Tensor, State]:
         outputs: list[Tensor] = []
@@ -128,10 +130,10 @@ def _packed(step: Step, sizes: Sequence[int]) -> Run:
 
 
 def _one_dnn(like: State, layers: int, biases: bool, both: bool, batch_first: bool) -> Run:
-    """Return a function that runs one layer of an LSTM by oneDNN.
+    """Return a function that runs one LSTM layer with oneDNN.
 
-    oneDNN picks its kernel by the grad mode and ignores the last argument, ``train``. A node does not know
-    the grad mode of the program, so this argument carries it.
+    oneDNN chooses its kernel by the grad mode and ignores the last argument, ``train``. A node does not know
+    the program's grad mode, so this argument carries it.
     """
     hidden = like[0].size(2)
 
@@ -187,7 +189,7 @@ def _layers(
 
 
 def lstm(inputs: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
-    """Run ``aten::lstm.input``: with oneDNN where torch uses it on a CPU, otherwise step by step."""
+    """Run ``aten::lstm.input``. Use oneDNN where torch uses it on a CPU; otherwise go step by step."""
     biases, layers, dropout, train, both, batch_first = options
     hidden = (hx[0], hx[1])
     projections = hx[0].size(2) != hx[1].size(2)
@@ -221,7 +223,7 @@ def lstm_packed(
 
 
 def _recurrent(step: Step) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the function of a layer whose state is one tensor, such as ``aten::gru.input``."""
+    """Return the implementation of a layer whose state is one tensor, such as ``aten::gru.input``."""
 
     def layer(inputs: Tensor, hx: Tensor, params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
         biases, _, dropout, train, both, batch_first = options
@@ -235,7 +237,7 @@ def _recurrent(step: Step) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _recurrent_packed(step: Step) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the function of such a layer over packed sequences, such as ``aten::gru.data``."""
+    """Return the implementation of such a layer for packed sequences, such as ``aten::gru.data``."""
 
     def layer(
         data: Tensor, sizes: Tensor, hx: Tensor, params: Sequence[Tensor], *options: Any
@@ -253,7 +255,7 @@ def lstm_cell(
 ) -> State:  # fmt: skip
     """Run ``aten::lstm_cell``."""
     weights = LayerWeights(w_ih, w_hh, b_ih, b_hh)
-    # the operands of the sum are issued in this order
+    # issue the operands of the sum in the same order as torch
     gates = torch.nn.functional.linear(inputs, w_ih, b_ih)
     return _lstm_step(gates, (hx[0], hx[1]), weights)
 
@@ -278,7 +280,8 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Run ``aten::scaled_dot_product_attention`` by the kernel that torch chooses for such CPU tensors."""
+    """Run ``aten::scaled_dot_product_attention`` with the kernel that torch chooses for similar CPU
+    tensors."""
     like = [_cpu_like(one) for one in (query, key, value)]
     mask = None if attn_mask is None else _cpu_like(attn_mask)
     options = {"scale": scale, "enable_gqa": enable_gqa}
@@ -315,13 +318,13 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten.dropout.default: dropout,
     aten.scaled_dot_product_attention.default: attention,
 }
-"""Functions by operation."""
+"""Implementation of each operation."""
 
 _libraries: list[Any] = []
 
 
 def register() -> None:
-    """Register the functions with torch for remote tensors."""
+    """Register the implementations with torch for remote tensors."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for op, function in COMPOSITES.items():
         chosen = _for_cpu_nodes(op, function)
@@ -329,11 +332,12 @@ def register() -> None:
         handlers[op.name()] = _below_autograd(chosen)  # in inference mode
     for name in CAST:
         library.impl(name, _refuse_autocast, "AutocastPrivateUse1")
-    _libraries.append(library)  # torch drops the kernels of a collected library
+    _libraries.append(library)  # torch drops the kernels of a library that is garbage-collected
 
 
 CAST = ("linear", "matmul", "mm", "addmm", "bmm", "conv1d", "conv2d", "conv3d")
-"""Operations that refuse autocast in one line. For all others torch itself reports a missing backend."""
+"""Operations that refuse autocast with a short error message. For all others, torch reports a missing
+backend."""
 
 
 def _refuse_autocast(*args: Any, **kwargs: Any) -> Any:

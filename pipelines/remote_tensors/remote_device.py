@@ -1,4 +1,4 @@
-"""The device type ``remote``: its registration with torch, its devices, and the module ``torch.remote``."""
+"""The device type ``remote``: registration with torch, devices, and the module ``torch.remote``."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class RemoteModule:
     Stream, Event, device, stream = RemoteStream, RemoteEvent, DeviceContext, StreamContext
     current_stream = default_stream = staticmethod(current_stream)
 
-    _initialized = True  # torch.utils.checkpoint then keeps the state of the generators
+    _initialized = True  # so that torch.utils.checkpoint preserves the random number generators' state
 
     def is_available(self) -> bool:
         """Return whether this process has nodes."""
         return bool(clients())
 
     def is_initialized(self) -> bool:
-        """Return True."""
+        """Return True, because the device type needs no initialization."""
         return True
 
     def _is_in_bad_fork(self) -> bool:
@@ -60,31 +60,32 @@ class RemoteModule:
         device_table.guard.set_device(index)
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait for all commands of a node, or of the current one."""
+        """Wait for all commands of a node (default: the current node)."""
         client_of(device).ask("ping")
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the random generator of the current node."""
+        """Seed the random number generator of the current node."""
         client = client_at(torch.device("remote"))
         client.send("seed", next(client.numbers), seed)
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed the random generators of all nodes. ``torch.manual_seed`` calls this function."""
+        """Seed the random number generators of all nodes. ``torch.manual_seed`` calls this function."""
         for client in clients():
             client.send("seed", next(client.numbers), seed)
 
     def get_rng_state(self, device: Any = "remote") -> torch.Tensor:
-        """Return the state of a node's random generator."""
+        """Return the state of a node's random number generator."""
         state: torch.Tensor = client_at(_device(device)).ask("rng_state")
         return state
 
     def set_rng_state(self, state: torch.Tensor, device: Any = "remote") -> None:
-        """Set the state of a node's random generator."""
+        """Set the state of a node's random number generator."""
         client = client_at(_device(device))
         client.send("set_rng_state", next(client.numbers), state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes with which a program may enter autocast. The operations in it refuse autocast."""
+        """Return the dtypes with which a program may enter autocast. Operations inside autocast raise an
+        error."""
         return [torch.bfloat16, torch.float16]
 
 
@@ -100,10 +101,11 @@ _registered = False
 
 
 def register() -> None:
-    """Register the device type with torch, once.
+    """Register the device type with torch. Later calls have no effect.
 
     Raises:
-        RuntimeError: This torch has no Python backends, or another package has registered a device type.
+        RuntimeError: This torch version has no Python backends, or another package has registered a device
+            type.
     """
     global _registered
     with _registering:
@@ -120,7 +122,8 @@ def register() -> None:
         if guard is None:
             backward_thread.stay_in_calling_thread()
         else:
-            guard.start(torch_module.synchronize)  # torch then does not use its own guard for Python
+            # so that torch does not use its own guard for Python devices
+            guard.start(torch_module.synchronize)
             device_table.guard = guard
         setup("remote", torch_module)
         special_ops.register()

@@ -8,7 +8,7 @@ from flowchan import FlowchanError
 class RemoteError(FlowchanError):
     """A remote operation failed. Its ``__cause__`` is the exception that the node raised.
 
-    The message has the node's traceback and the line of the program that issued the operation.
+    The message contains the node's traceback and the line of the program that issued the operation.
 
     Attributes:
         operation: Name of the operator, such as ``aten::mm``.
@@ -36,7 +36,7 @@ class NodeDied(RemoteError):
     """A node died: it was killed, it crashed, or its host was lost.
 
     Attributes:
-        operation: Name of the first operator that is not known to have finished.
+        operation: Name of the first operator that may not have finished.
         node: Number of the node in its ``RemoteNodes``.
         host: Name of the node's host; empty on the program's machine.
         pid: Process id on that host; 0 if unknown.

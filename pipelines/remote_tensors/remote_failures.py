@@ -1,4 +1,4 @@
-"""Failures of remote operations: how a node stores them, and how the client raises them."""
+"""Failures of remote operations: how nodes store them and how clients raise them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from flowchan.pipelines.remote_tensors.remote_errors import RemoteError
 
 SITES = 1 << 16
-"""Number of the latest commands whose lines in the program are known."""
+"""Number of recent commands for which the client remembers the line in the program."""
 _MASK = SITES - 1
 
 
 class RemoteFailure(NamedTuple):
-    """The root cause of a failed command. A node stores it in place of each tensor that depends on it.
+    """Root cause of a failed command. A node stores it in place of each tensor that depends on the command.
 
     Attributes:
         node: Number of the node in its ``RemoteNodes``.
@@ -25,7 +25,7 @@ class RemoteFailure(NamedTuple):
         operation: Name of the operator.
         error: Pickled exception.
         text: The node's traceback.
-        died: True if the node has died, and the exception is its ``NodeDied``.
+        died: True if the node has died; ``error`` then contains a ``NodeDied``.
     """
 
     node: int
@@ -38,7 +38,7 @@ class RemoteFailure(NamedTuple):
 
     @classmethod
     def of(cls, node: int, client: str, number: int, operation: str, error: BaseException) -> RemoteFailure:
-        """Describe an exception that a command has raised."""
+        """Describe an exception that a command raised."""
         text = "".join(traceback.format_exception(error))
         try:
             data = pickle.dumps(error)
@@ -51,7 +51,7 @@ class RemoteFailure(NamedTuple):
         """Return the exception to raise in the program."""
         try:
             cause = pickle.loads(self.error)
-        except Exception:  # this process cannot import the class
+        except Exception:  # this process cannot import the exception's class
             cause = RuntimeError(self.text.rstrip().rpartition("\n")[2])
         if self.died and isinstance(cause, RemoteError):
             return cause
@@ -65,7 +65,7 @@ class RemoteFailure(NamedTuple):
 
 
 class CallSites:
-    """Record where the program issued its latest commands, as code objects and instruction offsets."""
+    """Record where the program issued its most recent commands, as code objects and instruction offsets."""
 
     def __init__(self) -> None:
         self.codes: list[CodeType | None] = [None] * SITES
@@ -73,7 +73,7 @@ class CallSites:
         self.numbers = [0] * SITES
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Record the innermost frame of the program as the issuer of a command.
+        """Record the program's innermost frame as the origin of a command.
 
         Args:
             number: Number of the command.
@@ -105,9 +105,10 @@ class CallSites:
 
 
 program_codes: dict[int, CodeType] = {}
-"""Code objects of the program, by their identity: their hash would look at all their instructions."""
+"""Code objects of the program, keyed by identity, because hashing a code object reads all its
+instructions."""
 _library_codes: dict[int, CodeType] = {}
-"""Code objects of torch and of this package, by their identity."""
+"""Code objects of torch and of this package, keyed by identity."""
 
 
 def is_library_code(code: CodeType) -> bool:
@@ -120,7 +121,7 @@ def is_library_code(code: CodeType) -> bool:
 
 
 def users_line() -> tuple[CodeType, int]:
-    """Return the code and the line of this thread that belong neither to torch nor to this package."""
+    """Return the innermost code and line of this thread outside torch and this package."""
     frame: FrameType | None = sys._getframe(1)
     last = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Start nodes, and end them."""
+"""Start and end nodes."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from flowchan.transport.interrupts import interrupts_deferred
 WAITING = 64
 """Number of messages in a command channel at which the client blocks."""
 GRACE_S = 2.0
-"""Seconds for the last commands if an exception leaves the ``with`` block."""
+"""Maximum seconds for the last commands after an exception has left the ``with`` block."""
 
 
 class NodeStats(NamedTuple):
-    """Counters of one node for one process.
+    """Counters of one node, for one process.
 
     Attributes:
         node: Number of the node.
         commands: Number of commands that the node has run for this process.
-        misses: Number of operations with new metadata.
+        misses: Number of operations with metadata that the client had not seen before.
         waits: Number of answers that this process waited for.
-        tensors: Number of tensors that the node keeps, for all processes and for items in channels.
-        uploaded: Number of bytes of tensors that this process has sent to the node.
-        downloaded: Number of bytes of tensors that this process has fetched from the node.
+        tensors: Number of tensors that the node stores, for all processes and for items in channels.
+        uploaded: Bytes of tensors that this process has sent to the node.
+        downloaded: Bytes of tensors that this process has fetched from the node.
         host: Name of the node's host; empty on the program's machine.
         pid: Process id of the node on its host.
 
@@ -69,21 +69,21 @@ class NodeStats(NamedTuple):
 
 
 class RemoteNodes(Sequence[torch.device]):
-    """Nodes on which torch operations run, as devices ``remote:0``, ``remote:1`` and so on.
+    """Nodes that run torch operations, as devices ``remote:0``, ``remote:1`` and so on.
 
-    An operation on a tensor of a node returns at once, and the node runs it later, in order. These calls
-    wait: ``.cpu()``, ``item()``, ``bool()``, ``tolist()``, printing, operations whose shapes depend on
-    values, and :meth:`sync`. A failed operation raises :class:`RemoteError` at the first such call that
+    An operation on a tensor of a node returns at once, and the node runs it later, in order. These calls wait
+    for the node: ``.cpu()``, ``item()``, ``bool()``, ``tolist()``, printing, operations whose shapes depend
+    on values, and :meth:`sync`. A failed operation raises :class:`RemoteError` at the first such call that
     depends on it.
 
     Args:
         n: Number of nodes.
         on: Where the nodes run: ``"process"`` (default) or a pool of hosts.
-        device: Device on which the nodes run their kernels (default: ``"cpu"``); a list gives each
-            node its own.
+        device: Device on which the nodes run their kernels (default: ``"cpu"``); a list has one device per
+            node.
 
     Raises:
-        RuntimeError: This torch has no backends in Python.
+        RuntimeError: This torch version has no backends in Python.
         ValueError: ``n`` is not positive, or ``device`` is a list whose length is not ``n``.
 
     Example:
@@ -120,7 +120,7 @@ class RemoteNodes(Sequence[torch.device]):
         devices: list[Any] = [device] * n if single else list(device)  # type: ignore[arg-type]
         if len(devices) != n:
             raise ValueError(f"RemoteNodes: device must be one device or a list of {n}, got {len(devices)}")
-        devices = [torch.device(one) for one in devices]  # raises before any node starts
+        devices = [torch.device(one) for one in devices]  # raise an error before any node starts
         remote_device.register()
         placement = placement_argument("RemoteNodes", on)
         make: Any = functools.partial(Channel, across="processes")
@@ -200,13 +200,13 @@ class RemoteNodes(Sequence[torch.device]):
         return found
 
     def strict(self, mode: str) -> None:
-        """Choose what a hidden wait does: ``item()``, ``bool()``, printing, data-dependent operations.
+        """Choose the effect of a hidden wait: ``item()``, ``bool()``, printing, data-dependent operations.
 
         Args:
             mode: ``"off"`` (the wait is silent), ``"warn"`` or ``"error"``.
 
         Raises:
-            ValueError: The mode is none of these.
+            ValueError: The mode is unknown.
         """
         if mode not in ("off", "warn", "error"):
             raise ValueError(f"strict: mode must be 'off', 'warn' or 'error', got {mode!r}")
@@ -214,7 +214,7 @@ class RemoteNodes(Sequence[torch.device]):
             client.strict = mode
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the random generator of every node with the same seed, as ``torch.manual_seed`` does.
+        """Seed the random number generators of all nodes with the same seed, as ``torch.manual_seed`` does.
 
         Args:
             seed: The seed.
@@ -229,7 +229,7 @@ class RemoteNodes(Sequence[torch.device]):
             timeout: Seconds to wait for each node (default: no limit).
 
         Raises:
-            RemoteError: An operation has failed, and its failure was not raised yet.
+            RemoteError: An operation has failed, and its failure has not been raised yet.
             NodeDied: A node has died.
             TimeoutError: A node did not answer in time.
         """
@@ -237,29 +237,29 @@ class RemoteNodes(Sequence[torch.device]):
         _raise_first(self._failures(timeout))
 
     def _failures(self, timeout: float | None = None) -> list[RemoteError]:
-        """Wait for all commands, and return the failures that were not raised, and the deaths."""
+        """Wait for all commands, and return the deaths and the failures that have not been raised yet."""
         found: list[Any] = []
         for client in self._clients:
-            with contextlib.suppress(NodeDied):  # found again below
+            with contextlib.suppress(NodeDied):  # the loop below also finds this death
                 client.flush()
         for client in self._clients:
             try:
                 found.extend((client, failure) for failure in client.failures(timeout))
             except NodeDied as death:
                 found.append((client, death))
-        # Make the errors only now, because a timeout must not lose the failures of other nodes.
+        # Create the errors only now, so that a timeout does not lose the failures of other nodes.
         return [one if isinstance(one, NodeDied) else client.error_of(one) for client, one in found]
 
     def close(self) -> None:
-        """End the nodes after their last commands. A second call does nothing.
+        """End the nodes after their last commands. Further calls have no effect.
 
         Raises:
-            RemoteError: An operation has failed, and its failure was not raised yet.
+            RemoteError: An operation has failed, and its failure has not been raised yet.
         """
         self._close()
 
     def _close(self, timeout: float | None = None) -> None:
-        if self._closed or self._pid != os.getpid():  # a fork of the program ends nothing
+        if self._closed or self._pid != os.getpid():  # a forked process must not end the nodes of its parent
             return
         self._closed = True
         known = [client.number for client in self._clients if client.death_raised]
@@ -271,7 +271,7 @@ class RemoteNodes(Sequence[torch.device]):
         _raise_first([one for one in failures if not (isinstance(one, NodeDied) and one.node in known)])
 
     def _end(self) -> None:
-        """End the nodes without waiting for their commands."""
+        """End the nodes without waiting until they have run their commands."""
         self._routes.close()
         for number, client in enumerate(self._clients):
             client.close()
@@ -292,7 +292,7 @@ class RemoteNodes(Sequence[torch.device]):
         except RemoteError as failure:
             error.add_note(f"also failed: {failure}")
         except TimeoutError:
-            pass  # the block's own exception matters more than the unfinished commands
+            pass  # the exception from the block takes precedence over unfinished commands
 
     def __repr__(self) -> str:
         return f"<RemoteNodes {self[0]} to {self[-1]}>" if self._n > 1 else f"<RemoteNodes {self[0]}>"
@@ -309,12 +309,13 @@ def _raise_first(failures: list[RemoteError]) -> None:
 
 
 def _watch(kid: Any, client: NodeClient, commands: Channel[Any], peers: Sequence[NodeClient]) -> None:
-    """Wait until a node ends, and close its channels, so that no call and no other node waits for it."""
+    """Wait until a node ends. Then close its channels, so that no call and no other node waits for it."""
     try:
         kid.wait()
     except Exception as error:
         if not client.closed:
-            client.died(error.with_traceback(None))  # its frames would keep the channels alive
+            # the frames of the traceback would keep the channels alive
+            client.died(error.with_traceback(None))
     commands.close()
     client.close_inbox()
     if client.death is None:

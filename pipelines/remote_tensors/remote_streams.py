@@ -1,7 +1,7 @@
-"""Streams and events of nodes, as ``torch.cuda`` has them.
+"""Streams and events of nodes, with the interface of ``torch.cuda``.
 
-A node runs all its commands in order, so it has one stream, and an event marks a place in it. The node
-reports an event when it reaches its place. All commands with smaller numbers have then finished.
+A node runs all its commands in order, so it has exactly one stream. An event marks a position in this stream.
+The node reports an event when it reaches the position. All commands with smaller numbers have then finished.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flowchan.pipelines.remote_tensors.special_ops import send_to
 
 
 class RemoteStream:
-    """The queue of a node. A node has one stream, and all objects for it are equal.
+    """Command queue of a node. A node has one stream, and all objects for it are equal.
 
     Args:
         device: Device of the node (default: the current one).
@@ -41,10 +41,10 @@ class RemoteStream:
         self.device = self._client.device
 
     def query(self) -> bool:
-        """Return whether the node has run all commands, without waiting."""
+        """Return whether the node has run all commands. This does not wait."""
         client = self._client
         number, (probe, event) = next(client.numbers), client.probe
-        if number == client.finished + 1:  # nothing was issued since the node was found to be idle
+        if number == client.finished + 1:  # no command was issued since the node was found to be idle
             client.finished = number
             return True
         if number != probe + 1:  # commands were issued since the latest probe
@@ -62,21 +62,21 @@ class RemoteStream:
         self._client.ask("ping")
 
     def record_event(self, event: RemoteEvent | None = None) -> RemoteEvent:
-        """Record an event, or a new one, and return it."""
+        """Record an event on this stream, and return it (default: a new event)."""
         event = event or RemoteEvent()
         event.record(self)
         return event
 
     def wait_event(self, event: RemoteEvent) -> None:
-        """Let later commands of this node start after the commands that were issued before the event.
+        """Make later commands of this node wait for the commands that were issued before the event.
 
-        The program does not wait. If the event is on another node, this node waits for all commands that the
-        other node has been given so far.
+        The program does not wait. If the event is on another node, this node waits for all commands issued to
+        that node so far.
         """
         event.wait(self)
 
     def wait_stream(self, stream: RemoteStream) -> None:
-        """Let later commands of this node start after the commands issued to another node so far."""
+        """Make later commands of this node wait for all commands issued to another node so far."""
         self.wait_event(stream.record_event())
 
     def __eq__(self, other: object) -> bool:
@@ -90,7 +90,7 @@ class RemoteStream:
 
 
 class RemoteEvent:
-    """A place in the queue of a node.
+    """Position in the command queue of a node.
 
     Args:
         enable_timing: True to let :meth:`elapsed_time` use the event (default: False).
@@ -112,9 +112,9 @@ class RemoteEvent:
         self._time = 0.0
 
     def record(self, stream: RemoteStream | None = None) -> None:
-        """Mark the place after the latest command of a stream (default: the current one).
+        """Mark the position after the latest command of a stream (default: the current stream).
 
-        A second call moves the event to the new place.
+        A second call moves the event to the new position.
         """
         self._client = client = (stream or current_stream())._client
         self._number = number = next(client.numbers)
@@ -123,7 +123,8 @@ class RemoteEvent:
         client.send("event", number)
 
     def query(self) -> bool:
-        """Return whether the node has reached the event, without waiting; True before the first record."""
+        """Return whether the node has reached the event, or True before the first record. This does not
+        wait."""
         if self._client is None:
             return True
         if self._client.finished < self._number:
@@ -136,7 +137,8 @@ class RemoteEvent:
             self._client.wait_finished(self._number)
 
     def wait(self, stream: RemoteStream | None = None) -> None:
-        """Let a stream (default: the current one) wait for the event; see :meth:`RemoteStream.wait_event`."""
+        """Make a stream (default: the current one) wait for the event; see
+        :meth:`RemoteStream.wait_event`."""
         target = (stream or current_stream())._client
         if self._client is not None and self._client is not target and not self.query():
             # the receiver of a copy waits for its sender
@@ -165,7 +167,7 @@ class RemoteEvent:
         return 1000 * (end._time - self._time)
 
     def arrived(self, number: int, time: float) -> None:
-        """Record the time at which the node has reached the event, unless it was recorded again."""
+        """Record when the node reached the event, unless the event was recorded again."""
         if number == self._number:
             self._time = time
 
@@ -174,22 +176,22 @@ class RemoteEvent:
 
 
 def client_of(device: Any) -> NodeClient:
-    """Return the client of a device, an index, or the current device."""
+    """Return the client of a device or an index (default: the current device)."""
     if device is None:
         device = device_table.guard.current_device()
     return client_at(torch.device("remote", device) if isinstance(device, int) else torch.device(device))
 
 
 def current_stream(device: Any = None) -> RemoteStream:
-    """Return the stream of a node (default: of the current one)."""
+    """Return the stream of a node (default: the current node)."""
     return RemoteStream(device)
 
 
 class DeviceContext:
-    """Context manager in which ``device="remote"`` means one node; ``torch.remote.device``.
+    """Context manager that sets the node for ``device="remote"``; used as ``torch.remote.device``.
 
     Args:
-        device: Device of the node; None changes nothing.
+        device: Device of the node; None has no effect.
     """
 
     def __init__(self, device: Any) -> None:
@@ -205,10 +207,10 @@ class DeviceContext:
 
 
 class StreamContext(DeviceContext):
-    """Context manager in which a stream is the current one; ``torch.remote.stream``.
+    """Context manager that sets the current stream; used as ``torch.remote.stream``.
 
     Args:
-        stream: Stream of a node; None changes nothing.
+        stream: Stream of a node; None has no effect.
     """
 
     def __init__(self, stream: RemoteStream | None) -> None:

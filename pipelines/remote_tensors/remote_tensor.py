@@ -1,4 +1,4 @@
-"""The tensor class of remote tensors, and the function that torch calls for each of their operations."""
+"""Tensor class of remote tensors, and the function that torch calls for each of their operations."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _default_dtype = torch.get_default_dtype
 
 
 class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
-    """A tensor whose values are on a node. Create it with ``device="remote:1"`` or ``.to("remote:1")``.
+    """Tensor whose values are on a node. Create one with ``device="remote:1"`` or ``.to("remote:1")``.
 
     Attributes:
-        _m: Metadata, with the node.
+        _m: Metadata, including the node.
         _h: Handle of the tensor in the node's table.
 
     Example:
@@ -72,7 +72,7 @@ class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
         scalars: list[Any] = []
         try:
             template = plan.templates.get(call_key(plan, args, kwargs, inputs, scalars))
-        except TypeError:  # an argument that is not hashable
+        except TypeError:  # an argument is not hashable
             template = None
         if template is None:
             return ordinary(plan, args, kwargs or {})
@@ -89,12 +89,13 @@ class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
             raise TypeError(
                 f"data: new values must be on {self.device}, got {new.device}; move them with .to()"
             )
-        fresh: Any = new.detach()  # else a change of one tensor's shape would reach the other
+        fresh: Any = new.detach()  # otherwise, a shape change of one tensor would also change the other
         _data.__set__(self, fresh)
         self._m, self._h = fresh._m, fresh._h
 
     def __tensor_flatten__(self) -> Any:
-        # torch looks for this method: a module that moves to a node then keeps its parameter objects.
+        # torch checks that this method exists: a module that moves to a node then keeps its parameter
+        # objects.
         raise NotImplementedError("torch.compile: remote tensors cannot be traced; run the function eagerly")
 
     @staticmethod
@@ -135,8 +136,8 @@ def new_tensor(meta: TensorMeta, id: int) -> RemoteTensor:
 def call_key(
     plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any] | None, inputs: list[Any], scalars: list[Any]
 ) -> tuple[Any, ...]:
-    """Return the key of a call, and append its tensors and scalars. The C++ part builds equal keys."""
-    # the default dtype decides the dtype of an int tensor divided by a number
+    """Return the key of a call, and collect its tensors and scalars. The C++ part builds equal keys."""
+    # the default dtype determines the dtype of an int tensor divided by a number
     key = _default_dtype(), *_key_of(plan.scalars, args, inputs, scalars)
     if kwargs:
         flags = [name in plan.named for name in kwargs]
@@ -147,7 +148,8 @@ def call_key(
 def _key_of(
     flags: Iterable[bool], values: Iterable[Any], inputs: list[Any], scalars: list[Any]
 ) -> tuple[Any, ...]:
-    """Return the part of a key that belongs to values; a flag tells whether a number is a scalar."""
+    """Return the part of a key for some values. Each flag is true if a number in that position is a
+    scalar."""
     key: list[Any] = []
     for scalar, value in zip(flags, values, strict=False):
         kind = type(value)
@@ -165,14 +167,14 @@ def _key_of(
 
 
 def exact(value: float) -> float | str:
-    """Return a key that tells 0.0 from -0.0, and in which NaN is equal to itself."""
+    """Return a key that distinguishes 0.0 from -0.0, and in which NaN equals itself."""
     return str(value) if value == 0 or value != value else value
 
 
 def issue(
     template: Template, inputs: Sequence[Any], scalars: Sequence[Any], frame: FrameType | None = None
 ) -> Any:
-    """Append a command to the buffer of its node, and return the results.
+    """Append a command to its node's buffer, and return the results.
 
     Args:
         template: Template of the command.
@@ -204,7 +206,7 @@ def issue(
 
 
 def _built(results: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Any:
-    """Return the results of a call by their structure."""
+    """Return a call's results in their original structure."""
     kind = type(results)
     if kind is int:
         return inputs[results]
@@ -216,14 +218,14 @@ def _built(results: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Any:
 
 
 def change_meta(tensor: Any, meta: TensorMeta) -> None:
-    """Give a tensor new metadata, because an in-place operation has changed its shape."""
+    """Give a tensor new metadata, after an in-place operation has changed its shape."""
     handle = tensor._h
     _data.__set__(tensor, wrapped(meta, handle))
     tensor._m, tensor._h = meta, handle
 
 
 def plan_of(op: Any) -> OpPlan:
-    """Return the plan of an operator, which is made once."""
+    """Return the plan of an operator. A plan is created only once."""
     try:
         plan: OpPlan = op._remote_plan
     except AttributeError:
@@ -237,7 +239,7 @@ _native: Any = None
 
 
 def use_native(module: Any) -> None:
-    """Let the C++ part issue the commands whose templates are known. None changes nothing."""
+    """Let the C++ part issue commands whose templates are known. None has no effect."""
     global _native
     if module is not None:
         module.start(RemoteTensor, TensorHandle, HandleRef, is_library_code, LIMIT, SITES)
@@ -245,12 +247,12 @@ def use_native(module: Any) -> None:
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator of torch on the node of its inputs, from a handler."""
+    """Run a torch operator on the node of its inputs, on behalf of a handler."""
     return ordinary(plan_of(op), args, kwargs)
 
 
 def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Handle a call by its template, which is made if the call is new."""
+    """Handle a call with its template. A new call first creates its template."""
     client, args, kwargs = on_one_node(plan, args, kwargs)
     if plan.factory:
         _check_device(plan, client, args, kwargs)
@@ -281,7 +283,7 @@ def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_device(plan: OpPlan, client: NodeClient, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Refuse a factory such as ``zeros_like`` that would run on another device than asked."""
+    """Raise if a factory such as ``zeros_like`` would run on a device other than the requested one."""
     device = kwargs.get("device")
     if device is None or not any(type(one) is RemoteTensor for one in args):
         return
@@ -295,7 +297,7 @@ def _check_device(plan: OpPlan, client: NodeClient, args: Sequence[Any], kwargs:
 def on_one_node(
     plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[NodeClient, Sequence[Any], dict[str, Any]]:
-    """Return the client of a call's node, and the arguments with 0-dim tensors of the CPU moved there.
+    """Return the client of a call's node, and the arguments. CPU tensors with 0 dimensions are moved there.
 
     Args:
         plan: Plan of the operator.
@@ -347,9 +349,9 @@ def on_one_node(
 
 
 MASKS = torch.bool, torch.uint8
-"""Dtypes of index tensors that select as many elements as they have true values."""
+"""Dtypes of mask tensors, which select one element for each true value."""
 CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
-"""Operations whose index tensors, the second argument, may be on the CPU, as for CUDA."""
+"""Operations whose index tensors (the second argument) may be on the CPU, as with CUDA."""
 
 
 def upload(client: NodeClient, value: torch.Tensor) -> RemoteTensor:
@@ -381,7 +383,7 @@ def run_and_ask(client: NodeClient, plan: OpPlan, args: Sequence[Any], kwargs: d
 
 
 def _restored(client: NodeClient, answer: Any, inputs: Sequence[Any]) -> Any:
-    """Return the results that the answer of a node describes."""
+    """Return the results that a node's answer describes."""
     kind, value = answer
     if kind == "new":
         id, *meta = value

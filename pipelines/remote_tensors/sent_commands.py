@@ -1,4 +1,4 @@
-"""The latest messages to a node, to find the first operation that a dead node has lost."""
+"""Recent messages to a node, kept to find the first operation that was lost if the node dies."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from flowchan.pipelines.remote_tensors.command_format import TemplateSpec, unpack_batch
 
 RECENT = 200
-"""Number of messages that are kept. It exceeds the capacity of the command channel."""
+"""Number of messages to keep. It exceeds the capacity of the command channel."""
 
 Operation = tuple[int, str]
 """Number and name of an operation."""
 
 
 class SentCommands:
-    """Messages that a node may not have handled yet.
+    """Recent messages that a node may not have handled yet.
 
     Attributes:
-        count: Number of messages so far.
+        count: Number of messages sent so far.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class SentCommands:
         self._templates: dict[int, tuple[str, int]] = {}
 
     def defined(self, id: int, spec: TemplateSpec) -> None:
-        """Record the operation and the size of a template's commands."""
+        """Record a template's operation, and the size of its commands."""
         self._templates[id] = spec.operation, spec.size
 
     def sent(self, message: bytes | Operation) -> None:
-        """Record a packed batch or a single operation, before it is sent."""
+        """Record a packed batch or a single operation before it is sent."""
         self.count += 1
         self._messages.append((self.count, message))
 
@@ -47,12 +47,12 @@ class SentCommands:
             self._messages.popleft()
 
     def first_lost(self, unsent: Sequence[Any], running: int | None) -> Operation | None:
-        """Return the first operation that a dead node has lost, or None.
+        """Return the first operation that was lost with a dead node, or None.
 
         Args:
             unsent: Commands that were not sent.
-            running: Number of the operation that the node was running, or minus the number of the last one
-                that it has finished. None if unknown.
+            running: Number of the operation that the node was running, or minus the number of the last
+                finished operation. None if unknown.
         """
         operations = [*self._recent(), *self._commands(unsent)]
         if running:
@@ -62,7 +62,7 @@ class SentCommands:
         return operations[0] if operations else None
 
     def _recent(self) -> Iterator[Operation]:
-        seen: set[int] = set()  # an interrupted flush sends a batch again
+        seen: set[int] = set()  # an interrupted flush sends its batch again
         for _, message in list(self._messages):
             found = self._commands(unpack_batch(message)[1]) if isinstance(message, bytes) else [message]
             for operation in found:

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def _scalar(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Wait for the value of a tensor with one element."""
+    """Fetch the value of a tensor with one element."""
     (tensor,) = args
     client = tensor._m.client
     client.before_wait("item()")
@@ -35,7 +35,7 @@ def _scalar(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _equal(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Wait for the comparison of two tensors."""
+    """Fetch the result of comparing two tensors."""
     left, right = args
     if tuple(left.shape) != tuple(right.shape):
         return False
@@ -43,16 +43,16 @@ def _equal(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def download(tensor: Any) -> torch.Tensor:
-    """Wait for the values of a remote tensor, and return them in a tensor of this process."""
+    """Fetch the values of a remote tensor into a tensor of this process."""
     values: torch.Tensor = tensor._m.client.ask("fetch", tensor._h.id)
     return values
 
 
 def _refuse_dtensor() -> None:
-    """Refuse to copy a remote tensor into this process silently, as a ``DTensor`` would do.
+    """Raise if a ``DTensor`` would silently copy a remote tensor into this process.
 
     Raises:
-        TypeError: The functions that make a ``DTensor`` are among the callers.
+        TypeError: Functions that create a ``DTensor`` are among the callers.
     """
     module = sys.modules.get("torch.distributed.tensor._api")
     frame = sys._getframe(1) if module is not None else None
@@ -63,7 +63,8 @@ def _refuse_dtensor() -> None:
 
 
 def _changes(source: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a copy that change the tensor; ``.to(device)`` passes all of them."""
+    """Return only the options of a copy that change the tensor, because ``.to(device)`` passes all
+    options."""
     same = {
         "dtype": source.dtype,
         "layout": torch.strided,
@@ -86,7 +87,7 @@ def _to_copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         options = _changes(source, options)
     if type(source) is not RemoteTensor:
         client = client_at(device)
-        # a copy made here also gives dense strides to a tensor with gaps, and memory to a zero tensor
+        # a copy in this process also makes strides dense, and gives memory to a zero tensor
         plain = not options and source.is_contiguous() and not source._is_zerotensor()
         return upload(client, source if plain else aten._to_copy.default(source, **options))
     if device is None or device == source.device or (device.type == "remote" and device.index is None):
@@ -103,7 +104,7 @@ def _to_copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Copy a tensor into another one, between devices too."""
+    """Copy a tensor into another one, also between devices."""
     target, source = args[0], args[1]
     if type(target) is not RemoteTensor:
         target.copy_(download(source))
@@ -120,7 +121,7 @@ def _copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _replaced(client: NodeClient, target: Any, source: torch.Tensor) -> bool:
-    """Upload into the place of an empty tensor if no other command has used it."""
+    """Upload values in place of an empty tensor, if no other command has used the tensor."""
     id, meta = target._h.id, target._m
     if (
         client.buffer[-2:] != [id, id]
@@ -129,7 +130,7 @@ def _replaced(client: NodeClient, target: Any, source: torch.Tensor) -> bool:
         or meta.shape != tuple(source.shape)
         or meta.stride != source.stride()
         or meta.offset != 0
-        # The latest command made the target without an input, so the target has no alias.
+        # The latest command created the target and had no inputs, so the target has no alias.
         or next(client.numbers) != id + 1
     ):
         return False
@@ -138,7 +139,7 @@ def _replaced(client: NodeClient, target: Any, source: torch.Tensor) -> bool:
 
 
 def send_to(client: NodeClient, source: Any) -> Any:
-    """Copy a tensor from its node to another node, without a copy in this process."""
+    """Copy a tensor directly from its node to another node."""
     sender = source._m.client
     if not (can_copy(sender.place) and can_copy(client.place)):
         return upload(client, download(source))
@@ -146,7 +147,7 @@ def send_to(client: NodeClient, source: Any) -> Any:
     for one, issued in ((sender, out), (client, number)):
         one.sites.note(issued, sys._getframe(1))
     key = f"{client.id}:{number}"
-    # The node copies the values in the layout that clone() gives them.
+    # the node copies the values in the layout that clone() would produce
     meta = source._m.empty().clone()
     introduce(sender, client)
     sender.send("send", out, source._h.id, client.place.id, key)
@@ -155,18 +156,18 @@ def send_to(client: NodeClient, source: Any) -> Any:
 
 
 def _pack_padded_sequence(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Compose the operation of others. The lengths and the batch sizes are on the CPU, as for CUDA."""
+    """Compose the operation from others. The lengths and batch sizes are on the CPU, as with CUDA."""
     return plan.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def _checked(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Wait for a check of values, which raises here as it does for other devices."""
+    """Wait for a check of values, which raises its error here, as on other devices."""
     client, args, kwargs = on_one_node(plan, args, kwargs)
     return run_and_ask(client, plan, args, kwargs)
 
 
 def _refused(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Refuse an operator that makes tensors without strides."""
+    """Raise for an operator that creates tensors without strides."""
     raise RuntimeError(f"{plan.name}: remote tensors must be strided; call .cpu() before this operation")
 
 
@@ -182,7 +183,7 @@ REFUSED = (
     "quantize_per_channel",
     "quantize_per_tensor_dynamic",
 )
-"""Operators whose results are sparse, quantized or in a layout of MKL-DNN."""
+"""Operators whose results are sparse, quantized or in an MKL-DNN layout."""
 handlers.update({f"aten::{name}": _refused for name in REFUSED})
 
 handlers.update(
@@ -197,7 +198,8 @@ handlers.update(
 )
 
 BY_NAME = ("_to_copy", "copy_", "_local_scalar_dense", "empty.memory_format", "empty_strided")
-"""Operators that torch calls with the Python key excluded, so the device's fallback does not see them."""
+"""Operators that torch calls with the Python key excluded, so that the device's fallback does not see
+them."""
 
 _libraries: list[Any] = []
 
@@ -220,4 +222,4 @@ def register() -> None:
             return RemoteTensor.__torch_dispatch__(_op, (), args, kwargs)
 
         library.impl(name, kernel, "PrivateUse1")
-    _libraries.extend((everything, library))  # torch drops the kernels of a collected library
+    _libraries.extend((everything, library))  # torch drops the kernels of a library that is garbage-collected

@@ -1,12 +1,12 @@
-"""Templates of remote commands, and the cache that finds them.
+"""Templates of remote commands, and the cache that stores them.
 
-The first time an operation is called with new metadata, the client runs it on meta tensors. This gives the
-shapes, strides and dtypes of the results, and which results are inputs. The outcome is a :class:`Template`,
-which the node also gets. Later calls with the same key only look the template up.
+When an operation is called with new metadata for the first time, the client runs it on meta tensors. This run
+determines the shapes, strides and dtypes of the results, and which results are inputs. The outcome is a
+:class:`Template`, which is also sent to the node. Later calls with the same key only look up the template.
 
-The key of a call has the default dtype, the metadata of the tensors, the other arguments, and the Python
-types of the scalars. The values of scalars (schema type ``Scalar``) are not in the key, because the learning
-rate of an optimizer may change with every step. They travel in the command.
+The key of a call contains the default dtype, the metadata of the tensors, the Python types of the scalars,
+and all other arguments. It does not contain the values of scalars (schema type ``Scalar``), because some of
+them, such as a learning rate, may change with every step. The command carries these values.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ RUN_FOR_METADATA = (
     "aten::_embedding_bag",
     "aten::_linalg_svd",
 )
-"""Operators whose meta kernels differ from their CPU kernels in shapes or strides: they run here on zeros."""
+"""Operators whose meta kernels give other shapes or strides than their CPU kernels, so the client runs them
+on zeros."""
 
 NUMBERS = frozenset((int, float, bool, complex))
-"""Types of the scalars that travel in the command."""
+"""Types of the scalars that commands carry."""
 VALUES_IN_KEY = ("aten::arange", "aten::range")
 """Operations whose scalars determine the shape of the result."""
 
@@ -45,22 +46,23 @@ VALUES_IN_KEY = ("aten::arange", "aten::range")
 Handler = Callable[["OpPlan", Sequence[Any], dict[str, Any]], Any]
 
 handlers: dict[str, Handler] = {}
-"""Functions that replace the ordinary command of an operator, by the operator's name."""
+"""Functions that replace an operator's ordinary command, by the operator's name."""
 
 
 BATCH_NORM = "aten::native_batch_norm"
 COMPOSED = "CompositeImplicitAutograd"
-"""Dispatch key of the operators that torch composes of others, such as ``to``. In inference mode torch
-dispatches them whole."""
+"""Dispatch key of the operators that torch composes from others, such as ``to``. In inference mode, torch
+dispatches them as a whole."""
 
 
 def _composed(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Let torch compose an operation of others."""
+    """Let torch compose an operation from others."""
     return plan.op.decompose(*args, **kwargs)
 
 
 class TensorMeta:
-    """Metadata of remote tensors. Equal metadata of one node is one object, so keys compare identities."""
+    """Metadata of remote tensors. For each node, equal metadata is a single object, so keys compare
+    identities."""
 
     __slots__ = ("client", "device", "dtype", "make", "offset", "shape", "stride")
 
@@ -89,7 +91,7 @@ class TensorMeta:
 
 
 def only_strided(what: str, tensor: torch.Tensor) -> None:
-    """Refuse sparse, quantized and nested tensors.
+    """Raise for sparse, quantized and nested tensors.
 
     Raises:
         RuntimeError: The tensor is not an ordinary strided tensor.
@@ -101,7 +103,7 @@ def only_strided(what: str, tensor: torch.Tensor) -> None:
 
 
 def meta_of(client: NodeClient, tensor: torch.Tensor) -> TensorMeta:
-    """Return the interned metadata of a tensor with the same shape on the node."""
+    """Return the interned metadata for a tensor with this shape on the node."""
     only_strided("remote tensors", tensor)
     return interned(client, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
@@ -116,7 +118,7 @@ def interned(
 
 
 class Template:
-    """Tell the client how to handle a call after its first one.
+    """Information that the client needs to repeat a call.
 
     Attributes:
         client: Node that runs the commands.
@@ -124,9 +126,9 @@ class Template:
         native: Copy of the template in the C++ part; None before its first use.
         single: Metadata of the result, if the only result is one new tensor; else None.
         outputs: Metadata of the new tensors, in the order of their ids.
-        results: Structure of the results. An int is the place of an input, and a :class:`Slot` that of a new
-            tensor. A tuple or list has further results.
-        changed: Places of inputs whose metadata the operation changes, with the new metadata.
+        results: Structure of the results. An int is the index of an input, and a :class:`Slot` is the index
+            of a new tensor. A tuple or list contains further results.
+        changed: Indices of the inputs whose metadata the operation changes, with the new metadata.
     """
 
     __slots__ = ("changed", "client", "id", "native", "outputs", "results", "single")
@@ -141,14 +143,14 @@ class Template:
 
 
 class OpPlan:
-    """Keep what the dispatch needs to know about one operator. It is kept as an attribute of the operator.
+    """Information for the dispatch of one operator, stored as an attribute of the operator.
 
     Attributes:
         templates: Templates by key.
-        scalars: For each positional argument, whether its schema type is a scalar.
-        named: Names of the arguments of scalar type.
+        scalars: For each positional argument, whether its schema type is scalar.
+        named: Names of the arguments with a scalar type.
         handler: Function that replaces the command; None for ordinary operations.
-        factory: True if the operation has an argument ``device``.
+        factory: True if the operation has a ``device`` argument.
         dynamic: True if the shape of the results depends on values.
     """
 
@@ -172,7 +174,7 @@ class OpPlan:
 
 
 def module_of(name: str) -> str:
-    """Return the module that defines a custom operator in Python, which a node may have to import."""
+    """Return the Python module that defines a custom operator, which a node may have to import."""
     from torch._library.custom_ops import OPDEFS
 
     found = OPDEFS.get(name.partition(".")[0])
@@ -181,16 +183,16 @@ def module_of(name: str) -> str:
 
 
 def _takes_number(kind: Any) -> bool:
-    """Return whether a number is payload for a schema type: ``Scalar``, ``Scalar[]``, ``Tensor``."""
+    """Return whether the command carries numbers of a schema type: ``Scalar``, ``Scalar[]``, ``Tensor``."""
     while kind.kind() in ("OptionalType", "ListType"):
         kind = kind.getElementType()
-    # torch reports Scalar as NumberType, and the printed schema distinguishes it from int and float.
-    # A number in the place of a tensor, such as the 2 of ``x * 2``, changes as often as a scalar does.
+    # torch reports Scalar as NumberType, and the printed schema distinguishes it from int and float. A number
+    # in place of a tensor, such as the 2 in ``x * 2``, changes as often as a scalar.
     return str(kind) in ("number", "Scalar", "Tensor")
 
 
 class CallShape(NamedTuple):
-    """A call with placeholders for its tensors, its scalars and the devices of nodes.
+    """Call with placeholders for its tensors, its scalars and the devices of nodes.
 
     Attributes:
         args: Positional arguments; lists are tuples.
@@ -206,7 +208,7 @@ class CallShape(NamedTuple):
 
 
 def shape_of_call(plan: OpPlan, tensor_type: type, args: Sequence[Any], kwargs: dict[str, Any]) -> CallShape:
-    """Replace the tensors, scalars and devices of nodes in the arguments by placeholders."""
+    """Replace the tensors, scalars and node devices in the arguments with placeholders."""
     inputs: list[Any] = []
     scalars: list[Any] = []
     flags = plan.scalars
@@ -217,7 +219,8 @@ def shape_of_call(plan: OpPlan, tensor_type: type, args: Sequence[Any], kwargs: 
 
 
 def _placeholder(tensor_type: type, inputs: list[Any], scalars: list[Any], value: Any, scalar: bool) -> Any:
-    """Return the placeholder of a value, or the value. A closure would form a cycle with the tensors."""
+    """Return the placeholder for a value, or the value itself. A closure would form a reference cycle with
+    the tensors."""
     if type(value) is tensor_type:
         inputs.append(value)
         return Slot(len(inputs) - 1)
@@ -258,7 +261,8 @@ class Evaluated:
         self.kept: list[int] = []
         self.outputs: list[TensorMeta] = []
         places = {id(meta): place for place, meta in enumerate(metas)}
-        places |= {id(metas[place]): place for place in mutated}  # a result is the argument that is changed
+        # some results are the modified argument itself
+        places |= {id(metas[place]): place for place in mutated}
         leaves = flat_results(result)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
@@ -280,19 +284,20 @@ class Evaluated:
 
 
 def written_values(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the tensors, or their placeholders, that the operator changes, by its schema."""
+    """Return the tensors, or their placeholders, that the operator modifies according to its schema."""
     written = [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(plan.op._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    if plan.name == BATCH_NORM and args[5]:  # its schema does not say that it changes the statistics
+    # the schema does not say that the operator modifies the statistics
+    if plan.name == BATCH_NORM and args[5]:
         written += args[3:5]
     return flat_results(written)
 
 
 def spec_of(plan: OpPlan, shape: CallShape) -> TemplateSpec:
-    """Return the template of a call for the node. Its ``kept`` is that of a single new tensor."""
+    """Return the template of a call for the node. Its ``kept`` describes a single new tensor."""
     return TemplateSpec(
         plan.name,
         shape.args,
@@ -321,7 +326,7 @@ def evaluate(
 
 
 def new_template(client: NodeClient, plan: OpPlan, shape: CallShape) -> Template:
-    """Make a template for a call, and send it to the node."""
+    """Create a template for a call, and send it to the node."""
     spec = spec_of(plan, shape)
     found, metas = evaluate(client, plan, shape, spec.mutated)
     template = Template(client, client.next_template())

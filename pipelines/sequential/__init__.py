@@ -6,7 +6,7 @@ from flowchan.pipelines.sequential.training import Training
 
 __all__ = ["Pop", "Sequential", "Stash", "Training"]
 
-# In error messages, tracebacks and pickles, the names then belong to the module that users import.
+# Make error messages, tracebacks and pickles show the module that users import.
 for _name in __all__:
     globals()[_name].__module__ = "flowchan.pipelines"
 del _name

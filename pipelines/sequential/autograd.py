@@ -1,7 +1,7 @@
 """Calls of a pipe whose outputs require grad.
 
 For autograd, all parts together are one function of the input and of all parameters. Its backward pass runs
-back through the parts, micro-batch by micro-batch.
+through the parts in reverse, micro-batch by micro-batch.
 
     batch ──split──> [part 0] ──> [part 1] ──> … ──> outputs ──join──> y      y = pipe(x)
                         │   <───────  │   <─── …  <── gradients <── split     loss(y).backward()
@@ -96,7 +96,7 @@ class _Workers:
     def _using(self) -> Iterator[WorkersRun]:
         """Give the caller exclusive use of the workers for one command.
 
-        If the command is interrupted, the workers are ended. Otherwise their late messages would be mistaken
+        If the command is interrupted, the workers are ended. Otherwise, their late messages would be mistaken
         for answers to the next command.
         """
         with self._lock:
@@ -111,7 +111,7 @@ class _Workers:
                     raise
             else:
                 return
-            # A copy for each call, because its traceback refers to this frame.
+            # raise a copy, because the traceback of each call refers to its frame
             raise copy.copy(self.run.error) from self.run.error.__cause__
 
     def _changed_modes(self) -> Any:
@@ -152,7 +152,7 @@ class Differentiable:
         self.cut.measure(mapped(Tensor.detach, pieces[0]))
         parts = self.cut.parts
         through = _Through(self._workers_for(parts), next(self._numbers), self._events)
-        # A module that draws no random numbers must not advance the program's generator.
+        # a module that draws no random numbers must not advance the program's generator
         draws = any(may_draw(part.module) for part in parts)
         seed = int(torch.randint(2**31, ())) if draws else 0
         graph = torch.is_grad_enabled()
@@ -207,7 +207,7 @@ class _Through:
         self._dropping: Any = None
 
     def forward(self, call: Forward, pieces: Sequence[Any], wants: tuple[bool, ...]) -> list[Any]:
-        """Compute the outputs of the micro-batches; raise ``StageError`` for the first that failed."""
+        """Compute the outputs of the micro-batches. Raise ``StageError`` for the first failed micro-batch."""
         if call.keeps_graph:  # the workers keep the graph as long as this object exists
             self._dropping = weakref.finalize(self, self.workers.dropped.append, self.number)
             self._dropping.atexit = False
@@ -256,7 +256,8 @@ class _Through:
         raise part_error(self.workers.parts[failure.part], f"{of}batch {self.number}", failure.error)
 
     def _of_parameters(self, answers: list[WorkerAnswer]) -> list[Tensor | None]:
-        """Return the gradients of all parameters; those of a parameter in several parts are added."""
+        """Return the gradients of all parameters. Add the gradients of a parameter that is in several
+        parts."""
         found: dict[int, Tensor] = {}
         for requested, answer in zip(self._parameters_of, answers, strict=True):
             for parameter, gradient in zip(requested, answer.gradients or (), strict=True):
@@ -291,7 +292,7 @@ def _applied(through: _Through, call: Forward, pieces: Sequence[Any]) -> list[An
 
 
 class _Passage:
-    """One call of the pipe, and what its two autograd functions hand to each other.
+    """One call of the pipe, and the data that its two autograd functions exchange.
 
     ``outputs`` are the outputs of the micro-batches. ``gradients`` are the gradients of the output tensors
     and the thread that received them, by the number of the backward pass.
@@ -306,10 +307,10 @@ class _Passage:
 class _Parts(torch.autograd.Function):
     """Autograd function of all inputs and parameters, which runs all parts.
 
-    Its output is an empty CPU tensor, the token, from which :class:`_Outputs` creates the output tensors. So
-    autograd runs the backward pass in the thread that called ``backward()``. If the gradient were a CUDA
-    tensor, autograd would run it in its only thread for that device. The thread would wait for workers whose
-    own backward passes need the same thread.
+    Its output is an empty CPU tensor, the token, from which :class:`_Outputs` creates the output tensors.
+    Autograd therefore runs the backward pass in the thread that called ``backward()``. For a CUDA tensor,
+    autograd would use its only thread for that device. The thread would wait for workers whose own backward
+    passes need the same thread.
     """
 
     @staticmethod
@@ -368,7 +369,8 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Keep the gradients for the backward pass of :class:`_Parts`, and return a gradient of the token."""
+        """Keep the gradients for the backward pass of :class:`_Parts`, and return a gradient for the
+        token."""
         to_workers([one for one in gradients if one is not None])
         ctx.passage.gradients[torch._C._current_graph_task_id()] = gradients, threading.get_ident()
         return None, torch.empty(0)

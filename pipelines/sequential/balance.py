@@ -1,7 +1,7 @@
-"""Costs of layers on a sample, and the cut that minimises the cost of the most expensive part.
+"""Measure the costs of layers on a sample, and find the cut with the cheapest most expensive part.
 
 A pipeline is as fast as its slowest part, and needs as much memory as its largest. Dynamic programming over
-the numbers of parts and layers finds the exact minimum of the largest sum of consecutive costs.
+the numbers of parts and layers finds the exact optimum: it minimises the largest sum of consecutive costs.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def best_split(costs: Sequence[float], parts: int) -> list[int]:
     for count in range(2, parts + 1):
         row, begins = [float("inf")] * (layers + 1), [0] * (layers + 1)
         for n in range(count, layers + 1):
-            # Choose the last of several equally good cuts, so that a layer without cost stays with the
-            # previous one.
+            # Among equally good cuts, choose the last one, so that a layer without cost stays with the
+            # previous layers.
             row[n], begin = min((max(least[cut], upto[n] - upto[cut]), -cut) for cut in range(count - 1, n))
             begins[n] = -begin
         least = row
@@ -105,7 +105,7 @@ def step_seconds(module: nn.Sequential, micro: Any, threads: int) -> list[tuple[
 def _halves(part: Part, value: Any, skips: Skips) -> tuple[float, float, float]:
     value, skips = _leaf(value), _leaf(skips)
     moments = [time.thread_time()]
-    # A layer that works in place rejects a leaf that requires grad.
+    # a layer that works in place would reject a leaf that requires grad, so pass clones
     out, remaining_skips = run_part(
         part, mapped(Tensor.clone, value), mapped(Tensor.clone, skips), keep=False
     )
@@ -144,7 +144,7 @@ def _alone(module: nn.Sequential, value: Any, skips: Skips | None = None) -> Ite
 
 
 def _seconds(layers: list[_Layer], training: bool) -> list[float]:
-    """Return the shortest time of each layer, because disturbances only make a measurement longer."""
+    """Return the shortest time of each layer, because disturbances can only lengthen a measurement."""
     found = [float("inf")] * len(layers)
     begin = time.perf_counter()
     rounds = 0
@@ -163,8 +163,8 @@ def _once(part: Part, value: Any, skips: Skips, training: bool) -> float:
         if training:
             ends = [tensor for tensor in tensors(out) if tensor.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-    # A thread that never waited may still have lost its core to another program, which is not the layer's
-    # fault. CPU time does not include such interruptions.
+    # If the thread never waited, any interruption came from another program. CPU time does not include such
+    # interruptions.
     return time.thread_time() - computed if _waits() == waits else time.perf_counter() - begin
 
 
@@ -174,7 +174,7 @@ def _waits() -> int:
 
 
 def _fresh(value: Any, training: bool) -> Any:
-    """Return a copy as the previous layer would pass it: writable, and with a gradient in training."""
+    """Return a copy like the previous layer's output: writable, and with a gradient in training."""
     return mapped(
         lambda tensor: tensor.detach().requires_grad_(training and tensor.is_floating_point()).clone(), value
     )
@@ -183,8 +183,8 @@ def _fresh(value: Any, training: bool) -> Any:
 def _bytes(layers: list[_Layer], training: bool, param_scale: float) -> list[float]:
     """Return the bytes of each layer: parameters, buffers and activations.
 
-    If no backward pass follows, the activations are the outputs. A tensor that several layers keep is
-    attributed to the first of them. An input is attributed to the layer that saves it.
+    Without a backward pass, the activations are the outputs. A tensor that several layers keep is attributed
+    to the first of them. An input is attributed to the layer that saves it.
     """
     value, skips = _fresh(layers[0][1], training=False), layers[0][2]
     kept: list[Any] = [value]  # keeps all tensors alive, so that no address is reused
@@ -220,7 +220,8 @@ def _state(part: Part) -> list[Tensor]:
 def _kept(part: Part, value: Any, skips: Skips, training: bool) -> tuple[Any, Skips, list[Tensor]]:
     """Run a layer, and return its output, its skips and the tensors that it keeps.
 
-    In training, these are the tensors saved for the backward pass, otherwise all outputs of its modules.
+    In training, these are the tensors saved for the backward pass. Otherwise, they are all outputs of its
+    modules.
     """
     made: list[Tensor] = []
 

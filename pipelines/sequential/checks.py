@@ -1,4 +1,4 @@
-"""Checks of a pipe's arguments, made before anything starts.
+"""Check a pipe's arguments before anything starts.
 
 Each error names the argument, its value, the allowed values, and the remedy.
 """
@@ -86,7 +86,7 @@ def counts_by_name(parts: Sequence[str], names: Sequence[str]) -> list[int]:
 
 
 def check_container(module: nn.Sequential) -> None:
-    """Check that a container only calls its layers in order; parts would skip anything else that it does.
+    """Check that a container only calls its layers in order, because parts would skip any other code in it.
 
     Raises ``TypeError`` if the container has its own ``forward``, and ``ValueError`` if it has hooks.
     """
@@ -107,7 +107,7 @@ def _check_skips(module: nn.Sequential) -> None:
 
     Raises ``ValueError`` for a ``Pop`` without a ``Stash``, a ``Stash`` without a ``Pop``, and two ``Stash``
     layers without a ``Pop`` between them. A layer that is not an ``nn.Sequential`` may contain such layers
-    and use them in any order. From there on, their names are not checked.
+    and use them in any order. After such a layer, the names that it uses are not checked.
     """
     stashed: dict[str, str] = {}  # stashed names, each with the path of its Stash layer
     unknown: set[str] = set()
@@ -265,7 +265,7 @@ def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.devic
         )
     found = [torch.device(name) if on.hosts else _device(name) for name in devices]
     if on.own_process and not on.hosts and forks() and any(device.type == "cuda" for device in found):
-        # The first output may initialise CUDA before more workers are forked.
+        # The first output may initialise CUDA in the program before it forks more workers.
         raise ValueError(
             f"Sequential: devices={short(devices)} cannot be used in forked processes, because CUDA does not "
             'survive a fork; call multiprocessing.set_start_method("spawn") first, or use on="thread"'
@@ -411,7 +411,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def check_shapes(module: nn.Sequential, micro: Any, dim: int = 0) -> list[float] | None:
-    """Check the shape of each layer's output; a run on the device ``meta``, without values, changes nothing.
+    """Check the shape of each layer's output with a run on the device ``meta``, which has no values and no
+    side effects.
 
     Returns the operations per sample of each layer, or ``None`` if they are unknown. Raises ``TypeError`` if
     the output is not made of tensors, and ``ValueError`` if it does not have one row per sample. Both errors
@@ -462,7 +463,7 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
 
 
 def _first_wrong(value: Any, samples: int, dim: int) -> tuple[str, Any] | None:
-    """Return the first leaf that could not be joined with those of the other micro-batches."""
+    """Return the first leaf that could not be joined with the other micro-batches' leaves."""
     for path, leaf in leaves(value, "the output"):
         if leaf is None:
             continue

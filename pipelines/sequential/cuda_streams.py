@@ -1,9 +1,9 @@
-"""Order of work between the caller's CUDA streams and the default streams, on which worker threads compute.
+"""Synchronise the caller's CUDA streams with the default streams, on which worker threads compute.
 
 A program may call a pipe under ``torch.cuda.stream(…)``. Without these waits, a worker could read a tensor
-before the caller's stream has computed it, and the caller's stream could read an output too early. The waits
-are on the device; the calling thread does not block. ``record_stream`` keeps the memory of a tensor until
-the other stream has used it.
+before the caller's stream has computed it. The caller's stream could also read an output too early. The waits
+are on the device; the calling thread does not block. ``record_stream`` keeps the memory of a tensor until the
+other stream has used it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from flowchan.pipelines.sequential.tensor_trees import tensors
 
 
 def to_workers(value: Any) -> None:
-    """Let the default streams wait for the current streams, which have computed the tensors of ``value``."""
+    """Make the default streams wait for the current streams, which have computed the tensors of ``value``."""
     for tensor, current, default in _on_other_streams(value):
         default.wait_stream(current)
         tensor.record_stream(default)
 
 
 def from_workers(value: Any) -> None:
-    """Let the current streams wait for the default streams, which have computed the tensors of ``value``."""
+    """Make the current streams wait for the default streams, which have computed the tensors of ``value``."""
     for tensor, current, default in _on_other_streams(value):
         current.wait_stream(default)
         tensor.record_stream(current)
 
 
 def _on_other_streams(value: Any) -> Iterator[tuple[Tensor, torch.cuda.Stream, torch.cuda.Stream]]:
-    """Yield the CUDA tensors whose device has another current stream than its default stream."""
+    """Yield each CUDA tensor for whose device the current stream is not the default stream."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     for tensor in tensors(value):

@@ -1,6 +1,6 @@
-"""Choice of a module's parts and of the number of micro-batches.
+"""Choose a module's parts and the number of micro-batches.
 
-The choice is made with the first batch, unless the user has made it.
+Unless the user has chosen them, the choice is made with the first batch.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ PASSING = {"process": 100e-6, "thread": 50e-6}
 class Cut:
     """Choice of a module's parts, which several threads can share.
 
-    ``counts`` is the number of layers in each part, or the number of parts. If it is the number of parts, the
-    parts first have equal numbers of layers. The first batch then determines the cut that makes the slowest
-    part as fast as possible.
+    ``counts`` is the number of layers in each part, or the number of parts. If only the number of parts is
+    given, the parts first have equal numbers of layers. The first batch then determines the cut that makes
+    the slowest part as fast as possible.
     """
 
     def __init__(
@@ -142,10 +142,10 @@ class Cut:
         return self._free and enough and not self.on.hosts and len(set(owned)) == len(owned)
 
     def halves(self, value: Any = None) -> list[Part]:
-        """Return twice as many parts, each with as equal a share of the operations for ``value`` as possible.
+        """Return twice as many parts, with as equal shares of the operations for ``value`` as possible.
 
-        Time is not measured, because training must draw the same random numbers in every run, and these
-        depend on the parts.
+        Time is not measured: training must draw the same random numbers in every run, and these depend on the
+        parts.
         """
         with self._lock:
             if value is not None:
@@ -179,7 +179,7 @@ class Cut:
         parameters = sum(one.numel() for one in self.module.parameters() if one.requires_grad)
         if not back or not parameters:
             return chunks
-        # Fewer than two micro-batches per part would cost more time in waiting than adding gradients takes.
+        # with fewer than two micro-batches per part, waiting would cost more time than adding gradients saves
         return min(chunks, max(int(work / (ADDS * parameters)), 2 * len(self.parts)))
 
     def measure(self, piece: Any) -> None:
@@ -207,7 +207,7 @@ class Cut:
             slowest = max(sum(costs[begin:end]) for begin, end in pairwise(ends))
             cores = affinity_cores()
             passing = PASSING[self.on.name]
-            # duration if the work were spread evenly over all cores
+            # duration if all cores shared the work equally
             busy = sum(costs) * min(threads, cores) + (number + 2) * passing
             expected = max(slowest + passing, busy / cores)
             if expected >= plain:

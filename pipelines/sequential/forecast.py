@@ -1,4 +1,4 @@
-"""Forecast of the best schedule for a model.
+"""Predict the best schedule for a model.
 
 This module measures the times of the layers, and simulates every schedule with these times.
 """
@@ -39,7 +39,7 @@ class Forecast:
         chunks: Number of micro-batches.
         seconds: Duration of a step, in seconds.
         alone: Duration of a step with a single worker, in seconds.
-        bubble: Share of the time for which workers are idle, from 0 to 1.
+        bubble: Fraction of the time that workers are idle, from 0 to 1.
         held: Peak size of a worker's activations, in bytes.
     """
 
@@ -71,7 +71,8 @@ def forecasts(
 ) -> list[Forecast]:
     """Predict the performance of each schedule for which the module has enough layers.
 
-    The measurement runs copies of the layers forward and backward, and takes as long as a few training steps.
+    The measurement runs forward and backward passes on copies of the layers, and takes as long as a few
+    training steps.
 
     Args:
         module: An ``nn.Sequential`` or a list of layers.

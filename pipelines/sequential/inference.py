@@ -50,7 +50,7 @@ from flowchan.transport.interrupts import append_result
 class PartWorker:
     """Worker function of one part, created once per worker. In a process, nothing else uses the part.
 
-    This is a dataclass, because its generated ``__init__`` has no source file. A picture therefore shows the
+    This is a dataclass because its generated ``__init__`` has no source file. A picture therefore shows the
     line of the user's code that created the pipe.
     """
 
@@ -61,9 +61,9 @@ class PartWorker:
     """Number of other hosts on which the processes run."""
 
     def __post_init__(self) -> None:
-        torch.set_grad_enabled(False)  # applies to this thread only, which is the worker's
+        torch.set_grad_enabled(False)  # applies only to this thread, which is the worker's
         self.only_reads = only_reads(self.part)
-        # such a part does not need run_part's additional steps
+        # this part does not need run_part's additional steps
         self.is_simple = self.processes and self.part.device is None and is_plain_torch(self.part.module)
         if self.processes:
             take_cores(self.part.number, self.processes, self.hosts)
@@ -97,7 +97,7 @@ class PartWorker:
 
 @dataclass(slots=True)
 class Batch:
-    """A batch in flight.
+    """Batch in flight.
 
     ``sizes`` are the sample counts of its micro-batches. ``values`` are the outputs of the micro-batches,
     except those whose numbers are in ``missing``.
@@ -108,12 +108,12 @@ class Batch:
     values: list[Any]
     missing: set[int]
     outcome: Channel[list[Any] | BaseException] = field(default_factory=lambda: Channel(1))
-    """Receives one item: all values, or the exception that ended the batch. Ctrl-C in a waiting thread could
-    leave a ``concurrent.futures.Future`` locked, and then the thread that sets it would block."""
+    """Receives one item: all values, or the exception that ended the batch. A ``concurrent.futures.Future``
+    would not do: Ctrl-C in a waiting thread could leave it locked and block the thread that sets it."""
 
 
 class InferenceRun(PipelineRun):
-    """One run of the parts, each of them a ``map``, with the batches in flight keyed by number.
+    """One run of the parts, each of which is a ``map``. The batches in flight are keyed by number.
 
     If Ctrl-C interrupts the recording of a result, the recording is repeated from the beginning.
     """
@@ -168,7 +168,8 @@ class InferenceRun(PipelineRun):
             self._end_batch(micro.batch, batch.values)
 
     def _record_failure(self, failed: Failed[Any]) -> None:
-        """Record that a part failed on a micro-batch, or that the part's process died too often on it."""
+        """Record that a part failed on a micro-batch, or that its process died too often while working on
+        it."""
         micro = Micro(*failed.item[: len(Micro._fields)])
         self._record_times(micro)
         part = self.parts[len(micro.events)]  # each finished part has appended its times

@@ -87,7 +87,7 @@ def run_part(part: Part, value: Any, skips: Skips, keep: bool = True) -> tuple[A
     """Run a part, and return its output and the skips for later parts.
 
     ``keep`` means that the input must not be changed, because it may have other readers. An input from
-    another process belongs only to this part.
+    another process has no other readers.
     """
     if part.device is not None:
         value, skips = mapped(lambda tensor: tensor.to(part.device), (value, skips))
@@ -170,17 +170,17 @@ def compute_threads(processes: int, forked: bool | None = None) -> int:
 def take_cores(number: int, processes: int, hosts: int = 0) -> None:
     """Pin this process to its share of the cores, if ``processes`` is at most the number of cores.
 
-    Parts wake each other for each micro-batch, and the scheduler tends to place the woken process on the core
-    of its waker. In tests without pinning, two parts sometimes shared one core for seconds while another core
-    was idle. If ``hosts`` is given, processes are assigned to the hosts in round-robin order. An agent has
-    not loaded torch, so its forked processes can use several threads.
+    Parts wake each other for each micro-batch. The scheduler tends to place the woken process on the core of
+    the process that woke it. In tests without pinning, two parts sometimes shared one core for seconds while
+    another core was idle. If ``hosts`` is given, processes are assigned to the hosts in round-robin order. An
+    agent has not loaded torch, so its forked processes can use several threads.
     """
     if hosts:
         number, processes = number // hosts, len(range(number % hosts, processes, hosts))
     torch.set_num_threads(compute_threads(processes, forked=False if hosts else None))
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= processes:
-        # some containers forbid this; the operating system then places the processes
+        # some containers forbid pinning; the operating system then places the processes
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cores[number::processes])
 

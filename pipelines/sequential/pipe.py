@@ -134,8 +134,8 @@ class Sequential(nn.Module):
             counts = balancing.best_split(costs, number)
         self.on, self.chunks = settings.on, settings.chunks
         self._recompute, self._deferred = settings.recompute, settings.deferred_batch_norm
-        # The pipe holds the module's own layers under their own names. If the module itself were registered
-        # too, the keys of state_dict would change.
+        # The pipe registers the module's layers under their own names. Registering the module itself would
+        # change the keys of state_dict.
         module = layers if traced is None else traced.module
         vars(self).update(module=module, _layers=layers, _traced=traced)
         for own in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -154,7 +154,7 @@ class Sequential(nn.Module):
         dim: int,
         join: Callable[[list[Any]], Any] | None,
     ) -> None:
-        """Create the attributes that each copy of a pipe needs for itself."""
+        """Create the attributes that every copy of a pipe needs for itself."""
         name, numbers = type(self).__name__, itertools.count()
         self._events: deque[TimelineEvent] = deque(maxlen=REMEMBERED)
         on = placement_argument(name, self.on)
@@ -287,8 +287,9 @@ class Sequential(nn.Module):
     def stream(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Compute the outputs for a series of batches, without gradients.
 
-        Batches are not split: the parts work on different batches at the same time. The next batch is
-        requested when the pipe has room for it. At most ``2 * parts + 3`` batches are in the pipe at a time.
+        Batches are not split; instead, the parts work on different batches at the same time. The next batch
+        is requested when the pipe has room for it. At most ``2 * parts + 3`` batches are in the pipe at a
+        time.
 
         Args:
             batches: Inputs of the module, one per batch. If the iterable raises, the exception is raised
@@ -395,8 +396,8 @@ class Sequential(nn.Module):
         """Return the recorded forward and backward passes of all parts.
 
         Returns:
-            The last 100,000 events; each batch counts as a step. After training, they include the last ten
-            training steps, which are also numbered from 0.
+            The timeline has at most the last 100,000 events; each batch counts as a step. After training, it
+            includes the last ten training steps, which are also numbered from 0.
 
         Example:
             >>> import torch
@@ -447,6 +448,6 @@ _uncompiled = _disable_dynamo(Sequential._called)
 
 
 def _names(parts: Any) -> list[str]:
-    """Return ``parts`` if it lists layer names; if it holds numbers, return an empty list."""
+    """Return ``parts`` if it lists layer names, or an empty list if it lists numbers."""
     named = isinstance(parts, (list, tuple)) and parts and all(isinstance(name, str) for name in parts)
     return list(parts) if named else []

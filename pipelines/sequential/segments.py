@@ -2,8 +2,7 @@
 
 A segment uses the module's own layers, parameters and buffers. It passes on the values that later segments
 need: a single value, or a tuple of several values. A residual connection may therefore cross any number of
-borders between segments. A segment is data, not generated code, so it can be copied and pickled like any
-layer.
+segment borders. A segment is data, not generated code, so it can be copied and pickled like any layer.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Owned(nn.Module):
         for name in names:
             if name in owner._parameters:
                 self._parameters[name] = owner._parameters[name]
-            else:  # share the dict, so that a buffer that owner.double() replaces is also replaced here
+            else:  # Share the dict, so that a buffer replaced by owner.double() is also replaced here.
                 self._buffers = owner._buffers
 
 

@@ -3,12 +3,12 @@
 Each worker runs its steps in order. Before a step, it receives the step's inputs from other workers. After
 ``F``, it sends the output to the worker of the next part. After ``B`` or ``I``, it sends the gradient to the
 worker of the previous part. Outputs and gradients use separate channels, which keep their order and hold
-``capacity`` messages each. While a channel is full, its sender waits. A worker reads only the channel from
+``capacity`` messages each. A sender waits while its channel is full. A worker reads only the channel from
 which it needs a message, and stores messages that arrive early.
 
-Workers that read and write channels in a fixed order, and block, form a Kahn process network. A deadlock
-depends on that order and on the capacity, but not on durations. A single simulation therefore decides the
-question.
+Workers that read and write channels in a fixed order, and block, form a Kahn process network. Whether they
+deadlock depends on that order and on the capacity, but not on durations. A single simulation therefore
+settles the question.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Simulated:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """Share of the makespan for which each worker is idle."""
+        """Fraction of the makespan that each worker is idle."""
         return tuple(1 - _busy(events) / self.makespan if events else 1.0 for events in self.events)
 
     @property
     def bubble(self) -> float:
-        """Share of the time for which workers are idle, averaged over all workers."""
+        """Fraction of the time that workers are idle, averaged over all workers."""
         return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
 
     def timeline(self, title: str = "simulated", unit: float = 1e-3) -> Timeline:
@@ -188,7 +188,7 @@ class _Link:
 
 
 class _Network:
-    """Workers, and the channels between them. A worker is a coroutine that yields the awaited operation.
+    """Workers and the channels between them. A worker is a coroutine that yields the operation it waits for.
 
     ``moves`` counts completed operations, which serves to detect a deadlock.
     """
@@ -257,7 +257,7 @@ class _Network:
         receiver = self._owners.get(step.part + 1 if step.op == "F" else step.part - 1, worker)
         if receiver == worker or step.op == "W":
             return now
-        # the receiver treats both alike
+        # the receiver treats B and I alike
         message = replace(step, op="I") if step.op == "B" else step
         link = self._link(worker, receiver, message.op)
         while link.full():
@@ -291,7 +291,7 @@ def _busy(events: Iterable[TimelineEvent]) -> float:
 
 
 def _peak(events: Iterable[TimelineEvent], sizes: Sequence[float] | None = None) -> float:
-    """Return the largest number of micro-batches that are between their forward and backward passes.
+    """Return the largest number of micro-batches between their forward and backward passes.
 
     If ``sizes`` is given, each micro-batch counts with the size of its part.
     """

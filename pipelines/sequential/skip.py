@@ -5,9 +5,9 @@ it from part to part. In the plain module, each thread has one store, which no b
 marks the end of a batch. A tensor that is not popped, for example because a layer raised, therefore stays
 until the next ``Stash`` with the same name. ``Sequential`` checks that each ``Stash`` has a ``Pop``.
 
-Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", section 3.3, sends a
-skip directly to the part that pops it. This module sends it through the parts in between, which is simpler
-and, with processes, costs one copy for each of these parts.
+Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", section 3.3,
+describe sending a skip directly to the part that pops it. This module sends a skip through the parts in
+between. This is simpler, but with processes, it costs one copy per part in between.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _thread_store = _ThreadStore()
 class Stash(nn.Module):
     """Pass the input on, and keep it for a later :class:`Pop` with the same name.
 
-    The next layer must not change the tensor in place, because the cut of the module determines whether
-    ``Pop`` would see the change.
+    The next layer must not change the tensor in place: depending on the cut of the module, ``Pop`` might see
+    the change.
 
     Args:
         name: Name shared with exactly one ``Pop``.

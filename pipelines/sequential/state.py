@@ -1,8 +1,8 @@
-"""Detection of changes to a pipe's module, and synchronisation with the copies in other processes.
+"""Detect changes to a pipe's module, and synchronise the module with its copies in other processes.
 
 On the same host, the program and the parts share the memory of the tensors. Another host has copies. Both
 sides list the tensors of a part in the same order. Torch counts the changes to each tensor, and each side
-records the count at which the other side's copy is up to date. Later changes are sent with the next command
+records the count up to which the other side's copy is current. Later changes are sent with the next command
 or answer. Torch does not count changes through ``tensor.data``, so such changes are not detected.
 """
 
@@ -24,7 +24,7 @@ _VALUES = (bool, int, float, str, bytes, type(None))
 
 
 class _Same:
-    """Wrapper that compares objects by identity."""
+    """Wrapper that compares an object by identity."""
 
     __slots__ = ("one",)
 
@@ -134,7 +134,8 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class PartState:
-    """Parameters and buffers of a part in its process: the layers' tensors, and those that the program sees.
+    """A part's parameters and buffers in its process: the layers' tensors, and the tensors that the program
+    sees.
 
     These are the same memory, unless the part is on another device or a layer has replaced a buffer instead
     of writing into it. A program on another host receives changes in messages.

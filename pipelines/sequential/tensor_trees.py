@@ -1,6 +1,6 @@
 """Nested values: a tensor or ``None``, or a tuple, list or dictionary of such values.
 
-All tensors have one batch dimension, by default the first. A batch is split along this dimension into
+All tensors have a batch dimension, by default the first. A batch is split along this dimension into
 micro-batches of nearly equal size; the first ones may have one more sample than the others. Outputs are
 joined in the same order.
 """

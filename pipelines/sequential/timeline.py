@@ -229,7 +229,7 @@ def _width(timeline: Timeline) -> float:
 
 
 def _colour(op: Op, shade: int) -> str:
-    """Return the colour of ``op``; it is lighter for a worker's later parts."""
+    """Return the colour of ``op``, lighter for a worker's later parts."""
     kept = 0.62**shade
     return "#" + "".join(f"{round(255 - kept * (255 - one)):02x}" for one in COLOURS[op])
 

@@ -154,7 +154,7 @@ class _Cutting:
         )
 
     def _needed(self, place: int) -> list[fx.Node]:
-        """Return the values that exist before an operation and that this or a later operation uses."""
+        """Return the values that earlier operations computed and that this or a later operation uses."""
         later = {*self.nodes[place:], self.result}
         before = [*self.inputs, *self.nodes[:place]]
         return self._in_order(one for one in before if not later.isdisjoint(one.users))
@@ -211,7 +211,7 @@ class _Tracer(fx.Tracer):
     """Tracer that traces the calls of only one thread.
 
     ``kept_whole`` contains the types and ids of modules to keep whole. ``inside`` is the stack of modules
-    that contain the current operation; after a failure, it contains the operation that failed.
+    around the current operation. After a failure, it is the stack around the failed operation.
     """
 
     proxy_buffer_attributes = True

@@ -230,7 +230,7 @@ class Training:
             run.put_to_last("T", targets)
             if self._clip is not None:
                 norm = math.sqrt(sum(answer.square for answer in run.answers()[0]))
-                # The same factor as in torch's clip_grad_norm_, also for NaN.
+                # use the same factor as torch's clip_grad_norm_, also for NaN
                 factor = self._clip / (norm + 1e-6)
                 for job in self._jobs:
                     run.put(job.worker, ScaleGradients(1.0 if factor >= 1.0 else factor))
@@ -279,13 +279,13 @@ class Training:
         Returns:
             A dictionary. Its keys are ``"module"`` (a ``state_dict``), ``"parts"`` (the number of layers in
             each part), ``"steps"``, ``"optimizer"`` (the class name), and ``"optimizers"`` (a ``state_dict``
-            per part). An entry of a part without parameters is ``None``, as is ``"parts"``
-            until the first batch has decided the cut.
+            per part). The entry of a part without parameters is ``None``. ``"parts"`` is ``None`` until the
+            first batch has determined the cut.
 
         Raises:
             TypeError: The optimizer has no ``state_dict``.
             RunError: A part failed, or its worker died.
-            RuntimeError: The training has not begun or is over, or a layer has changed.
+            RuntimeError: Training has not started or is over, or a layer has changed.
 
         Example:
             >>> from functools import partial
@@ -329,8 +329,8 @@ class Training:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that :meth:`state_dict` returned.
 
-        The training must have the same model, parts and optimizer. A state that does not fit raises and
-        changes nothing. The parameter groups of the state, with their learning rates, replace those of
+        The training must have the same model, parts and optimizer. A state that does not fit raises an error
+        and changes nothing. The parameter groups of the state, with their learning rates, replace those of
         ``optimizer=``.
 
         Args:
@@ -338,9 +338,9 @@ class Training:
 
         Raises:
             TypeError: ``state`` is not a dictionary, or the optimizer has no ``load_state_dict``.
-            ValueError: The state is of another model, another cut or another optimizer.
+            ValueError: The state comes from another model, another cut or another optimizer.
             RunError: A part failed, or its worker died.
-            RuntimeError: The training has not begun or is over, or a layer has changed.
+            RuntimeError: Training has not started or is over, or a layer has changed.
         """
         self._raise_unless_active()
         self._raise_if_changed()

@@ -174,7 +174,7 @@ def _graph(module: nn.Sequential, value: Any, skips: Skips) -> float:
 
 
 def _peak(events: Iterable[TimelineEvent], kept: Sequence[Kept]) -> list[float]:
-    """Return the peak of the kept bytes for each part; until a pass is recomputed, only its inputs count."""
+    """Return the peak of the kept bytes for each part. Until a pass is recomputed, only its inputs count."""
     ordered = sorted(events, key=lambda event: event.end)
     again = {(event.part, event.chunk) for event in ordered if event.op == "recompute"}
     now, most = [0.0] * len(kept), [0.0] * len(kept)

@@ -1,6 +1,6 @@
 """State of a training as a dictionary that ``torch.save`` writes and ``torch.load`` reads safely.
 
-Each part has its own optimizer, so the state of the optimizers belongs to a cut of the module.
+Each part has its own optimizer, so the optimizers' state is valid only for one cut of the module.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from flowchan.pipelines.sequential.engine.worker_messages import Optimizers
 from flowchan.pipelines.sequential.parts import Part, divided
 
 KEYS = "module", "parts", "steps", "optimizer", "optimizers"
-_NAMED = 3  # keys of a module that a message names
+_NAMED = 3  # maximum number of the module's keys in an error message
 
 
 def copied(state: Any, cpu: bool = False) -> Any:
-    """Copy a state: clone its tensors, to the CPU if ``cpu``, and replace NumPy scalars by Python numbers.
+    """Copy a state. Clone its tensors (to the CPU if ``cpu`` is true), and replace NumPy scalars with Python
+    numbers.
 
     ``torch.load`` refuses NumPy scalars by default, and a learning rate may be one.
     """
@@ -68,10 +69,10 @@ def optimizer_name(parts: Sequence[Part], create: Optimizers | None) -> str | No
 def parts_for(
     state: Any, module: nn.Sequential, parts: Sequence[Part], is_open: bool, create: Optimizers | None
 ) -> Sequence[Part] | None:
-    """Check a state and return the parts that it is for.
+    """Check a state, and return the parts to which it applies.
 
-    If the cut into ``parts`` is open, the state decides it. ``None``: the state was saved before the cut was
-    decided, and leaves it open. Raises ``TypeError`` or ``ValueError`` if the state does not fit.
+    If the cut into ``parts`` is undecided, the state decides it. The result is ``None`` if the state was
+    saved before its cut was decided. Raises ``TypeError`` or ``ValueError`` if the state does not fit.
     """
     _check_keys(state)
     _check_module(state["module"], module)
@@ -85,7 +86,7 @@ def parts_for(
 
 
 def _check_keys(state: Any) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless ``state`` has the form of a training's state."""
+    """Raise ``TypeError`` or ``ValueError`` unless ``state`` has the structure of a training state."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"training: state must be the dictionary that state_dict() returns, got {short(state)}; "
@@ -99,7 +100,7 @@ def _check_keys(state: Any) -> None:
 
 
 def _open_counts(counts: Any, parts: int, layers: int) -> list[int]:
-    """Return the numbers of layers that a state gives to an undecided cut into ``parts`` parts."""
+    """Return the numbers of layers that a state prescribes for an undecided cut into ``parts`` parts."""
     fits = isinstance(counts, list) and all(type(count) is int and count > 0 for count in counts)
     if not fits or len(counts) != parts or sum(counts) != layers:
         raise ValueError(
@@ -110,7 +111,7 @@ def _open_counts(counts: Any, parts: int, layers: int) -> list[int]:
 
 
 def _check_cut(counts: Any, parts: Sequence[Part]) -> None:
-    """Raise ``ValueError`` unless a state has the cut of these parts."""
+    """Raise ``ValueError`` unless the state has the same cut as these parts."""
     if counts != (own := layer_counts(parts)):
         remedy = f"create the pipe with parts={counts}" if counts else "save it after the first step"
         raise ValueError(
@@ -146,7 +147,7 @@ def _names(keys: Sequence[Any]) -> str:
 
 
 def _check_optimizers(state: Mapping[str, Any], parts: Sequence[Part], create: Optimizers | None) -> None:
-    """Raise ``ValueError`` unless the state of the optimizers fits those of the parts."""
+    """Raise ``ValueError`` unless the optimizers' state fits the optimizers of the parts."""
     name = optimizer_name(parts, create)
     if state["optimizer"] != name:
         raise ValueError(

@@ -1,9 +1,9 @@
 """Format in which micro-batches travel between processes: a tuple, with the tensor's memory kept separate.
 
-A part computes with megabytes of parameters before it handles the next message. The parameters evict all
-other code from the core's caches. The code that sends and receives then takes five to ten times as long as in
-a tight loop, so this path is kept short. A tensor is sent as its memory, the name of its dtype and its shape,
-without being pickled. All other values, such as tensors inside tuples and dictionaries, are pickled.
+A part computes with megabytes of parameters between two messages. The parameters evict all code from the
+core's caches. The code that sends and receives is therefore five to ten times slower than in a tight loop, so
+this path is kept short. A tensor is sent as its memory, the name of its dtype and its shape, without being
+pickled. All other values, such as tensors inside tuples and dictionaries, are pickled.
 
 A receiver may change a value from a channel, so a large tensor gets a private mapping of its memory. This
 costs a page fault for every few pages that are read, and about as much time again for unmapping. If the first

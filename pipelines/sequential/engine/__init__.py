@@ -1,1 +1,1 @@
-"""Engine of a pipe: the workers with the parts of a model, and the program's side of their run."""
+"""Engine of a pipe: the workers that run the parts of a model, and the program's side of their run."""

@@ -1,4 +1,4 @@
-"""The program's side of a run, which starts and ends the run and exchanges messages with the workers.
+"""Program's side of a run: start and end the run, and exchange messages with the workers.
 
 The last stage, ``results``, only lends its ports to the program, which reads from them directly. A thread
 between the parts and the program would interrupt a part twice per batch: when it wakes up, and when it wakes
@@ -53,7 +53,7 @@ class PipelineRun:
         self.ports: list[In[Any]] = []  # lent by the last stage
         self.inputs: list[Out[Any]] = []
         self.closed = False
-        # Latches, because Ctrl-C in Thread.join() or is_alive() can make a live thread appear finished.
+        # Latches, because Ctrl-C in Thread.join() or is_alive() can make a running thread appear finished.
         self.opened, self.over = Latch(), Latch()
         self._watcher: threading.Thread | None = None
         self._ending: Channel[None] = Channel(1)

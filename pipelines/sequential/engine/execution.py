@@ -33,7 +33,7 @@ from flowchan.pipelines.sequential.skip import Skips
 from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
 
 GENERATOR = threading.Lock()
-"""Lock for torch's random generator in this process."""
+"""Lock for torch's random number generator in this process."""
 
 DRAWS = (
     _DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.MultiheadAttention, nn.RNNBase,
@@ -42,13 +42,13 @@ DRAWS = (
 """torch's layers that may draw random numbers."""
 
 Tail = Callable[[Any], Tensor]
-"""Function that follows the last part and computes the weighted loss of a micro-batch."""
+"""Function that runs after the last part and computes the weighted loss of a micro-batch."""
 
 
 class Passed(NamedTuple):
-    """A micro-batch between two parts: its value, and its skips by name.
+    """Micro-batch between two parts: its value, and its skips by name.
 
-    ``wants`` holds, for each tensor in the order of :func:`listed`, whether its gradient must be returned.
+    For each tensor in the order of :func:`listed`, ``wants`` tells whether its gradient must be returned.
     """
 
     value: Any
@@ -57,9 +57,9 @@ class Passed(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """A forward pass with its autograd graph.
+    """Forward pass with its autograd graph.
 
-    It holds the leaves whose gradients are needed, and the outputs that may receive gradients.
+    It stores the leaves whose gradients are needed, and the outputs that may receive gradients.
     """
 
     leaves: list[Tensor]
@@ -233,7 +233,7 @@ class Execution:
 
         value = mapped(cut, passed.value)
         skips = mapped(cut, {name: passed.skips[name] for name in sorted(passed.skips)})
-        # The loss may also draw random numbers.
+        # the loss may also draw random numbers
         drawing = self._drawing(seed) if self._may_draw or tail is not None else contextlib.nullcontext()
         with drawing, cast_as(casting):
             value, skips = run_part(self.part, value, skips)
@@ -243,7 +243,7 @@ class Execution:
 
     @contextlib.contextmanager
     def _drawing(self, seed: int) -> Iterator[None]:
-        """Seed the random generators inside the block, and restore them afterwards."""
+        """Seed the random number generators inside the block, and restore them afterwards."""
         devices = (
             [self.part.device] if self.part.device is not None and self.part.device.type == "cuda" else []
         )

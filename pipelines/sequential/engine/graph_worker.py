@@ -3,8 +3,8 @@
 The worker runs forward passes, keeps the autograd graph of its part, and runs backward passes when the
 program requests them. It never changes the ``grad`` of the module's parameters. Their gradients are sent with
 the answer, and the program's autograd accumulates them and calls hooks. If a layer raises, the worker and the
-call continue. The exception is passed on to the following parts as a :class:`PartFailure`, and the graphs of
-other calls stay valid.
+call continue. The worker passes the exception on to the following parts as a :class:`PartFailure`. The graphs
+of other calls stay valid.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class GraphWorker(PipelineWorker):
     def _go_back(self, back: Backward) -> list[Tensor | None]:
         parameters = self._held[back.number].parameters
         sums: list[Tensor | None] = [None] * len(parameters)
-        # indices of sums in memory that only this worker uses, so they may be changed in place
+        # indices of the sums in memory that only this worker uses, which can be changed in place
         own: set[int] = set()
         for chunk in range(back.chunks):
             step = Step("B", chunk, self.part.number)
@@ -185,7 +185,7 @@ def _add(sums: list[Tensor | None], own: set[int], found: tuple[Tensor | None, .
 def _swaps(module: nn.Module) -> list[Swap]:
     """Return replacements for parameters that have hooks.
 
-    The hooks expect the gradient of the whole batch. The micro-batches therefore use another parameter, which
+    The hooks expect the gradient of the whole batch. The micro-batches therefore use another parameter that
     shares the memory but has no hooks.
     """
     copies: dict[int, Tensor] = {}

@@ -1,9 +1,9 @@
-"""Worker of a pipe, which holds parts of the model and executes the program's commands.
+"""Worker of a pipe, which owns parts of the model and executes the program's commands.
 
 The program sends commands, the micro-batches for the first part, and the targets for the last part. Channels
-connect each worker with its neighbours: activations go to the worker of the next part, gradients to that of
-the previous part. Before each step, a worker receives the step's inputs. It stores messages that are for
-later steps.
+connect each worker with its neighbours. Activations go to the worker of the next part, gradients to the
+worker of the previous part. Before each step, a worker receives the step's inputs. It stores messages that
+are for later steps.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class PipelineWorker(abc.ABC):
         self._early: dict[Key, Any] = {}
 
     def run(self) -> None:
-        """Execute commands until their channel is drained."""
-        torch.set_grad_enabled(True)  # applies to this thread only, which is the worker's
+        """Execute commands until the command channel is drained."""
+        torch.set_grad_enabled(True)  # applies only to this thread, which is the worker's
         if self.job.own_process:
             take_cores(self.job.worker, self.job.owners.workers, self.job.hosts)
         try:

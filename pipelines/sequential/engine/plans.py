@@ -24,17 +24,17 @@ from flowchan.pipelines.sequential.engine.schedule import (
 from flowchan.pipelines.sequential.simulate import simulate
 
 Written = str | Sequence[str]
-"""A schedule as text, with one line per worker."""
+"""Schedule as text, with one line per worker."""
 Function = Callable[[int, int, int, int], str | Iterable[Step]]
-"""A schedule as a function of worker, workers, parts and chunks."""
+"""Schedule as a function of worker, workers, parts and chunks."""
 
 
 @dataclass(frozen=True)
 class PartOwners:
     """Assignment of parts to workers.
 
-    Workers form a row. If any part's next part is neither on the same worker nor on a neighbour in the row,
-    the workers form a ring.
+    The workers form a row. If any part's next part is neither on the same worker nor on a neighbour in the
+    row, the workers form a ring.
     """
 
     workers: int

@@ -4,8 +4,8 @@ A batch is split into ``chunks`` micro-batches, and a model into ``parts``. Work
 + W, w + 2W, …; in a V it holds w and 2W - 1 - w. A step is the forward (``F``) or backward (``B``) pass of
 one micro-batch through one part. ``F`` needs ``F`` of the previous part. ``B`` needs ``F`` of the same part
 and ``B`` of the next part. Each worker runs its steps in the given order and waits for missing inputs. In the
-drawings, time runs from left to right, and a dot means that the worker is waiting. In them, a backward pass
-takes as long as a forward pass; the durations do not affect the order.
+drawings, time runs from left to right, and a dot means that the worker is waiting. There, a backward pass
+takes as long as a forward pass, but the durations do not affect the order.
 
 *gpipe*: all forward passes, then all backward passes. At its peak, each worker holds all micro-batches. Huang
 et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism". ::
@@ -91,7 +91,7 @@ STEP = re.compile(r"(?:(?P<part>[0-9]+):)?(?P<op>[FBIW])(?P<chunk>[0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: the pass of micro-batch ``chunk`` through ``part``, both numbered from 0.
+    """The pass of micro-batch ``chunk`` through ``part``, both numbered from 0.
 
     ``op`` is ``"F"`` (forward), ``"B"`` (backward), or one half of a backward pass: ``"I"`` (gradients of the
     inputs) or ``"W"`` (gradients of the weights).
@@ -266,7 +266,7 @@ class _Both:
 def _zbv(worker: int, workers: int, chunks: int) -> list[Step]:
     both = _Both(worker, workers)
     down, up = both.down, both.up
-    # Fewer would not fill the pipeline; surplus steps are omitted later.
+    # fewer micro-batches would not fill the pipeline; surplus steps are omitted later
     chunks = max(2 * workers - 1, chunks)
     for _ in range(2 * (workers - worker) - 1):
         both.do("F", down)

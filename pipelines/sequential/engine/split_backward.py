@@ -33,7 +33,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class SplitBackward:
-    """Backward pass from ``roots`` to the leaves ``inputs`` and to all weights.
+    """Backward pass from ``roots`` to the leaves ``inputs`` and to all weights, in two halves.
 
     ``given`` holds the gradients of the roots, or is ``None`` if the roots are losses. :meth:`first` adds to
     the ``grad`` of the inputs, and :meth:`second` adds to the ``grad`` of the weights.
@@ -84,7 +84,8 @@ class _Fork:
     listening: Any = None
 
     def listen(self) -> None:
-        # The hook must not refer to the fork: the garbage collector cannot free a cycle through the node.
+        # The hook must not refer to the fork, because the garbage collector cannot free a cycle through the
+        # node.
         recorded = self.recorded
 
         def hook(gradients: Gradients) -> Gradients | None:

@@ -1,4 +1,5 @@
-"""Graph of a pipe's workers: one stage per worker, and channels in both directions between neighbours.
+"""Declare the graph of a pipe's workers: one stage per worker, and channels in both directions between
+neighbours.
 
     commands ──> [parts 0] ──> [parts 1] ──> … ──> [parts n]     activations
                      │    <──────   │   <──── … <────   │        gradients
@@ -31,8 +32,7 @@ def declare(
     """
     size = len(jobs)
     ring = jobs[0].owners.ring
-    # Room for all messages of a step, so that no worker ever waits for room and no order of steps can
-    # deadlock.
+    # Room for all messages of a step: no worker ever waits for room, so no order of steps can deadlock.
     capacity = 2 * chunks * max(len(job.parts) for job in jobs) + 8
     commands = [graph.input(f"commands {number}", capacity) for number in range(size)]
     round_about = graph.feedback("activations of the last worker") if ring else None

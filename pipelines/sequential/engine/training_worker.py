@@ -83,7 +83,7 @@ class TrainingWorker(PipelineWorker):
                 self.executions[step.part].part, f"step {step.op}{step.chunk}", step.chunk, len(train.sizes)
             ):
                 if step.op == "F":
-                    # The backward steps of other parts have to wait for later parts.
+                    # backward steps of other parts have to wait for later parts
                     at_end = step.part == job.total - 1
                     back = Step("B", step.chunk, step.part), Step("I", step.chunk, step.part)
                     self._go_forward(step, train, soon=at_end and following in back)
@@ -238,7 +238,7 @@ class TrainingWorker(PipelineWorker):
 
 @contextlib.contextmanager
 def at(part: Part, doing: str, chunk: int | None = None, chunks: int = 0) -> Iterator[None]:
-    """Add a note with the place of the failure to any exception."""
+    """Add a note to any exception that says where it was raised."""
     try:
         yield
     except BaseException as error:

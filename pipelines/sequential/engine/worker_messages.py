@@ -1,8 +1,8 @@
 """Messages between the program and the workers of a pipe: commands, micro-batches and answers.
 
-A worker answers each command once. For the workers, the program takes the place of a part before the first
-one and after the last one. It sends micro-batches along with the commands, and receives results along with
-the answers.
+A worker sends one answer to each command. For the workers, the program acts as a part before the first part
+and after the last one. It sends micro-batches along with the commands, and receives results along with the
+answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Assignment:
     """Settings that a worker receives when it starts.
 
     ``own_process`` means that the worker runs in a process, possibly on one of ``hosts`` other hosts, and not
-    on a thread of the program. The fields from ``trains`` on are only for training. Only the worker of the
+    on a thread of the program. ``trains`` and all later fields are only for training. Only the worker of the
     last part has a ``loss``. ``optimizer`` is ``None`` if the program has its own optimizer.
     """
 
