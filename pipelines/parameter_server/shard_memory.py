@@ -347,8 +347,7 @@ class OpenShard:
         return sum(words[_PULLS::_WORDS_PER_SLOT]), sum(words[_BYTES_OUT::_WORDS_PER_SLOT])
 
     def slowest(self, but: int) -> int | None:
-        """Return the oldest version among the last pulls of the other live clients, or None if there are
-        none.
+        """Return the oldest version among the last pulls of the other live clients; None if there are none.
 
         After this call, each pull wakes the waiting threads.
         """

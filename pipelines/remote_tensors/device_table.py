@@ -12,8 +12,7 @@ from flowchan.pipelines.remote_tensors.node_client import NodeClient
 
 
 class CurrentDevice(threading.local):
-    """Current device index of each thread, if the C++ part is missing. ``device="remote"`` means this
-    device."""
+    """Device index that ``device="remote"`` means in each thread, if the C++ part is missing."""
 
     index = 0
 

@@ -164,8 +164,7 @@ def arrive(
 
 @contextlib.contextmanager
 def _node_errors(number: int) -> Any:
-    """Replace errors of the command channel, so that a reader does not mistake them for errors of another
-    channel."""
+    """Replace errors of the command channel, so that readers don't mistake them for their own channel's."""
     try:
         yield
     except ChannelError as error:

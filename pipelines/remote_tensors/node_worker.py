@@ -131,8 +131,7 @@ class ClientTable:
 
 
 def own_object(value: Any) -> Any:
-    """Return a view, so that an operation that changes the shape of one tensor does not change another
-    tensor."""
+    """Return a view, so that changing the shape of one tensor does not change another tensor."""
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 

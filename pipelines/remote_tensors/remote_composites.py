@@ -89,8 +89,7 @@ def _whole(step: Step) -> Run:
 
 
 def _packed(step: Step, sizes: Sequence[int]) -> Run:
-    """Return a function that runs one layer over packed sequences. ``sizes`` has the batch size of each
-    step."""
+    """Return a function that runs one layer over packed sequences with these batch sizes per step."""
 
     def forwards(gates: Tensor, state: State, weights: LayerWeights) -> tuple[Tensor, State]:
         outputs: list[Tensor] = []
@@ -280,8 +279,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Run ``aten::scaled_dot_product_attention`` with the kernel that torch chooses for similar CPU
-    tensors."""
+    """Run ``aten::scaled_dot_product_attention`` with the kernel that torch chooses for CPU tensors."""
     like = [_cpu_like(one) for one in (query, key, value)]
     mask = None if attn_mask is None else _cpu_like(attn_mask)
     options = {"scale": scale, "enable_gqa": enable_gqa}

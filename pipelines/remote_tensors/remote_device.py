@@ -84,8 +84,7 @@ class RemoteModule:
         client.send("set_rng_state", next(client.numbers), state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes with which a program may enter autocast. Operations inside autocast raise an
-        error."""
+        """Return the dtypes with which a program may enter autocast. Operations inside it raise an error."""
         return [torch.bfloat16, torch.float16]
 
 

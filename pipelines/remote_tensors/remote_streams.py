@@ -123,8 +123,7 @@ class RemoteEvent:
         client.send("event", number)
 
     def query(self) -> bool:
-        """Return whether the node has reached the event, or True before the first record. This does not
-        wait."""
+        """Return whether the node has reached the event, without waiting; True before the first record."""
         if self._client is None:
             return True
         if self._client.finished < self._number:
@@ -137,8 +136,7 @@ class RemoteEvent:
             self._client.wait_finished(self._number)
 
     def wait(self, stream: RemoteStream | None = None) -> None:
-        """Make a stream (default: the current one) wait for the event; see
-        :meth:`RemoteStream.wait_event`."""
+        """Make a stream (default: the current one) wait, like :meth:`RemoteStream.wait_event`."""
         target = (stream or current_stream())._client
         if self._client is not None and self._client is not target and not self.query():
             # the receiver of a copy waits for its sender

@@ -148,8 +148,7 @@ def call_key(
 def _key_of(
     flags: Iterable[bool], values: Iterable[Any], inputs: list[Any], scalars: list[Any]
 ) -> tuple[Any, ...]:
-    """Return the part of a key for some values. Each flag is true if a number in that position is a
-    scalar."""
+    """Return the part of a key for some values. A true flag marks a position with a scalar."""
     key: list[Any] = []
     for scalar, value in zip(flags, values, strict=False):
         kind = type(value)

@@ -63,8 +63,7 @@ def _refuse_dtensor() -> None:
 
 
 def _changes(source: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
-    """Return only the options of a copy that change the tensor, because ``.to(device)`` passes all
-    options."""
+    """Return the options of a copy that change the tensor. ``.to(device)`` passes all options."""
     same = {
         "dtype": source.dtype,
         "layout": torch.strided,

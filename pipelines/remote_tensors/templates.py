@@ -61,8 +61,7 @@ def _composed(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 class TensorMeta:
-    """Metadata of remote tensors. For each node, equal metadata is a single object, so keys compare
-    identities."""
+    """Metadata of remote tensors. Equal metadata of a node is one object, so keys compare identities."""
 
     __slots__ = ("client", "device", "dtype", "make", "offset", "shape", "stride")
 
@@ -219,8 +218,7 @@ def shape_of_call(plan: OpPlan, tensor_type: type, args: Sequence[Any], kwargs: 
 
 
 def _placeholder(tensor_type: type, inputs: list[Any], scalars: list[Any], value: Any, scalar: bool) -> Any:
-    """Return the placeholder for a value, or the value itself. A closure would form a reference cycle with
-    the tensors."""
+    """Return the placeholder for a value, or the value. A closure would form a cycle with the tensors."""
     if type(value) is tensor_type:
         inputs.append(value)
         return Slot(len(inputs) - 1)

@@ -256,8 +256,7 @@ class _Through:
         raise part_error(self.workers.parts[failure.part], f"{of}batch {self.number}", failure.error)
 
     def _of_parameters(self, answers: list[WorkerAnswer]) -> list[Tensor | None]:
-        """Return the gradients of all parameters. Add the gradients of a parameter that is in several
-        parts."""
+        """Return the gradients of all parameters, summed for a parameter that is in several parts."""
         found: dict[int, Tensor] = {}
         for requested, answer in zip(self._parameters_of, answers, strict=True):
             for parameter, gradient in zip(requested, answer.gradients or (), strict=True):
@@ -369,8 +368,7 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Keep the gradients for the backward pass of :class:`_Parts`, and return a gradient for the
-        token."""
+        """Keep the gradients for the backward pass of :class:`_Parts`; return a gradient for the token."""
         to_workers([one for one in gradients if one is not None])
         ctx.passage.gradients[torch._C._current_graph_task_id()] = gradients, threading.get_ident()
         return None, torch.empty(0)

@@ -134,8 +134,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class PartState:
-    """A part's parameters and buffers in its process: the layers' tensors, and the tensors that the program
-    sees.
+    """A part's parameters and buffers in its process, as the layers and as the program see them.
 
     These are the same memory, unless the part is on another device or a layer has replaced a buffer instead
     of writing into it. A program on another host receives changes in messages.

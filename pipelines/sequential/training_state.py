@@ -21,8 +21,7 @@ _NAMED = 3  # maximum number of the module's keys in an error message
 
 
 def copied(state: Any, cpu: bool = False) -> Any:
-    """Copy a state. Clone its tensors (to the CPU if ``cpu`` is true), and replace NumPy scalars with Python
-    numbers.
+    """Copy a state: clone its tensors, to the CPU if ``cpu``, and replace NumPy scalars with numbers.
 
     ``torch.load`` refuses NumPy scalars by default, and a learning rate may be one.
     """

@@ -1,5 +1,4 @@
-"""Declare the graph of a pipe's workers: one stage per worker, and channels in both directions between
-neighbours.
+"""Declare the graph of a pipe's workers: a stage per worker, and channels between neighbours.
 
     commands ──> [parts 0] ──> [parts 1] ──> … ──> [parts n]     activations
                      │    <──────   │   <──── … <────   │        gradients
