@@ -1,6 +1,6 @@
 """Run the benchmarks, print their tables and store the results.
 
-The results are stored in ``benchmarks/results/latest.json``, and the pages that show them are written again.
+The results are stored in ``benchmarks/results/latest.json``, and the pages that show them are regenerated.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _move(make: Callable[[], Ends], items: Callable[[int], Iterable[Any]], count
     for _ in range(count):
         int(ends.get()[::PAGE].sum())
     took = time.perf_counter() - began
-    end.wait()  # when its producer ends, torch's queue loses the items that it still holds
+    end.wait()  # when its producer exits, torch's queue loses the items that it still holds
     child.join()
     return took
 

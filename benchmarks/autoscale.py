@@ -1,4 +1,5 @@
-"""Measure how fast ``workers=auto(…)`` finds a good number, and how well it follows a changing load."""
+"""Measure how fast ``workers=auto(…)`` finds a good number of workers, and how well it follows a changing
+load."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def measure(effort: Effort) -> Report:
 
 
 class _Graph:
-    """Results of a graph. Each stage has ``workers`` workers; for ``None``, the run chooses the number."""
+    """A graph whose results are iterated over. Each stage has ``workers`` workers; if None, the run chooses
+    the number."""
 
     def __init__(self, workers: int | None) -> None:
         self._workers = workers
@@ -88,7 +90,7 @@ def _arrivals(items: Iterable[Any], seconds: float) -> list[float]:
 
 
 def _reached(times: Sequence[float], goal: float) -> float:
-    """Return the end of the first second in which the rate reaches ``goal``, or infinity."""
+    """Return the end of the first second whose rate reaches ``goal``, or infinity."""
     least = round(goal)
     return next(
         (at for past, at in zip(times, times[least:], strict=False) if at - past <= 1.0), float("inf")

@@ -1,4 +1,5 @@
-"""Measure ints between two processes in 20 fresh pairs, to see how much depends on the cores of a pair."""
+"""Measure ints between 20 fresh pairs of processes, to see how much the result depends on the cores of a
+pair."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _compare_big(report: Report, effort: Effort) -> None:
 
 
 def _copy(count: int) -> float:
-    # Not zeros: the kernel would map an untouched source to one shared page, which is always in the nearest
+    # Not zeros: the kernel would map untouched memory to one shared page, which always stays in the nearest
     # cache.
     source, target = bytearray(b"x") * (BIG * SLOTS), bytearray(BIG * SLOTS)
     places = [slice(BIG * slot, BIG * (slot + 1)) for slot in range(SLOTS)]

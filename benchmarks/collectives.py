@@ -42,7 +42,8 @@ ISOLATES = (
 ENVIRONMENT = Path(sys.executable).parent
 KB, MB = 1 << 10, 1 << 20
 PIECE = 16 * KB
-"""Number of elements that threads combine at a time; they stay in a cache until they are copied."""
+"""Number of elements that threads combine at a time. This many elements stay in a cache until they are
+copied."""
 ALLREDUCES = (8, KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB)
 
 
@@ -94,7 +95,7 @@ def launch(kind: str, size: int, address: str) -> list[subprocess.Popen[bytes]]:
 
 
 def kinds() -> list[str]:
-    """Return the names of flowchan and the installed peers."""
+    """Return the names of flowchan and of the installed peers."""
     mpis = [
         name
         for name, starter in (("openmpi", "prterun"), ("mpich", "mpiexec.hydra"))
@@ -143,7 +144,7 @@ def measure(effort: Effort) -> Report:
 
 
 def in_place(report: Report, job: Ranks, effort: Effort) -> None:
-    """Compare with two threads that share the memory of both ranks and run the same combining code."""
+    """Compare with two threads that access the memory of both ranks and run the same combining code."""
     size = 64 * MB
     both = np.ones((2, size // 4), np.float32)
 
@@ -244,10 +245,10 @@ def compare(
 
 
 def timed(job: Ranks, operation: str, size: int, effort: Effort) -> Case:
-    """Time an operation, repeated for about the length of a round.
+    """Time an operation, repeated for about one round.
 
-    A run that takes less than half of that is repeated. On a busy machine, some runs complete
-    within one time slice of each rank. Others must wait while other processes use up their time slices.
+    A run that takes less than half of that time is repeated. On a busy machine, some runs complete within one
+    time slice of each rank. Others must wait until other processes have used up their time slices.
     """
     once = partial(job.run, operation, size)
     count = 2

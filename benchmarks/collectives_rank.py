@@ -1,4 +1,4 @@
-"""One rank of benchmarks/collectives.py, which runs the requested operations and reports their times.
+"""Rank of benchmarks/collectives.py, which runs the requested operations and reports their times.
 
 Arguments: the kind of rank, and the address of the socket to connect to.
 """
@@ -56,7 +56,7 @@ class Flowchan:
 
 
 class Linked(Flowchan):
-    """A rank that acts as if it had its own host, and is connected to the others over loopback."""
+    """Rank that acts as if it were on its own host, and is connected to the others over loopback."""
 
     def made(self) -> Any:
         from flowchan.collective.rendezvous.address import meet_at
@@ -141,7 +141,7 @@ class Gloo:
 
 
 class Backend(Gloo):
-    """torch.distributed with the flowchan backend."""
+    """Rank that uses torch.distributed with the flowchan backend."""
 
     def backend(self) -> str:
         import flowchan.collective.torch.backend  # noqa: F401

@@ -17,7 +17,7 @@ from flowchan.hosts import hosts_part
 from flowchan.hosts.host_pool import pool_of
 
 SIZE, RATE, ITEMS_PER_HOST = 1_000_000, 200, 60
-"""Bytes in an item, limit of each connection in Mbit/s, and number of items for each host."""
+"""Bytes per item, bandwidth limit of each connection in Mbit/s, and number of items per host."""
 THROUGH_DRIVER, DIRECT = "through the driver", "direct"
 
 
@@ -26,7 +26,7 @@ def make(number: int) -> bytes:
 
 
 def main() -> None:
-    """Print the throughput for 2, 4 and 8 hosts, with and without the direct way from host to host."""
+    """Print the throughput for 2, 4 and 8 hosts, with and without direct transfers between hosts."""
     if sys.argv[1:2] == ["inside"]:
         print(json.dumps(measure(sys.argv[2], tuple(sys.argv[3:]))))
         return
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def measure(way: str, hosts: tuple[str, ...]) -> float:
-    """Return the throughput in Mbit/s, without the first quarter of the items."""
+    """Return the throughput in Mbit/s. The first quarter of the items is not measured."""
     if way == THROUGH_DRIVER:
         hosts_part.keeps_outputs = lambda *_: False
     items = ITEMS_PER_HOST * (1 if way == THROUGH_DRIVER else len(hosts))

@@ -30,10 +30,10 @@ def measure(effort: Effort) -> Report:
 
 
 def _compare(report: Report, pairs: int, rows: int, effort: Effort) -> None:
-    """Compare flowchan's defaults with the plain module: the median, and the speed that 9 of 10 runs
+    """Compare flowchan's defaults with the plain module, by the median and by the speed that 9 of 10 runs
     reach."""
     count = (100_000 if effort.full else 8_000) // (pairs * rows // 4) // 2 * 2
-    count = max(24, count)  # at least 24, so that far more batches are sent than fit in flight
+    count = max(24, count)  # at least 24 batches, far more than fit in flight
     threads = torch.get_num_threads()
     jobs = {
         "flowchan": partial(_stream, pairs, rows),
@@ -60,7 +60,7 @@ def _stream(pairs: int, rows: int, count: int) -> float:
     module = _model(pairs)
     with Sequential(module, parts=2, on="process") as pipe:
         outputs = pipe.stream(repeat(x))
-        for _ in range(8):  # after these, all parts run at full speed
+        for _ in range(8):  # after these batches, all parts run at full speed
             torch.testing.assert_close(next(outputs), module(x).detach())
         return timed(partial(next, outputs), count)
 
@@ -81,7 +81,7 @@ def _plain(pairs: int, rows: int, threads: int, count: int) -> float:
 def _twice(pairs: int, rows: int, count: int) -> float:
     """Do the same work in two independent processes with one thread each.
 
-    Two parts cannot be faster than that on this machine.
+    On this machine, two parts cannot be faster than these processes.
     """
     barrier, took = CONTEXT.Barrier(2), CONTEXT.SimpleQueue()
 

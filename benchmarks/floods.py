@@ -30,7 +30,7 @@ ATTACKERS, HELD, CONNECTIONS, WITHIN_S = 2, 300, 20, 10.0
 
 
 def flood(address: str, kind: str) -> None:
-    """Open connections without end, and keep the last ``HELD`` of them open."""
+    """Open connections until this process is ended, and keep the last ``HELD`` of them open."""
     held: list[socket.socket] = []
     while kind != "none":
         try:
@@ -57,7 +57,7 @@ def accept(listener: AuthenticatedListener) -> None:
 
 
 def relay(address: str, delay: float) -> str:
-    """Return the address of a proxy that delays each byte on the way to and from ``address``."""
+    """Return the address of a proxy that delays all bytes to and from ``address``."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -69,7 +69,7 @@ def relay(address: str, delay: float) -> str:
 
 
 def measure(kind: str, delay: float) -> tuple[float, float]:
-    """Return the median and the longest time until a peer is connected, in seconds."""
+    """Return the median and the longest time in seconds that a peer needs to connect."""
     secret = secrets.token_bytes(32)
     listener = AuthenticatedListener(listen("127.0.0.1:0"), secret, {})
     threading.Thread(target=accept, args=(listener,), daemon=True).start()
@@ -78,7 +78,7 @@ def measure(kind: str, delay: float) -> tuple[float, float]:
     attackers = [spawn.Process(target=flood, args=(listener.address, kind)) for _ in range(ATTACKERS)]
     for attacker in attackers:
         attacker.start()
-    time.sleep(2)  # until the flood has begun
+    time.sleep(2)  # wait until the flood has begun
     took = []
     for _ in range(CONNECTIONS):
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Measurement and comparison for all benchmarks.
+"""Measurement and comparison, used by all benchmarks.
 
 A benchmark runs its cases alternately and compares their medians. A :class:`Case` does its work once per
 round and reports its samples. :meth:`Report.interleave` runs several rounds over all cases, so that a slow
@@ -43,7 +43,7 @@ PEERS = (
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """The length of a measurement: ``rounds`` rounds of about ``seconds`` seconds for each case.
+    """Length of a measurement: ``rounds`` rounds of about ``seconds`` seconds for each case.
 
     ``full`` is false for a trial run.
     """
@@ -59,7 +59,7 @@ QUICK = Effort(rounds=1, seconds=0.05, full=False)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One system that is measured.
+    """System to measure.
 
     ``work()`` does the work once and returns ``(samples, items)``: the measured values in ``unit``, and the
     number of items that they cover.
@@ -72,7 +72,7 @@ class Case:
 
 @dataclass(slots=True)
 class Result:
-    """All samples of one case, from all rounds of the comparison ``work``."""
+    """All samples of one case, from all rounds of the comparison named ``work``."""
 
     work: str
     name: str
@@ -88,7 +88,7 @@ class Result:
         return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
 
     def record(self) -> dict[str, object]:
-        """Return the result in JSON types, with a large number of samples reduced to their quantiles."""
+        """Return the result in JSON types. A large number of samples is reduced to their quantiles."""
         samples: object = self.samples
         if len(self.samples) > 100:
             samples = {f"p{100 * quantile:g}": self.figure(quantile) for quantile in (0.5, 0.9, 0.99, 0.999)}
@@ -120,7 +120,7 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """The outcome of one benchmark: the rows of its table, and its results."""
+    """Outcome of one benchmark: the rows of its table, and its results."""
 
     rows: list[Row] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
@@ -189,18 +189,18 @@ def echo(put: Callable[[Any], Any], get: Callable[[], Any], count: int) -> None:
 
 
 def calibrate(move: Callable[[int], float], seconds: float) -> int:
-    """Return how many items ``move`` moves in about ``seconds`` seconds.
+    """Return how many items ``move`` can move in about ``seconds`` seconds.
 
     The number is at least 100, and a multiple of 4, so that threads can share the items equally.
     """
     count = 100
-    while (took := move(count)) < seconds / 2:  # long enough to make the cost of starting negligible
+    while (took := move(count)) < seconds / 2:  # long enough that the start-up cost is negligible
         count = 4 * count if took < seconds / 10 else 2 * count
     return max(100, int(count * seconds / took) // 4 * 4)
 
 
 def cpu_seconds() -> float:
-    """Return the user and system time of this process and of its children that have ended."""
+    """Return the user and system time of this process and of its children that have exited."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
@@ -212,7 +212,7 @@ def at_least(factor: float, mine: Result, peer: Result, quantile: float | None =
 
 
 def at_most(factor: float, mine: Result, peer: Result, quantile: float | None = None) -> Row:
-    """Return a row that compares times: ``mine`` must take at most ``factor`` times as long as ``peer``.
+    """Return a row for times: ``mine`` must take at most ``factor`` times as long as ``peer``.
 
     The ratio is the speed-up, so a higher ratio is better in every row.
     """
@@ -251,9 +251,9 @@ def in_words(value: float, unit: str) -> str:
 
 
 def machine() -> dict[str, object]:
-    """Describe what affects the results besides the code.
+    """Describe everything besides the code that affects the results.
 
-    The description has the processor, the cores that this process may use, the kernel and the versions.
+    The description contains the processor, the cores that this process may use, the kernel and the versions.
     """
     return {
         "processor": _processor(),

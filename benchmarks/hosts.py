@@ -1,4 +1,4 @@
-"""Measure runs over hosts whose agents are all on this machine, compared with processes and with Ray."""
+"""Measure runs over hosts whose agents are all on this machine. The peers are processes and Ray."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ISOLATES = (
 
 def measure(effort: Effort) -> Report:
     report = Report()
-    # longer, because the clock includes starting the workers
+    # longer, because the clock includes the start of the workers
     longer = replace(effort, seconds=5 * effort.seconds)
     _beside_processes(report, longer)
     _beside_a_direct_path(report, longer)
@@ -125,7 +125,7 @@ def _remote_puts(report: Report, effort: Effort) -> None:
 def _receive_remote_puts(with_port: bool, count: int) -> float:
     numbers = Channel(1024, across="hosts")
     arguments = numbers.address, numbers.secret, with_port, count + 1
-    # a spawned process opens the channel remotely; a forked one would have the owner's object
+    # use spawn: a forked process would inherit the owner's object instead of opening the channel remotely
     program = multiprocessing.get_context("spawn").Process(target=_put_remotely, args=arguments)
     program.start()
     numbers.get()
@@ -231,9 +231,9 @@ def _stream(function: Callable[[int], Any], count: int) -> float:
 
 
 def _from_first_to_last(graph: Graph, outputs: Any, count: int) -> float:
-    """Return how many seconds all outputs would take if starting took no time.
+    """Return how many seconds all outputs would take if the workers started in no time.
 
-    The time after the first output is scaled to the full count.
+    The time after the first output is extrapolated to all outputs.
     """
     with graph.start() as run:
         coming = run.iter(outputs)

@@ -1,4 +1,4 @@
-"""Make hosts whose network connections are limited, as network namespaces on this machine. Needs root."""
+"""Create hosts with limited network bandwidth, as network namespaces on this machine. Needs root."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ class Namespaces:
 
 @contextmanager
 def limited_hosts(count: int, rate: str) -> Iterator[tuple[str, ...]]:
-    """Make one namespace for the driver, and ``count`` others. All of them are joined by a bridge.
+    """Create one namespace for the driver, and ``count`` others. A bridge connects all of them.
 
     Args:
         count: Number of hosts, without the driver's.
-        rate: Limit in each direction of each connection, as ``tc`` writes it, such as ``200mbit``.
+        rate: Bandwidth limit of each connection in each direction, in the notation of ``tc``, such as
+            ``200mbit``.
 
     Yields:
-        The names of the namespaces; the driver's is the first.
+        The names of the namespaces. The first one belongs to the driver.
     """
     names = tuple(f"flowchan-bench-{os.getpid()}-{number}" for number in range(count + 1))
     try:

@@ -54,10 +54,9 @@ ROOM = 1024
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One system for sending, with a function for each end.
+    """One communication system, with a function for each end of the connection.
 
-    Each function takes a connected socket. It returns a function that puts, a function that gets, and a
-    function that closes the end.
+    Each function takes a connected socket. It returns three functions: to put, to get, and to close the end.
     """
 
     near: Callable[[socket.socket], tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], None]]]
@@ -93,14 +92,14 @@ def _unlink(link: Any, kept: object) -> None:
 
 
 def _unlink_after(link: Any, kept: object) -> None:
-    """Close the link once the other side has closed it; by then the last items have been sent."""
+    """Close the link after the other side has closed it. The last items have then been sent."""
     while not isinstance(next_event(link), LinkBroken):
         pass
     link.close()
 
 
 def _zmq(sock: socket.socket, copies: bool, binds: bool) -> Any:
-    """Connect two pairs of PUSH and PULL sockets, whose ports are exchanged over ``sock``."""
+    """Connect two pairs of PUSH and PULL sockets. Both sides exchange the port numbers over ``sock``."""
     context = zmq.Context()
     push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     push.set_hwm(ROOM)
@@ -290,7 +289,7 @@ def _move_over(
     far: socket.socket,
     network: int | None = None,
 ) -> float:
-    """Move the items and return how many seconds it took.
+    """Move the items, and return how many seconds it took.
 
     ``network`` is the network of the far end, or None if both ends are in the same network.
     """

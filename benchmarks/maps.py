@@ -75,7 +75,7 @@ def _turns(count: int) -> float:
 def _best(
     name: str, chunks: Iterable[Any], run: Callable[[Any, int], float], effort: Effort
 ) -> tuple[str, Any]:
-    """Try all chunk sizes; return the name of the case with the fastest size, and that size."""
+    """Try all chunk sizes. Return the name of the case with the fastest size, and that size."""
     chunk = min(chunks, key=lambda chunk: run(chunk, int(effort.seconds / WORK)))
     return f"{name} (chunks: {chunk})", chunk
 
@@ -120,7 +120,7 @@ def _joblib(function: Callable[[int], int], item: int, chunk: int | str, count: 
         parallel(joblib.delayed(function)(item) for _ in range(WORKERS))
         began = time.perf_counter()
         took = _checked(list(parallel(joblib.delayed(function)(item) for _ in range(count))), count, began)
-    # joblib's workers outlive the block, but a child's CPU time counts only once the child has ended.
+    # joblib's workers outlive the block, but the CPU time of a child counts only after the child has exited
     get_reusable_executor().shutdown(wait=True)
     return took
 

@@ -1,4 +1,4 @@
-"""Measure the CPU time that the live page of a run costs per second, with 0, 1 and 10 viewers."""
+"""Measure the CPU time per second that the live page of a run costs, with 0, 1 and 10 viewers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _case(name: str, stages: int, viewers: int | None, seconds: float) -> Case:
 
 
 def _run(stages: int, viewers: int | None, seconds: float) -> float:
-    """Return the CPU time of a run per second. ``viewers`` is None for a run without a page."""
+    """Return the CPU time of a run, in seconds per second. ``viewers`` is None for a run without a page."""
     graph = Graph("page")
     stream = graph.source(itertools.count()).map(abs, name="paced", rate=RATE)
     for number in range(stages - 3):

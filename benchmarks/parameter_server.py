@@ -30,7 +30,7 @@ SIZE = 64 << 20
 PUSH, QUEUED, PULL = "push of 64 MB", "queued pushes of 64 MB", "pull of 64 MB"
 
 Calls = dict[str, Callable[[int], object]]
-"""Mapping from each workload to a function that runs the workload ``n`` times."""
+"""Functions that run a workload ``n`` times, by workload."""
 
 
 def measure(effort: Effort) -> Report:
@@ -48,7 +48,7 @@ def measure(effort: Effort) -> Report:
             )
             results = dict(zip(able, found, strict=True))
             own = results["flowchan"]
-            if work != PUSH:  # when the client waits for each push, only one process works at a time
+            if work != PUSH:  # if the client waits for each push, only one process works at a time
                 report.rows.append(at_most(1.5, own, results["memcpy"]))
             for peer, least in (("torch.distributed.rpc", 3), ("Ray actor", 5)):
                 if peer in results:

@@ -1,8 +1,8 @@
-"""A common interface for the peers' queues and flowchan's channels.
+"""Common interface of the peers' queues and flowchan's channels.
 
-The same loops drive all of them. An :class:`Ends` object holds two plain callables: ``put(item)`` and
-``get()``. They are the library's own bound methods where possible, because a wrapper would cost a peer more
-than its queue does.
+The same loops drive all queues. An :class:`Ends` object stores two plain callables: ``put(item)`` and
+``get()``. Where possible, they are the library's own bound methods, because a wrapper would cost more time
+than the peer's queue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTEXT = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The two ends of one queue. ``owner`` keeps the objects that they use alive."""
+    """The two ends of a queue. ``owner`` keeps the objects that they use alive."""
 
     put: Callable[[Any], Any]
     get: Callable[[], Any]
@@ -59,13 +59,15 @@ def multiprocessing_queue(capacity: int = 1024) -> Ends:
 
 
 def fast_fifo(capacity: int = 1024) -> Ends:
-    # The size also fits items of 64 KB. The default timeout is 10 s, and a get that waits longer would fail.
+    # The size is sufficient for items of 64 KB. After the default timeout of 10 s, a get that still waits
+    # would fail.
     peer = faster_fifo.Queue(max_size_bytes=64 << 20, maxsize=capacity)
     return Ends(peer.put, partial(peer.get, timeout=1e6), peer)
 
 
 def os_pipe(capacity: int = 0) -> Ends:
-    """Create an OS pipe with the standard library's framing and pickling. The kernel limits its bytes."""
+    """Create an OS pipe with the standard library's framing and pickling. The kernel limits the number of
+    bytes in it."""
     reader, writer = CONTEXT.Pipe(duplex=False)
     return Ends(writer.send, reader.recv, (reader, writer))
 

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks of pipes: the model, the comparison, the peers and checks of the results.
+"""Code shared by the benchmarks of pipes: the model, the comparison, the peers and checks of the results.
 
 The peers are torchgpipe and ``torch.distributed.pipelining``.
 """
@@ -50,13 +50,13 @@ Job = Callable[[int], float]
 SizedJob = Callable[[int, int], float]
 """Job whose first argument is the number of samples in a batch."""
 RankJob = Callable[[int, PipelineStage, int, int], float]
-"""Sized job for one of two ranks; the first arguments are the rank and its part."""
+"""Sized job for one of two ranks. Its first two arguments are the rank and the rank's part."""
 
 
 def beside_peers(
     effort: Effort, work: str, batches: int, mine: SizedJob, plain: SizedJob, rank: RankJob, peer: SizedJob
 ) -> Report:
-    """Compare ``mine`` with the plain module and the peers, for each of the sizes.
+    """Compare ``mine`` with the plain module and the peers, for each size.
 
     ``rank`` runs in two processes, and ``peer`` runs on torchgpipe. ``batches`` is the number of batches of
     the largest size. A stream needs many, because its first batch passes through all parts before any output
@@ -136,7 +136,8 @@ def gpipe(module: nn.Sequential) -> GPipe:
 
 
 def _threaded(job: SizedJob, rows: int, count: int) -> float:
-    """Run ``job`` with a torchgpipe that has a worker thread for each part rather than for each device."""
+    """Run ``job`` with a version of torchgpipe that has one worker thread per part instead of one per
+    device."""
     original = torchgpipe.pipeline.spawn_workers
     torchgpipe.pipeline.spawn_workers = _spawn_workers
     try:

@@ -1,8 +1,8 @@
 """Programs of the benchmark ``remote_tensors``: each measures one system in a new process.
 
-``python -m benchmarks.remote_operations SYSTEM COUNT`` prints the figures as JSON: the name of each
-measurement, and seconds. Only the programs that measure flowchan import it, because Monarch may have
-its own Python.
+``python -m benchmarks.remote_operations SYSTEM COUNT`` prints the results as JSON, which maps the name of
+each measurement to seconds. Only the programs that measure flowchan import it, because Monarch may need
+another Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Figures = dict[str, float]
 Operation = Callable[[Any, Any], Any]
 
 SIDE = 64
-"""Rows and columns of the tensors in the measurements of single operations."""
+"""Number of rows and of columns of the tensors in measurements of single operations."""
 OPERATIONS: dict[str, Operation] = {
     "add": lambda a, b: a + b,
     "mm": lambda a, b: a @ b,
@@ -53,7 +53,7 @@ def _descendants(pid: int) -> list[int]:
 
 def _clocks(workers: list[int]) -> tuple[float, float, float]:
     """Return the CPU seconds of this thread, of this process, and of the worker processes."""
-    # The clock of another process has this number: see clock_getcpuclockid(3).
+    # clock id of another process, see clock_getcpuclockid(3)
     theirs = sum(time.clock_gettime((~pid << 3) | 2) for pid in workers)
     return time.thread_time(), time.process_time(), theirs
 
@@ -61,7 +61,8 @@ def _clocks(workers: list[int]) -> tuple[float, float, float]:
 def _cpu_per_call(
     count: int, run: Callable[[Operation, int], object], operations: dict[str, Operation]
 ) -> Figures:
-    """Return the CPU seconds of each operation. ``run`` issues an operation n times and waits for the end."""
+    """Return the CPU seconds of each operation. ``run`` issues an operation n times, and waits until all have
+    run."""
     workers = _descendants(os.getpid())
     figures = {}
     for name, operation in operations.items():
@@ -77,7 +78,7 @@ def _cpu_per_call(
 
 
 def _per_call(count: int, call: Callable[[], object], clock: Callable[[], float]) -> float:
-    """Return the seconds of a call by a clock, as the median of several repetitions."""
+    """Return the seconds per call on a clock, as the median of several repetitions."""
     call()
     samples = []
     for _ in range(REPETITIONS):
@@ -173,7 +174,7 @@ def copies(count: int) -> Figures:
 
 
 def training(count: int) -> Figures:
-    """Train a small network here and on a node."""
+    """Train a small network in this process and on a node."""
     figures = {}
     with _nodes(1) as nodes:
         for optimizer in ("SGD", "Adam"):
@@ -263,7 +264,7 @@ def rpc_remote(count: int) -> Figures:
 
 
 def monarch(count: int) -> Figures:
-    """Issue operations on a mesh of one process with Monarch's tensor engine."""
+    """Issue operations with Monarch's tensor engine, on a mesh of one process."""
     import monarch
     import monarch.tensor_engine
     from monarch.actor import this_host

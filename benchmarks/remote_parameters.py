@@ -1,4 +1,4 @@
-"""Measure 64 MB pulls and pushes of a parameter server's client over a link."""
+"""Measure 64 MB pulls and pushes between a parameter server and a client on another host."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _case(name: str, call: Callable[[], float], count: int) -> Case:
 
 
 def _in_worker(function: Callable[..., float], *args: Any) -> float:
-    """Run a function in a worker on a host, and return the measured seconds for one transfer."""
+    """Run a function in a worker on a host, and return the measured seconds per transfer."""
     (seconds,) = pipelines.map(1, function, *args, on=local(1)).join()
     return float(seconds)
 

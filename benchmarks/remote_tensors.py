@@ -72,7 +72,7 @@ CLOCKS = {
 
 
 class _Results:
-    """All results of the report, by work and case."""
+    """All results of the report, by workload and case."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -145,7 +145,7 @@ def _plain(mine: Result, peer: Result | None = None) -> Row:
 
 
 def _has_native() -> bool:
-    """Return whether remote operations have a native part here."""
+    """Return whether remote operations have a native part on this machine."""
     if not importlib.util.find_spec("flowchan_torch.native"):
         return False
     import flowchan_torch.native
@@ -164,7 +164,7 @@ def _program(system: str, count: int) -> dict[str, Any]:
     python, environment = sys.executable, dict(os.environ)
     if system == "monarch":
         python = environment.get("MONARCH_PYTHON", python)
-        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # that Python may lack flowchan's backend
+        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # Monarch's Python may lack flowchan's backend
     command = [python, "-m", "benchmarks.remote_operations", system, str(max(1, count))]
     done = subprocess.run(command, cwd=FOLDER, env=environment, stdout=subprocess.PIPE, check=True)
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -36,7 +36,7 @@ MAKERS = {
     "faster-fifo": fast_fifo,
     "os pipe": os_pipe,
 }
-# Reading the CPU clock and one wake-up together cost a few tens of microseconds.
+# Reading the CPU clock and one wake-up together take a few tens of microseconds.
 NOT_MEASURABLE = 1e-3
 
 
@@ -59,7 +59,7 @@ def _trips(make: Callable[[], Ends], count: int) -> float:
 
 
 def _blocked(seconds: float) -> Row:
-    """Measure the CPU time of a child whose get waits for ``seconds`` seconds.
+    """Measure the CPU time of a child that is blocked in a get for ``seconds`` seconds.
 
     flowchan and the peer wait at the same time.
     """

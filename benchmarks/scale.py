@@ -60,7 +60,7 @@ def _in_a_new_program(kind: str, count: int, seconds: float) -> dict[str, float]
 
 
 def _drive(kind: str, count: int, seconds: float) -> dict[str, float]:
-    """Run a graph over ``count`` agents, and measure this process."""
+    """Run a graph over ``count`` agents, and measure the resources of this process."""
     pool: AbstractContextManager[Pool] = nullcontext(local(count)) if kind == "local" else simulated(count)
     may_end = threading.Event()
 

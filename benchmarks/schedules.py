@@ -1,7 +1,8 @@
 """Measure the cost of a pipe and the idle time of its workers.
 
-The first part compares a micro-batch that passes through a part without work with a call of the layer. The
-second part compares the bubble of each schedule on two workers with the simulator's forecast.
+The first part measures how long a micro-batch takes through a part without work, compared with a plain call
+of the layer. The second part compares the bubble of each schedule on two workers with the simulator's
+forecast.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ ISOLATES = (
 )
 
 SIZES = {"1 KB": 256, "1 MB": 1 << 18}
-"""Label of each size, and its number of 4-byte values."""
+"""Number of 4-byte values for each size, by label."""
 MORE, TURNS = 4, 11
-"""Number of additional parts in the longer pipe, and of turns for both pipes; the first turn is a warm-up."""
+"""Number of additional parts in the longer pipe, and number of turns per pipe. The first turn is a
+warm-up."""
 PLANS = (
     ("gpipe", 2),
     ("1f1b", 2),
@@ -45,7 +47,7 @@ PLANS = (
     ("dualpipev", 4),
     ("interleaved", 8),
 )
-"""Each schedule with its number of parts."""
+"""Schedules, each with its number of parts."""
 WORKERS, NEAR = 2, 5.0
 
 

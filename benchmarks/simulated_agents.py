@@ -28,12 +28,12 @@ from flowchan.run.worker.worker import work
 
 AGENTS_PER_PROCESS = 250
 PEER_TIMEOUT_S = 60.0
-"""Longer than the default, because the agents of one process take turns and may start slowly."""
+"""Longer than the default, because the agents of a process take turns and may start slowly."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The provider of a pool of simulated hosts."""
+    """Provider of a pool of simulated hosts."""
 
     count: int
 
@@ -76,7 +76,7 @@ class _Processes:
             stdin.flush()
 
     def ended(self, number: int) -> str | None:
-        """Return why an agent has ended."""
+        """Return the reason why an agent has ended."""
         return self._ended.get(number)
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
@@ -98,7 +98,7 @@ class _Processes:
 
 
 class _Started:
-    """One simulated agent."""
+    """Simulated agent."""
 
     def __init__(self, processes: _Processes, number: int, launch: Launch) -> None:
         self._processes, self._number = processes, number
@@ -117,12 +117,13 @@ class _Started:
 
 
 _processes: dict[int, _Processes] = {}
-"""The processes of each pool, by the number of its hosts. A provider is a value, so it cannot hold them."""
+"""Processes of each pool, by the number of its hosts. They are stored here because a provider is a plain
+value."""
 
 
 @contextlib.contextmanager
 def simulated(count: int) -> Iterator[Pool]:
-    """Yield a pool of ``count`` simulated hosts; end their processes afterwards."""
+    """Yield a pool of ``count`` simulated hosts, and end their processes afterwards."""
     _processes[count] = _Processes(count)
     try:
         yield pool_of("simulated", Simulated(count), PEER_TIMEOUT_S)
@@ -131,7 +132,7 @@ def simulated(count: int) -> Iterator[Pool]:
 
 
 class _WorkerThreads:
-    """The workers of one simulated agent. Replaces ``WorkerProcesses``."""
+    """Workers of one simulated agent, as threads. This class replaces ``WorkerProcesses``."""
 
     def __init__(self, mail: Channel[Any]) -> None:
         self._mail = mail
@@ -148,7 +149,7 @@ class _WorkerThreads:
         work(info, pickle.loads(stage), ports, self._mail.put, sends=True)
 
     def watch(self) -> None:
-        """Return at once, because threads of this process do not die."""
+        """Return at once, because threads of this process do not die on their own."""
 
     def ended(self, id: WorkerId) -> bool:
         return False
@@ -157,7 +158,7 @@ class _WorkerThreads:
         """Do nothing, because the workers have no GPUs."""
 
     def kill(self) -> None:
-        """Do nothing: the workers end when their channels break."""
+        """Do nothing, because the workers end when their channels break."""
 
     def end(self) -> None:
         for thread in self._threads:
@@ -165,7 +166,7 @@ class _WorkerThreads:
 
 
 class _SimulatedAgent(Agent):
-    """An agent whose process and workers are shared with other agents."""
+    """Agent that shares its process with other agents."""
 
     def __init__(self, orders: Orders) -> None:
         super().__init__(orders)
@@ -178,14 +179,15 @@ class _SimulatedAgent(Agent):
         sys.exit(code)
 
     def cut(self) -> None:
-        """Close the link, as when the agent is killed."""
+        """Close the link, as if the agent were killed."""
         self._link.close()
         for channel in (self._commands_writer.channel, self._events):
             channel.abort()
 
 
 def main() -> None:
-    """Run an agent for each line of JSON on standard input; a line with a number kills that agent."""
+    """Run an agent for each line of JSON on standard input. A line with a number kills the agent with that
+    number."""
     agents: dict[int, _SimulatedAgent] = {}
     for line in sys.stdin:
         orders = json.loads(line)

@@ -1,4 +1,4 @@
-"""Slow connections, and connections that break."""
+"""Create slow connections, and break connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
 
 def delay_between(one: socket.socket, other: socket.socket, delay: float) -> list[threading.Thread]:
-    """Forward the bytes between two sockets with a delay of ``delay`` seconds, until both sockets have ended.
+    """Forward the bytes between two sockets, delayed by ``delay`` seconds, until both sockets are closed.
 
     Return the threads that forward the bytes; they end with the sockets.
     """
@@ -28,7 +28,7 @@ def _pass_on(source: socket.socket, target: socket.socket, delay: float) -> None
     coming: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
 
     def receive() -> None:
-        """Receive data as soon as it arrives, so that the sender is never held up."""
+        """Receive data as soon as it arrives, so that the sender is never blocked."""
         data = b"-"
         while data:
             try:
@@ -43,7 +43,7 @@ def _pass_on(source: socket.socket, target: socket.socket, delay: float) -> None
     while data:
         due, data = coming.get()
         time.sleep(max(0.0, due - time.perf_counter()))
-        with contextlib.suppress(OSError):  # the other end has closed
+        with contextlib.suppress(OSError):  # the other end is closed
             target.sendall(data) if data else target.shutdown(socket.SHUT_WR)
     receiving.join()
 

@@ -1,4 +1,4 @@
-"""Write the stored results as tables to ``benchmarks/README.md``, and six rows to the project's README.
+"""Write the stored results as tables to ``benchmarks/README.md``, and some rows to the project's README.
 
 ``make bench`` calls this module; ``python -m benchmarks.table`` only writes both pages from the stored
 results.
@@ -26,7 +26,7 @@ FRONT_ROWS = (
     ("inference, model in two parts", "stream of batches, 2 parts", "torch.distributed.pipelining"),
     ("allreduce of 1 MB, two processes", "allreduce, 1 MB, 2 ranks", "openmpi"),
 )
-"""The rows in the project's README: the label on the page, and the stored names of the work and the peer."""
+"""Rows in the project's README: the label on the page, and the stored names of the workload and the peer."""
 PEER_NAMES = {
     "multiprocessing.Queue(1024)": "multiprocessing.Queue",
     "multiprocessing.Queue(8)": "multiprocessing.Queue",
@@ -77,7 +77,7 @@ Compare ratios; do not compare absolute figures from different days.
 
 
 def write(latest: dict[str, Any]) -> None:
-    """Write both pages from the stored results."""
+    """Write both pages, based on the stored results."""
     PAGE.write_text(page(latest))
     FRONT.write_text(front(latest, FRONT.read_text()))
 
@@ -98,7 +98,7 @@ def front(latest: dict[str, Any], text: str) -> str:
 
 
 def _overview(latest: dict[str, Any]) -> str:
-    """Return a table of the benchmarks, with the number of targets that each of them reached."""
+    """Return a table of the benchmarks, with the number of targets that each benchmark met."""
     rows = []
     for name, benchmark in latest.items():
         answers = [answer for answer in map(_reached, benchmark["rows"]) if answer]
@@ -165,7 +165,7 @@ def _front(latest: dict[str, Any]) -> str:
 
 
 def _rate(figure: str) -> str:
-    """Return a result for which higher is better: a time per call becomes calls per second."""
+    """Return a result for which higher is better: convert a time per call into calls per second."""
     number, _, unit = figure.partition(" ")
     return in_words(1 / (float(number) * SECONDS[unit]), "calls/s") if unit in SECONDS else figure
 

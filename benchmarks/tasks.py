@@ -1,4 +1,4 @@
-"""Functions that the maps apply to an item, in their own module, so that peers' workers import nothing
+"""Functions that the maps apply to an item. They have their own module, so that peers' workers import nothing
 else."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measure the CPU time per item of a graph with and without ``trace=``.
 
 Run ``python -m benchmarks.trace``. The benchmark prints the median and the minimum of several runs, and the
-difference. Compare only values from the same call, on an otherwise idle machine.
+difference. Compare only values from the same invocation, on an otherwise idle machine.
 """
 
 from __future__ import annotations

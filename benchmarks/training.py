@@ -47,7 +47,8 @@ def measure(effort: Effort) -> Report:
 
 
 def _compare_autograd(report: Report, effort: Effort) -> None:
-    """Compare two ways to train a pipe: an optimizer in the program, and whole steps in the parts."""
+    """Compare two ways to train a pipe: with an optimizer in the program, and with ``trainer``'s whole
+    steps."""
     jobs: dict[str, SizedJob] = {"flowchan": _autograd, "training.step": _training}
     count = 10 if effort.full else 2
     mine, step = interleaved(report, "a loss of pipe(x), 2 parts", jobs, effort, SAMPLES, count)

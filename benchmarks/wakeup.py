@@ -1,4 +1,4 @@
-"""Measure how fast a sleeping reader wakes: from just before the put until just after the get."""
+"""Measure how fast a sleeping reader wakes, from just before the put until just after the get."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ISOLATES = (
 
 QUANTILES = (0.5, 0.99, 0.999)
 PAUSE = 0.002
-# The first put may start a thread, as in multiprocessing.Queue, and starting it is not part of a wake-up.
+# The first put may start a thread, as in multiprocessing.Queue. Starting a thread is not part of a wake-up.
 WARM_UP = 10
 
 

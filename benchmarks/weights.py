@@ -1,4 +1,5 @@
-"""Measure the time from publish until another process has refreshed its weights, and the size of a delta."""
+"""Measure the time from a publish until another process has refreshed its weights, and the size of a
+delta."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def measure(effort: Effort) -> Report:
     with Weights(trained) as weights:
         process = CONTEXT.Process(target=_refresh, args=(weights.reader(), go_on, refreshed))
         process.start()
-        for _ in range(2):  # touch all memory before timing
+        for _ in range(2):  # access all memory before timing
             publish()
             copy()
         cases = [Case("flowchan", "s", publish), Case("copy of the tensors", "s", copy)]

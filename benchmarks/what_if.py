@@ -33,13 +33,13 @@ from flowchan.run.observe.windows import between
 
 MS = 0.001
 WARM_S, WINDOW_S = 0.6, 1.4
-"""Seconds of warm-up, which are not measured, and seconds of measurement."""
+"""Seconds of unmeasured warm-up, and seconds of measurement."""
 GAIN = 1.05
-"""Smallest ratio of the new rate to the old rate that counts as a gain."""
+"""Smallest ratio of new rate to old rate that counts as a gain."""
 ITEMS_OUT = {"batch": 0.25, "flat_map": 2.0, "filter": 0.5}
-"""Number of outputs per input, for each operator for which the number is not 1."""
+"""Number of outputs per input, for the operators where this number is not 1."""
 MOST_MERGED = 8
-"""Maximum number of source items for each item that leaves the graph."""
+"""Maximum number of source items per item that leaves the graph."""
 SAME = "same graph"
 """Name of the trials that run an unchanged graph twice."""
 
@@ -50,7 +50,7 @@ Spread = Literal["equal", "uniform", "exponential"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One stage of a random graph. ``ms`` is the mean work time per item in milliseconds."""
+    """Stage of a random graph. ``ms`` is the mean work time per item in milliseconds."""
 
     name: str
     kind: Kind
@@ -76,7 +76,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One prediction and the ratio that a real run of the changed graph reached."""
+    """Prediction, and the ratio that a real run of the changed graph reached."""
 
     graph: int
     change: str
@@ -101,7 +101,8 @@ class Trial:
 def steps(chance: random.Random, kinds: Sequence[Kind]) -> list[Step]:
     """Return a random chain of 2 to 5 stages.
 
-    At least one item leaves the graph for every ``MOST_MERGED`` source items. A window thus has enough items.
+    At least one item leaves the graph for every ``MOST_MERGED`` source items. This gives each window enough
+    items.
     """
     while True:
         chain = _steps(chance, kinds)
@@ -189,7 +190,7 @@ def _every_second(step: Step) -> Callable[[Any], bool]:
 
 
 def measured(chain: Iterable[Step]) -> RunStats:
-    """Run a chain, and return the statistics of a window that follows the warm-up."""
+    """Run a chain, and return the statistics of a time window after the warm-up."""
     with build(chain).start() as run:
         run.ready()
         time.sleep(WARM_S)

@@ -1,6 +1,6 @@
-"""A long wire whose delay TCP itself notices: acknowledgements are delayed as much as data.
+"""Long-delay connection whose delay TCP itself observes: acknowledgements are delayed as much as data.
 
-Two network namespaces have a TUN device each, and a process between them delays every packet.
+There are two network namespaces, each with a TUN device. A process between them delays every packet.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NEW_NETWORK = 0x40000000
 TUN, TUNSETIFF, NO_HEADER = 0x0001, 0x400454CA, 0x1000
 ADDRESSES = "10.9.0.1", "10.9.0.2"
 PACKET = 65_000
-AT_ONCE = 64  # number of packets to read from one side before the other side has its turn
+AT_ONCE = 64  # maximum number of packets to read from one side before reading from the other
 
 
 def missing() -> str | None:
-    """Return the first requirement for a wire that this machine does not meet, or None."""
+    """Return the first requirement of the wire that this machine does not meet, or None."""
     if os.geteuid() != 0:
         return "needs root"
     if not os.path.exists("/dev/net/tun"):
@@ -40,7 +40,7 @@ def missing() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The two networks of a wire, as descriptors that `enter` accepts."""
+    """Networks at both ends of a wire, as descriptors that `enter` accepts."""
 
     near: int
     far: int
@@ -48,7 +48,7 @@ class Wire:
     def connected(self) -> tuple[socket.socket, socket.socket]:
         """Return a connection between both networks, set up like an agent's connection.
 
-        Afterwards the caller is in the near network.
+        Afterwards, the calling thread is in the near network.
         """
         enter(self.near)
         with socket.create_server((ADDRESSES[0], 0)) as server:
@@ -98,7 +98,7 @@ def within(network: int, work: Callable[[], float]) -> float:
     process.start()
     tell.close()
     try:
-        found: float = told.recv()  # EOFError: the process has printed its traceback
+        found: float = told.recv()  # raises EOFError if the process failed; it has printed its traceback
     finally:
         process.join()
     return found
@@ -138,7 +138,7 @@ def _relay(one: int, other: int, delay: float) -> None:
         now = time.perf_counter()
         while under_way and under_way[0][0] <= now:
             _, to, packet = under_way.popleft()
-            with contextlib.suppress(BlockingIOError):  # like a wire, a full device drops the packet
+            with contextlib.suppress(BlockingIOError):  # a full device drops the packet, like a wire
                 os.write(to, packet)
         wait = max(0.0, under_way[0][0] - now) if under_way else None
         ready, _, _ = select.select((one, other), (), (), wait)

@@ -1,7 +1,7 @@
-"""Registration of the backend ``"flowchan"`` when torch is imported.
+"""Register the backend ``"flowchan"`` when torch is imported.
 
-torch finds this package through its entry point. The package is separate from flowchan, so that importing
-torch does not import flowchan until the backend is used.
+torch finds this package through its entry point. The package is separate from flowchan so that ``import
+torch`` does not import flowchan. The backend imports flowchan on first use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 def register() -> None:
     """Register the backend; torch calls this function at the end of ``import torch``."""
     distributed: Any = sys.modules.get("torch.distributed")
-    # torch may lack ``distributed`` or have a different version of it, and importing torch must not fail.
+    # torch may lack ``distributed``, or its version may differ; importing torch must not fail for that reason
     with contextlib.suppress(Exception):
         distributed.Backend.register_backend("flowchan", _process_group, devices=["cpu"])
 

@@ -27,12 +27,12 @@ class Measured(NamedTuple):
 
 
 def is_counted(parameter: str) -> bool:
-    """Return whether a parameter, in lizard's notation, counts."""
+    """Return whether a parameter, in lizard's notation, counts towards the limit."""
     return parameter.strip() not in ("", "/", "self", "cls") and not parameter.strip().startswith("*")
 
 
 def functions() -> Iterator[tuple[str, Measured]]:
-    """Yield every function of the product as ``path name``, with its measurements."""
+    """Yield the name (``path name``) and the measurements of every function of the product."""
     for part in PRODUCT:
         for path in sorted((ROOT / part).rglob("*")):
             if path.suffix not in (".py", ".cpp", ".hpp"):

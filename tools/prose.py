@@ -1,8 +1,8 @@
 """Check the prose of the tree: docs, docstrings, comments, error messages, command-line help and test names.
 
-``tools/prose_allowed.txt`` records how many hits each kind of text still has. The numbers may only fall. A
-higher number of hits is an error. A lower one is also an error, until ``python tools/prose.py --record`` has
-recorded it. ``python tools/prose.py PATH…`` lists the hits in these files or folders.
+``tools/prose_allowed.txt`` records the allowed number of hits for each kind of text. More hits are an error,
+because the numbers may only fall. Fewer hits are also an error until ``python tools/prose.py --record`` has
+recorded the new number. ``python tools/prose.py PATH…`` lists the hits in these files or folders.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_WORDS_OF_A_TEST = 10
 
 
 class Text(NamedTuple):
-    """A paragraph of one kind, such as ``docstring``, and the line where it begins."""
+    """Paragraph of one kind, such as ``docstring``, and the line where it begins."""
 
     kind: str
     path: Path
@@ -45,7 +45,7 @@ class Text(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A sentence that breaks a rule."""
+    """Sentence that breaks a rule."""
 
     kind: str
     path: Path
@@ -60,7 +60,7 @@ class Hit(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule. Its ``pattern`` is searched for in each sentence, after code has been replaced with
+    """Rule for sentences. Its ``pattern`` is searched for in each sentence, after code has been replaced with
     ``CODE``."""
 
     pattern: re.Pattern[str]
@@ -111,7 +111,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the paragraphs, list items and table cells of Markdown or a docstring, but no blocks of code."""
+    """Yield the paragraphs, list items and table cells of Markdown or a docstring, but no code blocks."""
     block: list[str] = []
     first, is_code, indent = 0, False, 0
     for number, raw in enumerate([*text.splitlines(), ""]):
@@ -201,7 +201,7 @@ def of_cpp(path: Path) -> Iterator[Text]:
 
 
 def _joined(lines: dict[int, tuple[int, str]], path: Path) -> Iterator[Text]:
-    """Join the lines of each comment, which begin in the same column, and split it at empty lines."""
+    """Join the lines of each comment that begin in the same column, and split the result at empty lines."""
     first, block, last = 0, [], (-1, -1)
     for number, (column, text) in [*sorted(lines.items()), (1 << 60, (0, ""))]:
         if block and ((number - 1, column) != last or not text):
@@ -221,7 +221,7 @@ def texts(paths: Iterable[Path]) -> Iterator[Text]:
 
 
 def hits(text: Text) -> Iterator[Hit]:
-    """Yield the hits in a text, at most one for each sentence."""
+    """Yield the hits in a text, at most one per sentence."""
     if text.kind == "test name":
         words = text.text.removeprefix("test_").split("_")
         if len(words) > MOST_WORDS_OF_A_TEST:

@@ -4,11 +4,11 @@ usage: run_tests.py [--part OPTIONS]... [PYTEST OPTIONS] [--files FILE...]
 
 Each part is one pytest run with its own options; the parts run one at a time. After all of them have ended,
 each failed test runs once more in its own pytest process. A test that fails in both runs fails the whole run.
-A test that passes alone does not, but it is listed with its duration and the load average. Either the test or
-the product then depends on the machine's load.
+A test that passes alone does not fail the run, but it is listed with its duration and the load average. In
+this case, the test or the product depends on the machine's load.
 
-The whole run also fails if some tests have not run. Examples are a crashed worker, a file that cannot be
-collected, and a pytest process that ends in any other way.
+The whole run also fails if some tests have not run. This happens if a worker crashes, if a file cannot be
+collected, or if a pytest process exits abnormally.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# More processes than two cores can run at once, because tests wait for about half of the time. A test that
-# hangs ends its process.
+# Use more processes than the two cores can run at once, because tests wait for about half of the time. If a
+# test hangs, its process is ended.
 SIDE_BY_SIDE = ("-n", "5", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0")
 MOST = 20
-"""Largest number of failed tests that are run again; more failures come from a change, not from load."""
+"""Maximum number of failed tests that are run again. More failures are caused by a change, not by load."""
 PASSED, FAILED = 0, 1
 """Exit statuses with which pytest reports that all tests have run."""
 
 
 @dataclass
 class Test:
-    """A failed test: seconds and load average in its first run and, if it ended, in the run alone."""
+    """Failed test, with the duration and load average of its first run and, if it ended, of the run alone."""
 
     name: str
     first: tuple[float, float]
@@ -54,7 +54,7 @@ def seconds_at(seconds: float, load: float) -> str:
 
 @dataclass
 class Total:
-    """The results of all parts."""
+    """Results of all parts."""
 
     seconds: float = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Total:
                 self.counts[outcome] = self.counts.get(outcome, 0) + count
 
     def show(self) -> int:
-        """Print the lists and, as the last line, the totals in pytest's own form; return the exit status."""
+        """Print the lists and, as the last line, the totals in pytest's format. Return the exit status."""
         both = [test for test in self.failed if not test.passed_alone]
         first_only = [test for test in self.failed if test.passed_alone]
         show_list("failed next to other tests, but passed alone:", first_only)
@@ -95,7 +95,7 @@ def show_list(title: str, lines: list[Any]) -> None:
 
 
 def pytest_run(*arguments: str) -> tuple[int, dict[str, Any] | None]:
-    """Run pytest; return its exit status and its outcomes, or None if pytest was killed before it wrote
+    """Run pytest. Return its exit status and its outcomes, or None if pytest was killed before it wrote
     them."""
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "outcomes"
@@ -107,7 +107,7 @@ def run_alone(test: Test, options: list[str]) -> float:
     """Run a test in its own process, and return how many seconds it took."""
     print(f"running once more, alone: {test.name}", flush=True)
     load = os.getloadavg()[0]
-    # pytest decides which tests are longer from all parameters of a test, and here it collects only one
+    # pytest decides from all parameters of a test which ones are longer, and here it collects only one
     options = [option for option in options if option != "--only-long"]
     status, outcomes = pytest_run(*options, "-n", "0", test.name)
     if outcomes is not None:

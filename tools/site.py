@@ -41,13 +41,14 @@ FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 EXAMPLE = re.compile(r"^( +)Example:$", re.MULTILINE)
 """Heading of a docstring section that griffe shows as code only if it is named ``Examples``."""
 METHOD = re.compile(r"^    (\w+) = (\w+)\.\1$", re.MULTILINE)
-"""A method that is defined as a function in another module."""
+"""Method that is defined as a function in another module."""
 DEFAULT = re.compile(r"(?<== )DEFAULT_[A-Z_]+\b")
 ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`~?\.?([^`]+)`")
 
 
 def on_startup(**_: Any) -> None:
-    """Copy the package in its installed layout, with roles as Markdown and examples as griffe reads them.
+    """Copy the package in its installed layout. Convert roles to Markdown, and examples to the format that
+    griffe reads.
 
     Names of defaults are replaced with their numbers.
     """

@@ -1,8 +1,8 @@
 """Check ``tests/typed`` with mypy and pyright, against the package in its installed layout.
 
-Neither may find an error in the correct program. In the file of mistakes, both must find exactly the errors
-in its comments, ``# wrong: its code by mypy, its rule by pyright``. Run the script in the folder with that
-layout.
+Neither checker may find an error in the correct program. In the file of mistakes, both must find exactly the
+errors that its comments announce: ``# wrong: its code by mypy, its rule by pyright``. Run the script in the
+folder with that layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILES = [ROOT / "tests" / "typed" / name for name in ("program.py", "mistakes.py
 BIN = Path(sys.executable).parent
 
 Finding = tuple[str, int, str, str]
-"""File, line, code (from mypy) or rule (from pyright), and message."""
+"""File, line, code (mypy) or rule (pyright), and message."""
 
 
 def mypy() -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """Draw pictures of a graph, and show a run while it is in progress.
 
-Pictures and live views only read frozen values and statistics. While a live view is open on a terminal, an
+Pictures and live views only read immutable values and statistics. While a live view is open on a terminal, an
 additional thread reads the program's output.
 
 ``draw(graph, "graph.svg")`` writes a picture; :func:`to_dot` and :func:`to_mermaid` return text that needs no

@@ -168,7 +168,7 @@ def _is_vertical(picture: Picture, writer: int, reader: int | None) -> bool:
 
 
 def _points_back(picture: Picture, writer: int, reader: int | None) -> bool:
-    """Return whether an arrow points to the left, or up within a column."""
+    """Return whether an arrow points left, or up within a column."""
     if not picture.wraps:
         return False
     row, column = picture.places[writer]
@@ -209,7 +209,8 @@ def _arrow(edge: Edge, picture: Picture, vertical: bool) -> dict[str, Any]:
         # a table adds padding around the text
         cells = f"<TD>{lines}</TD>"
         if vertical:
-            # Graphviz centres the label on a vertical arrow; an empty cell moves the text to its right
+            # Graphviz centres the label on a vertical arrow, so an empty cell moves the text to the right of
+            # the arrow
             widest = max(labels.text_width(item, 9.0, bold=True), labels.text_width(rest, 9.0))
             cells = f'<TD WIDTH="{widest + 40:.0f}"></TD>{cells}'
         attributes["label"] = f'<<TABLE BORDER="0" CELLPADDING="3"><TR>{cells}</TR></TABLE>>'
@@ -219,7 +220,7 @@ def _arrow(edge: Edge, picture: Picture, vertical: bool) -> dict[str, Any]:
         attributes |= {"style": "dashed"}
         if not picture.wraps:  # a feedback arrow points backwards, and must not affect the layout
             attributes |= {"constraint": "false"}
-    elif picture.wraps:  # the weight keeps the invisible arrows between rows from bending the rows
+    elif picture.wraps:  # this weight keeps the invisible arrows between rows from bending the rows
         attributes |= {"weight": "20"}
     if edge.errors:
         attributes |= {"color": RED, "fontcolor": RED, "style": "dashed"}

@@ -32,14 +32,14 @@ class Box(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Moment that is marked by a line, in seconds."""
+    """Moment to mark with a line, in seconds."""
 
     at: float
     title: str
 
 
 class Row(NamedTuple):
-    """Events of a worker as boxes, with a name and detail before them and a note after them."""
+    """Events of a worker as boxes, with a name and details on the left and a note on the right."""
 
     name: str
     detail: str

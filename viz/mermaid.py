@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flowchan.declare.blueprint import Blueprint
 
 # The brackets around a label select the shape. Each class sets the colours of both text and background, so
-# dark viewers change neither.
+# dark viewers do not change them.
 SHAPES: dict[Role, tuple[str, str]] = {
     "source": ("([", "])"),
     "stage": ("(", ")"),
@@ -60,7 +60,7 @@ def to_mermaid(blueprint: Blueprint) -> str:
         True
     """
     picture = labels.picture(blueprint)
-    # Mermaid cannot break a graph into rows, and a page has room for a long graph only vertically.
+    # Mermaid cannot arrange a graph in rows, and a page has room for a long graph only vertically.
     direction = "TB" if picture.wraps else "LR"
     lines = ["---", f"title: {json.dumps(picture.name)}", "---", f"flowchart {direction}"]
     classes = {}

@@ -94,8 +94,8 @@ def _engines(picture: str) -> Iterator[tuple[str, list[str], Callable[[list[str]
     if picture != "pdf" and (program := shutil.which("graphviz-pure", path=os.pathsep.join(folders))):
         yield "graphviz-pure", [program, f"-T{picture}"], _run_without_fonts
     if importlib.util.find_spec("pygraphviz"):
-        # -P prevents Python from importing a user's file in the working directory that has the name of one of
-        # these modules.
+        # -P stops Python from importing a file in the working directory that is named like one of these
+        # modules
         yield "pygraphviz", [sys.executable, "-P", "-c", _WHEEL, picture], _run
 
 
@@ -108,7 +108,7 @@ def _run(command: list[str], dot: str) -> bytes:
 
 
 def _run_without_fonts(command: list[str], dot: str) -> bytes:
-    """Draw with a single font: graphviz-pure knows the sizes of a few fonts, but not lists of fonts."""
+    """Draw with a single font, because graphviz-pure does not accept lists of fonts."""
     first = FONT.partition(",")[0]
     drawn = _run(command, dot.replace(FONT, first))
     return drawn.replace(f'font-family="{first},sans-Serif"'.encode(), f'font-family="{FONT}"'.encode())

@@ -1,8 +1,8 @@
-"""Fix the width of each text in a picture, so that the layout is also right in viewers with other fonts.
+"""Fix the width of each text in a picture, so that the layout also fits in viewers with other fonts.
 
 The layout is computed with the widths of Helvetica. A viewer without Helvetica or Arial uses a font that may
-be wider, such as DejaVu Sans. If the SVG specifies ``textLength``, the viewer scales each text to the
-computed width.
+be wider, such as DejaVu Sans. The SVG therefore specifies ``textLength``, and the viewer scales each text to
+the computed width.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def width_of(text: str, size: float, *, bold: bool) -> float | None:
 
 
 def with_widths(svg: str, keep: str) -> str:
-    """Add its width to each text in a picture, except to texts that contain ``keep``."""
+    """Add the computed width to each text in a picture, except to texts that contain ``keep``."""
 
     def fixed(found: re.Match[str]) -> str:
         attributes, size, text = found.groups()

@@ -178,7 +178,7 @@ def _row(worker: _TracedWorker, zero: float, seconds: float) -> Row:
 
 
 def _coarse(spans: Sequence[tuple[float, float, str]], pixel: float) -> list[tuple[float, float, str]]:
-    """Return one span for each pixel, with the activity that took most of its time.
+    """Return one span for each pixel: the activity that took most of the pixel's time.
 
     Adjacent spans with the same activity are merged.
     """

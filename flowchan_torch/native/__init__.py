@@ -1,8 +1,8 @@
-"""The C++ files of remote tensors, which are compiled against the installed torch at their first use.
+"""C++ files of remote tensors, which are compiled against the installed torch on first use.
 
-The compiled files are kept in torch's folder for extensions: ``TORCH_EXTENSIONS_DIR``, else
-``~/.cache/torch_extensions``. Their names depend on the source and on the versions of torch and Python.
-Without a compiler, :func:`load` returns None and logs the reason once.
+The compiled files are stored in torch's extension folder: ``TORCH_EXTENSIONS_DIR``, or
+``~/.cache/torch_extensions`` by default. Their names depend on the source and on the versions of torch and
+Python. Without a compiler, :func:`load` returns None and logs the reason once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WITHOUT = {
     SOURCE: "an operation that fails in a backward pass ends the process",
     COMMANDS: "the program issues operations more slowly",
 }
-"""Consequence of a missing compiler, by file."""
+"""Consequences of a missing compiler, by file."""
 
 _log = logging.getLogger("flowchan.remote_tensors")
 _loading = threading.Lock()
@@ -37,13 +37,13 @@ _loaded: dict[Path, ModuleType | None] = {}
 
 
 def load(source: Path = SOURCE) -> ModuleType | None:
-    """Load a C++ file; compile it first if that has not been done.
+    """Load a C++ file, after compiling it if necessary.
 
     Args:
-        source: The file, ``SOURCE`` (default) or ``COMMANDS``.
+        source: The source file, ``SOURCE`` (default) or ``COMMANDS``.
 
     Returns:
-        The extension module, or None if it cannot be compiled here.
+        The extension module, or None if the file cannot be compiled here.
     """
     with _loading:
         if source not in _loaded:
@@ -60,7 +60,7 @@ def load_file(path: Path, source: Path = SOURCE) -> ModuleType:
 
     Args:
         path: The compiled file.
-        source: Its source.
+        source: The source file.
 
     Returns:
         The extension module.
@@ -78,12 +78,12 @@ def compile_to(path: Path, flags: Sequence[str] = ("-O2",), source: Path = SOURC
     """Compile a C++ file.
 
     Args:
-        path: The file to write. It appears when it is complete.
-        flags: Further flags of the compiler.
-        source: The file to compile.
+        path: Path of the compiled file. The file appears only when it is complete.
+        flags: Additional compiler flags.
+        source: C++ file to compile.
 
     Raises:
-        RuntimeError: The compiler is missing or fails.
+        RuntimeError: The compiler is missing, or it fails.
     """
     import torch
 
@@ -110,7 +110,7 @@ def compile_to(path: Path, flags: Sequence[str] = ("-O2",), source: Path = SOURC
 
 
 def _compiled(source: Path) -> Path:
-    """Return the path of the compiled file for this torch and this Python."""
+    """Return the path of the compiled file for this version of torch and Python."""
     import torch
 
     key = "|".join((torch.__version__, str(sysconfig.get_config_var("SOABI")), source.read_text()))
@@ -128,12 +128,13 @@ def _compiled(source: Path) -> Path:
 
 
 def start_engine() -> None:
-    """Start torch's autograd engine, if it has not started.
+    """Start torch's autograd engine, unless it has already started.
 
-    It makes a thread for each device that it finds then. A process with such threads cannot run backward
-    passes in its forks, so the engine starts before the device type of the nodes exists.
+    When it starts, the engine creates a thread for each known device. If a process has such threads, its
+    forked children cannot run backward passes. The engine therefore starts before the device type of the
+    nodes is registered.
     """
-    # A fresh thread has no modes of torch such as no_grad.
+    # use a new thread, because it has none of torch's modes, such as no_grad
     thread = threading.Thread(target=_first_pass)
     thread.start()
     thread.join()
@@ -142,7 +143,7 @@ def start_engine() -> None:
 def _first_pass() -> None:
     import torch
 
-    # A child of a process whose engine has threads cannot run backward passes at all.
+    # In a forked child of a process whose engine has threads, every backward pass raises this error.
     with contextlib.suppress(RuntimeError):
         loss: Any = torch.ones(1, device="cpu", requires_grad=True).sum()
         loss.backward()

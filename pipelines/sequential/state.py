@@ -136,8 +136,8 @@ def _version(tensor: Tensor) -> int | None:
 class PartState:
     """A part's parameters and buffers in its process, as the layers and as the program see them.
 
-    These are the same memory, unless the part is on another device or a layer has replaced a buffer instead
-    of writing into it. A program on another host receives changes in messages.
+    Both views share the same memory, unless the part is on another device or a layer has replaced a buffer
+    instead of writing into it. A program on another host receives changes in messages.
     """
 
     def __init__(self, module: nn.Module, device: torch.device | None) -> None:

@@ -46,7 +46,7 @@ class Release:
         return Root(WORK, python, read.split()[0])
 
     def row(self, name: str, built: str, tested: str, good: bool = True) -> None:
-        """Add a line to the table, and print it at once."""
+        """Add a line to the table, and print the line at once."""
         self.rows.append((name, built, tested))
         self.failed |= not good
         print(f"{name}: {built}; {tested}", flush=True)
@@ -95,7 +95,7 @@ class Release:
         """Install and run a wheel on a system without a compiler, and return a summary of the checks.
 
         Raises:
-            NotHere: This machine cannot run it.
+            NotHere: This machine cannot run the wheel.
         """
         if target.machine != TESTED:
             raise NotHere(f"cross-built; this machine is {TESTED}")

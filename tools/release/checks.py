@@ -18,11 +18,11 @@ from tools.release.targets import Target
 
 BIN = Path(sys.executable).parent
 IGNORED = "W004,W009"
-"""check-wheel-contents: modules that are only ever run as files, and two top-level packages, on purpose."""
+"""Accepted findings of check-wheel-contents: modules that only run as files, and two top-level packages."""
 
 
 class Wrong(Exception):
-    """A file of the release is not as it must be; the message says what is wrong."""
+    """Report that a file of the release is wrong; the message says in what respect."""
 
 
 def digest(path: Path) -> str:
@@ -31,10 +31,10 @@ def digest(path: Path) -> str:
 
 
 def same(first: Path, second: Path) -> None:
-    """Check that two builds have the same bytes.
+    """Check that two builds are identical, byte for byte.
 
     Raises:
-        Wrong: They differ.
+        Wrong: The builds differ.
     """
     if digest(first) != digest(second):
         raise Wrong(f"{first.name} must have the same bytes in both builds: compare {first} with {second}")
@@ -69,16 +69,16 @@ def check_sdist(archive: Path, project: Path) -> None:
 
 
 def check_wheel(path: Path, target: Target, project: Path, build_paths: Iterable[Path]) -> None:
-    """Check name, metadata, licences and contents of a wheel.
+    """Check the name, metadata, licences and contents of a wheel.
 
     Args:
         path: The wheel.
         target: Python, C library and processor of the wheel.
         project: Folder of the project.
-        build_paths: Folders whose names must not be in the wheel.
+        build_paths: Folders whose names must not appear in the wheel.
 
     Raises:
-        Wrong: Something differs.
+        Wrong: The wheel is wrong in one of these respects.
     """
     version = version_in(project)
     with zipfile.ZipFile(path) as opened:
@@ -109,7 +109,7 @@ def check_by_tools(path: Path) -> None:
     """Check a file of the release with twine and, if it is a wheel, with check-wheel-contents.
 
     Raises:
-        CalledProcessError: A tool found something.
+        CalledProcessError: A tool has reported a problem.
     """
     command(BIN / "twine", "check", "--strict", path)
     if path.suffix == ".whl":
@@ -126,7 +126,7 @@ def check_runs(path: Path, target: Target, root: Root, project: Path) -> None:
     """Install a wheel on Debian without a compiler, and run the README's graph in processes and on threads.
 
     Raises:
-        Wrong: The Debian has a compiler, or the two runs print different words.
+        Wrong: The system has a compiler, or the two runs print different words.
     """
     if root.has_compiler():
         raise Wrong(f"{root.folder} must have no compiler: remove the folder, and run make release again")
@@ -154,7 +154,7 @@ def check_runs(path: Path, target: Target, root: Root, project: Path) -> None:
 
 
 def _download(path: Path, target: Target, folder: Path) -> None:
-    """Download what the wheel requires, so that the Debian needs neither network nor certificates."""
+    """Download the wheel's requirements, so that the Debian system needs neither network nor certificates."""
     platforms = (
         f"manylinux_2_28_{target.machine}",
         f"manylinux_2_17_{target.machine}",

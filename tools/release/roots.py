@@ -12,19 +12,20 @@ from pathlib import Path
 from tools.release.targets import Target
 
 SUITES = {"3.11": "bookworm", "3.13": "trixie", "3.14": "sid"}
-"""Debian's release that has each version of CPython."""
+"""Debian release that ships each version of CPython."""
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "zig")
 
 
 class NotHere(Exception):
-    """Report that this machine lacks something that a step needs; the message names it."""
+    """Report that this machine lacks a requirement of a step; the message names it."""
 
 
 def command(*words: str | Path, env: Mapping[str, str] | None = None) -> str:
-    """Run a command and return what it writes to its standard output.
+    """Run a command, and return its standard output.
 
     Raises:
-        CalledProcessError: The command failed; its ``stderr`` has all of its output.
+        CalledProcessError: The command failed. The ``stderr`` of the exception contains all output of the
+            command.
     """
     done = subprocess.run(words, text=True, capture_output=True, env=env)
     if done.returncode:
@@ -33,7 +34,7 @@ def command(*words: str | Path, env: Mapping[str, str] | None = None) -> str:
 
 
 class Root:
-    """A minimal Debian in ``folder``, made by debootstrap and kept for the next run."""
+    """Minimal Debian system in ``folder``, created by debootstrap and kept for the next run."""
 
     def __init__(self, work: Path, python: str, mirror: str) -> None:
         if python not in SUITES:
@@ -55,8 +56,8 @@ class Root:
         (self.folder / "complete").touch()
 
     def run(self, *words: str | Path) -> str:
-        """Run a command in this Debian; its processes end with it."""
-        # /proc and /dev/shm are visible only in here, and are unmounted when the namespace ends.
+        """Run a command in this Debian system. When the command exits, its other processes are also ended."""
+        # /proc and /dev/shm are mounted in a new namespace, so they disappear when the namespace ends.
         script = (
             f"mount -t proc proc {shlex.quote(str(self.folder))}/proc && "
             f"mount -t tmpfs tmpfs {shlex.quote(str(self.folder))}/dev/shm && "
@@ -71,10 +72,11 @@ class Root:
 
 
 def headers(target: Target, work: Path, root_for: Callable[[str], Root]) -> Path:
-    """Return a folder with the headers of this CPython, for every processor and C library.
+    """Return a folder with the headers of this CPython version, for all processors and C libraries.
 
-    Debian's ``pyconfig.h`` only selects the one for the processor and fails on musl, so this folder has
-    the selected one itself. It holds for both processors, whose C types have the same sizes.
+    Debian's ``pyconfig.h`` only includes the file for the processor and does not work with musl. This folder
+    therefore contains the processor's own file. The file is valid for both processors, because their C types
+    have the same sizes.
 
     Raises:
         NotHere: Neither Debian nor this machine has the headers.

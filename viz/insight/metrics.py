@@ -1,7 +1,7 @@
 """Export run metrics in the Prometheus text format.
 
 Algorithm. Counters begin at 0 when the run starts. All times are in seconds, so a query can compute shares
-for any window. A sum of times from several clocks may fall by a few microseconds between two scrapes.
+for any time window. A sum of times from several clocks may fall by a few microseconds between two scrapes.
 Prometheus would interpret a falling counter as a restart of the program. :class:`PrometheusMetrics` therefore
 reports the highest value of each counter so far.
 """

@@ -1,7 +1,8 @@
 """Port on which a run serves its metrics to Prometheus.
 
-The port is bound before the run starts, so if the port is in use, the call fails before anything has started.
-The server thread starts after the workers have been forked. Each forked worker closes its copy of the socket.
+The port is bound before the run starts. If it is in use, the call therefore fails before anything has
+started. The server thread starts after the workers have been forked. Each forked worker closes its copy of
+the socket.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class RunPage:
         self._joining = threading.Lock()
         self._viewers = 0
         self._subscription: Subscription | None = None
-        self._previous: RunStats | None = None  # of the latest snapshot
+        self._previous: RunStats | None = None  # statistics of the latest snapshot
         self._describing = threading.Lock()
         self._changed = threading.Condition()
         self._latest = (0, b"")  # number and text of the latest snapshot; number 0 means none yet
@@ -170,7 +170,7 @@ class RunPage:
         return _Viewer(self)
 
     def leave(self) -> None:
-        """Remove a viewer that has left from the count. When the last one leaves, stop the sampler."""
+        """Decrease the count of viewers. When the last viewer leaves, stop the sampler."""
         with self._joining:
             self._viewers -= 1
             if not self._viewers and self._subscription is not None:

@@ -32,7 +32,7 @@ def saved_page(data: Any, static: Path = STATIC) -> tuple[str, str]:
 
     def inline(tag: str) -> Callable[[re.Match[str]], str]:
         def element(found: re.Match[str]) -> str:
-            # only a closing tag would end the element; both languages allow the backslash in a string
+            # only a closing tag would end the element; CSS and JavaScript strings allow the backslash
             text = (static / found[1]).read_text(encoding="utf-8").replace(f"</{tag}", f"<\\/{tag}")
             digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
             hashes[tag].append(f"'sha256-{digest}'")

@@ -1,12 +1,12 @@
 """Serve the page and the metrics of a run over HTTP, usually on the loopback interface.
 
 Algorithm. One thread accepts connections. Each connection has its own thread, which answers one request. A
-route is a function that returns an :class:`HttpReply`, or a :class:`Streaming` reply, which is sent part by
-part.
+route is a function that returns an :class:`HttpReply` or a :class:`Streaming` reply. The server sends a
+streaming reply part by part.
 
 The server answers only GET and HEAD requests, and requests cannot change anything. If the server listens on
-127.0.0.1, the ``Host`` header must name this server. This refuses web sites whose name resolves to 127.0.0.1
-(DNS rebinding). If the server has a token, all paths begin with that token.
+127.0.0.1, the ``Host`` header must name this server. This rejects requests from web sites whose name resolves
+to 127.0.0.1 (DNS rebinding). If the server has a token, all paths begin with that token.
 
 Invariants. A client that does not read, or does not send its request, occupies a thread for at most
 ``CLIENT_TIMEOUT_S`` seconds. When :meth:`LocalServer.close` returns, the port is closed and all threads have
@@ -64,7 +64,7 @@ class HttpReply:
 
 
 class Streaming(Protocol):
-    """Reply that is sent part by part. The server closes the reply, even if nothing was sent."""
+    """Reply that is sent part by part. The server closes the reply even if nothing has been sent."""
 
     kind: str
 
@@ -94,9 +94,9 @@ class LocalServer:
         name: Prefix of the names of the server's threads.
         routes: Function for each path. Paths omit the leading slash and the token; the root is an empty path.
         port: Port to listen on; 0 chooses a free port.
-        with_token: Require a random token as the first part of all paths.
+        with_token: True to require a random token as the first part of all paths.
         host: Address to listen on. If it is not 127.0.0.1, requests may have any ``Host`` header.
-        start: Start to answer requests now. If false, the caller must call :meth:`start`.
+        start: True to start answering requests now. If false, the caller must call :meth:`start`.
 
     Raises:
         OSError: The port is in use.

@@ -142,7 +142,7 @@ def _decision(ids: ElementIds, decision: ScalingDecision) -> Json:
 
 
 def _progress(progress: Progress, now: RunStats) -> Json:
-    """Return the progress of the part of the graph that has the most left to do, relative to its total."""
+    """Return the progress of the end of the graph that has the largest fraction of its items left."""
     shown = progress.bars(now)
     known = [bar for bar in shown if bar.total is not None]
     if not known:
@@ -171,7 +171,7 @@ def _stage(id: str, stage: StageStats, before: StageStats | None) -> Json:
 
 
 def _workers(stage: StageStats, before: StageStats | None) -> Iterator[Json]:
-    """Yield what each live worker did for most of the time since ``before``."""
+    """Yield what each live worker has done for most of the time since ``before``."""
     earlier = {} if before is None else {worker.number: worker.seconds for worker in before.per_worker}
     for worker in stage.per_worker:
         if worker.working:
@@ -214,9 +214,9 @@ def _wait(waiting: str, other: str, edge: str, seconds: float) -> Json:
 
 
 MOST_POINTS = 600
-"""Maximum number of points in a history; beyond it, every second point is dropped."""
+"""Maximum number of points in a history. If it is exceeded, every second point is dropped."""
 POINT_EVERY_S = 0.9
-"""Minimum number of seconds between two points of a history; dropping points doubles the minimum."""
+"""Minimum number of seconds between two points of a history. Dropping points doubles this minimum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,12 +243,12 @@ class RateHistory:
         points = [*points, _Point(stats.elapsed, tuple(counters))]
         if len(points) > MOST_POINTS:
             points, self._every = points[1::2], 2 * self._every
-        # Replace the whole list, because other threads read it. If two threads add a point at the same
-        # time, one of the points is lost.
+        # Replace the whole list, because other threads read it. If two threads add a point at the same time,
+        # one point is lost.
         self._points = points
 
     def series(self, ids: ElementIds) -> Json:
-        """Return the rate at the end of the graph and each stage's rate and busy share, over time."""
+        """Return the rate at the end of the graph, and each stage's rate and busy share, over time."""
         points, names = self._points, list(ids.stages)
         zeros = tuple((0, 0.0, 0.0) for _ in names)
         rates: list[list[float]] = [[] for _ in names]

@@ -1,7 +1,7 @@
 """Live views of a run.
 
-A view subscribes to the run's statistics. It computes a model from them, and shows it on a terminal, in a
-notebook, or as lines of text.
+A view subscribes to the run's statistics and computes its content from them. It shows the content on a
+terminal, in a notebook, or as lines of text.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ PLAIN_EVERY = 5.0
 
 
 class Lines:
-    """Writer of lines that ``words`` creates from a run's statistics, timed by ``clock``."""
+    """Writer of lines that ``words`` creates from a run's statistics. ``clock`` times the lines."""
 
     def __init__(
         self, stream: TextIO, words: Callable[[RunStats], str], clock: Callable[[], float] = time.monotonic

@@ -1,4 +1,4 @@
-"""Compute the content of the views: the progress of a run, if its total is known, and its stages' activity.
+"""Compute the content of the views: the progress of a run with a known total, and its stages' activity.
 
 The content consists of text and values. Each view decides how to draw them.
 """
@@ -68,9 +68,9 @@ class Progress:
 def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
     """Return one progress bar for each end of the graph.
 
-    The bar shows the stage with a known total that is nearest to the end. If the bar cannot show such a
-    stage, it shows a stage that combines many items into one. Later stages have little to do until that stage
-    ends. Otherwise the bar shows the end.
+    The bar shows the nearest stage before the end whose total is known. Without such a stage, the bar shows a
+    stage that combines many items into one. Later stages have little to do until that stage ends. Otherwise,
+    the bar shows the end.
     """
     known = _Totals(graph, stats)
     read = {edge.writer for edge in stats.edges if edge.reader is not None}
@@ -79,7 +79,7 @@ def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
 
 
 class _Totals:
-    """Totals of a run, as far as they are known from one snapshot of its statistics."""
+    """Totals of a run, as far as one snapshot of its statistics reveals them."""
 
     def __init__(self, graph: Blueprint, stats: RunStats) -> None:
         self._stages = {stage.name: stage for stage in graph.stages}
@@ -97,7 +97,7 @@ class _Totals:
         return Bar(name, done, self.total(name), about.rate)
 
     def nearest(self, end: str) -> str:
-        """Return the nearest stage with a known total, or else one that combines items, or the end itself."""
+        """Return the nearest stage with a known total, else one that combines items, else the end."""
         now, seen = [end], {end}
         gathers: list[str] = []
         while now:
@@ -120,7 +120,7 @@ class _Totals:
     def _put(self, edge: EdgeStats) -> int | None:
         """Return the number of items that will be put into a channel; ``None`` if unknown.
 
-        A stage that has ended will not put more items, unless the run was aborted or failed.
+        A stage that has ended will not put more items, unless the run was aborted or has failed.
         """
         writer = self._stages[edge.writer]
         if not self._broken and not writer.operator.outside and not self._stats[writer.name].alive:
@@ -174,7 +174,7 @@ def active_cause(stats: RunStats) -> str:
 
 
 def hints(stats: RunStats) -> list[str]:
-    """Return the cause that limits an active run and the advice, one line each, if known."""
+    """Return the cause that limits an active run, and the advice, each on one line, if known."""
     if stats.state not in ACTIVE:
         return []
     advised = advice(stats)
@@ -237,7 +237,7 @@ def queues(stats: RunStats) -> dict[str, tuple[int, int]]:
 
 
 def starting(stats: RunStats) -> Iterator[str]:
-    """Yield a text with the stages where no worker has built its callable yet, if any."""
+    """Yield a text that lists the stages where no worker has built its callable yet, if there are any."""
     names = [stage.name for stage in stats.stages if stage.state == "starting"]
     if names:
         yield f"starting: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Show a run in the output of a notebook cell: the graph with the activity of its stages, and progress bars.
+"""Show a run in a notebook cell's output: the graph with its stages' activity, and progress bars.
 
 The picture is rendered once, with placeholders. Each update replaces the placeholders.
 """
@@ -39,7 +39,8 @@ class Notebook:
         self._picture = ""
         with contextlib.suppress(RenderError):
             drawn = render(to_dot(graph, live=True), "svg").decode()
-            self._picture = drawn[drawn.index("<svg") :]  # only the element, so that it can be part of a page
+            # keep only the svg element, so that it can be part of a page
+            self._picture = drawn[drawn.index("<svg") :]
 
     def show(self, stats: RunStats) -> None:
         """Update the output if a picture is due."""
@@ -72,7 +73,7 @@ def _filled(picture: str, stats: RunStats) -> str:
     for number, stage in enumerate(stats.stages):
         color = SLOW if stage.name == stats.bottleneck else INK  # the picture is light even on a dark page
         does = _does(stage)
-        # a space is half as wide as other characters, so this centres the text
+        # padding spaces are half as wide as other characters, so this centres the text
         padding = " " * (len(LIVE.format(0)) - len(does))
         words = f'<tspan fill="{color}">{padding}{escape(does)}</tspan>'
         picture = picture.replace(LIVE.format(number), words)

@@ -62,7 +62,7 @@ log = logging.getLogger("flowchan.viz")
 AROUND = 9
 """Number of terminal lines left for the head of the table and for the lines below it."""
 _GRACE_MS = 50
-"""Milliseconds within which the last output arrives."""
+"""Milliseconds to wait for the last output."""
 _LAST = 1.0
 """Maximum seconds to keep reading from a process that still prints after the table has closed."""
 
@@ -88,14 +88,14 @@ def claim(stream: TextIO, ends: contextlib.ExitStack) -> bool:
 
 
 def draw_on(stream: TextIO, persists: bool, ends: contextlib.ExitStack) -> tuple[Live, threading.RLock]:
-    """Return a drawing on ``stream`` that lasts until ``ends`` closes; it then stays if it ``persists``.
+    """Return a drawing on ``stream`` that lasts until ``ends`` closes. It stays visible if it ``persists``.
 
     If the stream is standard error, the output of this process and its children appears above the drawing.
     The caller must defer interrupts while it calls this function and while it closes ``ends``.
 
     The caller must hold the returned lock while it draws. rich decides which lines to overwrite before it
-    writes. If two threads drew without the lock, the second could act on a decision that the output of the
-    first has made wrong.
+    writes. If two threads drew without the lock, the output of one could invalidate the decision of the
+    other.
     """
     from rich.console import Console
     from rich.live import Live
@@ -119,7 +119,8 @@ def draw_on(stream: TextIO, persists: bool, ends: contextlib.ExitStack) -> tuple
     ends.callback(_suppressing, drawn.stop)
     drawn.start()
     if captured is not None:
-        ends.callback(captured.stop)  # before the drawing ends; otherwise its last lines would be drawn twice
+        # stop the capture before the drawing ends; otherwise, its last lines would be drawn twice
+        ends.callback(captured.stop)
         captured.start()
     return drawn, lock
 
@@ -156,7 +157,7 @@ class Captured:
                 self._over, self._end = os.pipe()
                 ends.callback(os.close, self._over)
                 ends.callback(os.close, self._end)
-                # The same encoding as standard error; characters that it lacks are shown by their number.
+                # Use the encoding of standard error. Characters that it lacks are shown as numbers.
                 encoding = getattr(sys.stderr, "encoding", None)
                 self.terminal = open(os.dup(2), "w", 1, encoding=encoding, errors="backslashreplace")
                 ends.callback(_suppressing, self.terminal.close)
@@ -281,7 +282,8 @@ class LiveView:
             with interrupts_deferred():
                 if claim(self._stream, ends):
                     if self._progress is not None:
-                        # the server keeps the streams that it starts with, even after this view has closed
+                        # the server keeps the streams that it was started with, even after this view has
+                        # closed
                         start_server()
                     self._live, self._lock = draw_on(self._stream, self._progress is not None, ends)
             self._ends = ends.pop_all()
@@ -292,7 +294,7 @@ class LiveView:
     ) -> None:
         self._live = None
         with interrupts_deferred():
-            self._ends.close()  # also shows the last output
+            self._ends.close()  # closing also shows the last output
 
     def show(self, stats: RunStats) -> None:
         """Show ``stats``, immediately on a terminal; otherwise write a line if one is due."""
@@ -327,7 +329,7 @@ class LiveView:
 
     @contextlib.contextmanager
     def _whatever_fails(self) -> Iterator[None]:
-        """Continue with plain lines if the view fails, because the run has not failed.
+        """Continue with plain lines if the view fails, because the run itself has not failed.
 
         If the stream rejects a line, the line is lost, but the stream may accept the next one.
         """

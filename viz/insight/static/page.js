@@ -114,7 +114,7 @@ class Page {
     this.refresh();
   }
 
-  forget() {  // clear what belongs to the previously selected stage
+  forget() {  // clear the data of the previously selected stage
     $("stack-texts").replaceChildren();
     this.showWhatIf();
   }
@@ -343,7 +343,7 @@ function makeChart(place, colour, range) {
   return chart;
 }
 
-// Show whether the server still answers. A run that has ended needs no server.
+// Show whether the server still responds. After the run has ended, no server is needed.
 class Connection {
   constructor(page) {
     this.page = page;
