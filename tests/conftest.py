@@ -56,7 +56,7 @@ LOADS = re.compile(
     rf"^\s*(?:import|from) (?:{NAMES})\b|(?:importorskip|optional)\(.(?:{NAMES})\b|one_compute_thread",
     re.MULTILINE,
 )
-"""Lines by which a file loads a large library into the process that runs it."""
+"""Lines with which a file loads a large library into the process that runs the file."""
 PROGRAM = re.compile(r'"""(?:[^"\\]|"(?!"")|\\.)*"""', re.DOTALL)
 """A string of several lines. It may be a program, whose imports happen in another process."""
 ENDING = ("thread ", "process ")
@@ -285,7 +285,7 @@ def impatient() -> Iterator[None]:
 
 @pytest.fixture
 def no_agent_stays() -> Iterator[None]:
-    """Check that a test's agents have ended with the test."""
+    """Check that a test's agents have exited by the end of the test."""
     yield
     from hosted import agents  # not needed by every test
 
@@ -348,7 +348,7 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a passed test that leaves a child process, thread, descriptor or shared-memory mapping behind."""
     before = holdings()
     yield
-    lasting = "two_nodes" in request.fixturenames  # these end with the file
+    lasting = "two_nodes" in request.fixturenames  # these resources are released at the end of the file
     if lasting or not request.node.stash.get(PASSED, False) or not leftovers(before):
         return
     gc.collect()  # an exception kept by pytest.raises forms a cycle that holds the test's locals

@@ -380,7 +380,7 @@ def test_nothing():
 
 
 def test_file_that_needs_conftest_can_be_collected(tmp_path: Path) -> None:
-    """The import before collection fails without an effect."""
+    """The import before the collection fails without consequences."""
     folder = tmp_path / "tests" / "folder"
     folder.mkdir(parents=True)
     (folder / "conftest.py").write_text(MARKS)

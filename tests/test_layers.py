@@ -26,7 +26,7 @@ PACKAGES = {
 
 # Ordered from the lowest layer to the highest. A part is a folder in flowchan/, or the ``__init__.py`` of a
 # package with subfolders: "collective front" is flowchan/collective/__init__.py. Parts in one row do not
-# import each other. "flowchan" is the public package, flowchan/__init__.py: lower parts never import it, and
+# import each other. "flowchan" is the public package, flowchan/__init__.py. Lower parts never import it, but
 # higher parts may.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
@@ -83,7 +83,7 @@ def part(module: str) -> str:
         return FRONTS[module]
     _, *folders = module.split(".")
     if module not in MODULES or MODULES[module].name != "__init__.py":
-        folders = folders[:-1] or folders  # a module at the root is its own part
+        folders = folders[:-1] or folders  # a module in the root folder is a separate part
     if not folders:
         return module
     return folders[0] if folders[0] in WHOLE else ".".join(folders)
@@ -190,7 +190,7 @@ NAMES = {*OPERATORS, *PLACEMENTS, *TRANSPORTS}
 
 
 def compared_with(node: ast.AST) -> set[str]:
-    """Return the strings that a comparison uses."""
+    """Return the strings with which a comparison compares."""
     if not isinstance(node, ast.Compare):
         return set()
     sides = [node.left, *node.comparators]
@@ -216,7 +216,7 @@ def lines_of_examples(text: str) -> int:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
     examples = [(ast.get_docstring(node) or "").partition("\nExample:\n")[2] for node in nodes]
-    return sum(example.count("\n") + 3 for example in examples if example)  # with the title
+    return sum(example.count("\n") + 3 for example in examples if example)  # including the section's title
 
 
 def test_files_have_at_most_500_lines():

@@ -229,7 +229,8 @@ def test_stub_classes_have_exactly_the_native_members(name):
     stub = declared(node.body)
     members = vars(getattr(native, name))
     assert plain(stub) == plain(members), ACCEPT
-    unseen = {"__init__", "__new__", "__hash__", "__buffer__"}  # Python shows the last of these since 3.12
+    # since 3.12, Python shows the last of these methods
+    unseen = {"__init__", "__new__", "__hash__", "__buffer__"}
     special = {member for member in stub if member.startswith("__")} - unseen
     assert special <= set(dir(getattr(native, name))), ACCEPT
 
@@ -264,7 +265,7 @@ def native_text(value: Any) -> str | None:
 
 @pytest.mark.parametrize("name", documented())
 def test_stub_docstrings_match_the_native_docstrings(name):
-    """Editors show the stub's docstrings. Lines may break at different words."""
+    """Editors show the stub's docstrings. Line breaks may differ."""
     stub, module = documented()[name]
     assert (stub or "").split() == (module or "").split(), ACCEPT
 

@@ -78,7 +78,7 @@ def test_sdist_has_version_and_every_tracked_file(tmp_path: Path) -> None:
 def made_wheel(
     folder: Path, version: str = VERSION, core: str = "", tag: str = "", binary: bytes = b""
 ) -> Path:
-    """Write a wheel with the files that the checks read; its licences are the project's."""
+    """Write a wheel with the files that the checks read. Its licences are the project's."""
     path = folder / f"flowchan-{version}-{tag or 'cp313-cp313-manylinux_2_28_x86_64'}.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{INFO}/METADATA", f"Metadata-Version: 2.4\nName: flowchan\nVersion: {version}\n")
@@ -119,4 +119,4 @@ def test_check_rejects_builds_with_different_bytes(tmp_path: Path) -> None:
 def test_program_of_the_readme_is_found() -> None:
     program = checks.first_program((ROOT / "README.md").read_text())
     compile(program, "wordcount.py", "exec")
-    assert 'on="process"' in program  # the check on threads replaces it
+    assert 'on="process"' in program  # the check with threads replaces this argument

@@ -1,9 +1,9 @@
 """Complaints from users of other systems, and the tests that answer them.
 
-The list comes from the survey with which the project began, and has the survey's numbers. It has issues from
-Ray, Monarch, pypeln, CPython, PyTorch, joblib and others. Each complaint maps to tests by ``file::name``,
-which must exist, or to the reason why it does not apply yet. The tests at the end of this file cover
-complaints that no other test covers.
+The list comes from the survey with which the project began, and uses the survey's numbers. It contains issues
+from Ray, Monarch, pypeln, CPython, PyTorch, joblib and others. Each complaint maps to tests by
+``file::name``, which must exist, or to the reason why it does not apply yet. The tests at the end of this
+file cover the remaining complaints.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.listed_tests import is_listed_test
 from flowchan import Channel, Graph
 
 LATER = "later: "
-"""Begins the reason why a complaint can't be answered by what exists."""
+"""Prefix of a reason why the existing features cannot answer a complaint yet."""
 
 COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     1: (
@@ -319,7 +319,7 @@ def test_channel_error_names_the_descriptor_limit_when_reached() -> None:
 
 
 def test_unavailable_memory_raises_at_the_call() -> None:
-    """A limit on the child's address space causes the error; this channel and others continue."""
+    """A limit on the child's address space causes the error. This channel and others continue to work."""
     pid = os.fork()
     if pid == 0:  # the limit must not apply to other tests
         code = 1

@@ -33,8 +33,8 @@ def best_split(costs: Sequence[float], parts: int) -> list[int]:
     """
     upto = list(accumulate(costs, initial=0.0))
     layers = len(costs)
-    # least[n]: smallest possible cost of the largest part, if the first n layers are cut. last[k][n]: index
-    # of the first layer of the last part, if the first n layers are cut into k + 1 parts.
+    # least[n] is the smallest possible cost of the largest part if the first n layers are cut. last[k][n] is
+    # the index of the last part's first layer if they are cut into k + 1 parts.
     least = upto[:]
     last: list[list[int]] = [[0] * (layers + 1)]
     for count in range(2, parts + 1):

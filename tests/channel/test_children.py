@@ -133,7 +133,8 @@ def test_channel_sent_twice_to_a_process_is_one_object(context):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_executor_initialiser_receives_a_channel(method):
-    """Pass a channel in the way in which concurrent.futures passes an object that all workers share."""
+    """Pass a channel as an argument of the executor's initialiser, the usual way to give all workers one
+    object."""
     requests, replies = Channel(4, across="processes"), Channel(4, across="processes")
     context = multiprocessing.get_context(method)
     requests.put_many([1, 2, 3])

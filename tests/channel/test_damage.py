@@ -75,7 +75,7 @@ class Memory:
 
 
 class Use:
-    """A channel that uses all its parts, and the calls that are made after the damage."""
+    """A channel in which every part is in use, and the calls to make after the damage."""
 
     def __init__(self) -> None:
         self.ch: Channel[Any] = Channel(24, across="processes", max_bytes=1 << 18)
@@ -273,7 +273,7 @@ def start_child(number: int) -> tuple[int, int]:
 
 
 def outcome(number: int, pid: int, answer: int) -> str:
-    """Return what was wrong with how the child ended, or an empty string."""
+    """Return what was wrong with the child's exit, or an empty string."""
     with open(answer, "rb") as reported:
         text = reported.read().decode()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

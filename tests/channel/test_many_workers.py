@@ -94,7 +94,8 @@ def test_worker_that_waits_for_room_raises_when_the_channel_breaks() -> None:
 @pytest.mark.parametrize("across", ["threads", "processes"])
 @pytest.mark.parametrize("stage", [True, False], ids=["stage", "plain"])
 def test_same_few_workers_of_a_stage_take_all_items(stage: bool, across: Any) -> None:
-    """If all workers are waiting whenever an item comes, one of them takes all; in a ring, its rank is low.
+    """If all workers are waiting when each item arrives, one worker takes all items. In a ring, its rank is
+    low.
 
     Plain readers take turns.
     """

@@ -158,7 +158,7 @@ class Family:
             start_new_session=True,
             text=True,
         )
-        # Python ignores a SIGINT that arrives at one point of its start.
+        # During start-up, Python may ignore a SIGINT, so wait until the program is ready.
         assert self.answer() == {"ready": True}
 
     def order(self, **values: Any) -> None:

@@ -203,7 +203,8 @@ def test_start_rejects_wrong_arguments() -> None:
 def test_fork_of_the_program_cannot_use_or_end_its_children(kids: Children) -> None:
     kids.run(lambda parent: parent.send(parent.receive()))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
+        # Python warns about a fork in a process with threads
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         refused = 0
@@ -233,7 +234,7 @@ def test_subscript_that_is_no_number_is_refused(kids: Children, which: Any) -> N
 def test_child_that_has_ended_keeps_its_process_id(kids: Children) -> None:
     pids: list[int] = []
     thread = threading.Thread(target=lambda: pids.extend(kid.pid for kid in kids))
-    with kids._started._reports._lock:  # so that the end of each child is known before its process id
+    with kids._started._reports._lock:  # so that the exit of each child is recorded before its process id
         kids.run(lambda parent: os.getpid())
         for state in kids._states:
             assert state.ended.wait(WAIT_S)

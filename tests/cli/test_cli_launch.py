@@ -172,7 +172,7 @@ def test_ranks_are_pinned_to_cores_and_log_to_files(
     def message(count: int, *options: str) -> list[str]:
         logs = tmp_path / f"logs {count} {len(options)}"
         args = ["-n", str(count), *where, "--log-dir", str(logs), *options]
-        # a fork would have the cores of the program that forks it
+        # a forked launcher would inherit the cores of the program that forked it
         command = [sys.executable, *COMMAND, *args, scripts.script(tmp_path, CORES)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
         assert (done.stdout, done.stderr) == ("", "")

@@ -350,7 +350,7 @@ def test_death_is_noticed_while_another_member_is_slow() -> None:
 
 
 def test_member_killed_before_joining_counts_as_dead() -> None:
-    """This is so even if other children of the same parent have inherited the member."""
+    """This holds even if other children of the same parent have inherited the member's descriptors."""
 
     def enter(member: Any, answers: Channel[Any]) -> None:
         if member.rank == 1:

@@ -109,7 +109,7 @@ def test_local_size_is_derived_from_slurm_task_counts(tasks: str, node: str, loc
 
 
 def test_srun_with_pmi_counts_the_tasks_of_this_node() -> None:
-    """Its PMI, unlike that of MPICH's mpirun, does not contain the number of members on this node."""
+    """Unlike the PMI of MPICH's mpirun, srun's PMI does not provide the number of members on this node."""
     slurm = LAUNCHERS["Slurm"]("3", "7") | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "1"}
     both = LAUNCHERS["PMI"]("3", "7") | slurm
     assert place(both)[:2] == (3, 7)

@@ -88,7 +88,8 @@ def test_all_operations_work_over_a_registered_transport(
     assert [one[4] for one in found] == [b"\3", b"\0", b"\1", b"\2"]
     assert [one[5] for one in found] == [[0, 1, 2]] * 3 + [[3]]
     assert set(unix_sockets.hosts) == {"127.0.0.1"}
-    assert len(unix_sockets.connected) >= 2  # one between the leaders, and those of the messages
+    # one connection between the leaders, and the connections for messages
+    assert len(unix_sockets.connected) >= 2
 
 
 def test_survivors_shrink_over_a_registered_transport(unix_sockets: UnixSockets) -> None:

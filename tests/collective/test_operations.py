@@ -22,7 +22,8 @@ LENGTHS = [0, 1, 2, 5, 11, 1000, 4096, 9000, 70_000, 300_001]
 SIZES = [1, 2, 3, 4]
 
 
-@functools.lru_cache(16)  # all of them would stay in memory, and every later fork would copy its page tables
+# without a limit, all results would stay in memory, and every later fork would copy their page tables
+@functools.lru_cache(16)
 def numbers(rank: int, length: int) -> Any:
     return np.random.default_rng((rank, length)).integers(0, 100, length)
 
@@ -114,7 +115,7 @@ def test_float16_products_are_rounded_once(run: Any) -> None:
 
     wide = [part.astype(np.float32) for part in parts]
     product = (wide[0] * wide[1] * wide[2]).astype(np.float16)
-    assert (product != parts[0] * parts[1] * parts[2]).any()  # if each step rounds
+    assert (product != parts[0] * parts[1] * parts[2]).any()  # the result differs if each step rounds
     assert run(3, body) == [product.tobytes()] * 3
 
 

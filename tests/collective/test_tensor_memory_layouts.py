@@ -102,7 +102,7 @@ def nested(layout: Any) -> Any:
     ],
     ids=["freed", "masked", "faked", "jagged", "nested", "sparse"],
 )
-@pytest.mark.filterwarnings("ignore")  # for torch's own warnings
+@pytest.mark.filterwarnings("ignore")  # ignores torch's own warnings
 def test_tensor_without_memory_raises(run: Any, call: str, make: Any, message: str) -> None:
     """No member may read from address zero."""
 

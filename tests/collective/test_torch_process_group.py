@@ -114,7 +114,7 @@ def test_timeout_of_the_process_group_limits_operations(torch_programs: Template
 
 
 def test_default_timeout_of_torch_limits_no_operation(torch_programs: Template, tmp_path: Path) -> None:
-    """torch does not tell whether the program passed it, and a rank may be slow."""
+    """torch does not report whether the program passed this timeout, and a rank may be slow."""
     program = """
         init()
         print(dist.group.WORLD._limit)

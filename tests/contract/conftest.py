@@ -70,7 +70,7 @@ def parameter(transport: Transport, kind: str) -> Any:
 
 
 class Factory:
-    """Makes channels of one transport, and remembers them."""
+    """Creates channels of one transport, and keeps track of them."""
 
     def __init__(self, transport: Transport) -> None:
         self._medium = transport
@@ -99,7 +99,8 @@ def make(transport: Transport) -> Iterator[Factory]:
 
 @pytest.fixture
 def spawn_peer(make: Factory, peer_kind: str) -> Iterator[Callable[..., Peer]]:
-    """Yield ``spawn_peer(function, *args)``, which starts a peer, and end peers that a failed test left."""
+    """Yield ``spawn_peer(function, *args)``, which starts a peer. End the peers that a failed test left
+    behind."""
     peers: list[Peer] = []
 
     def spawn(function: Callable[..., Any], *args: Any) -> Peer:

@@ -56,8 +56,7 @@ class Memory:
 
 
 class Event:
-    """An event made of two shared numbers: how often it was recorded, and the last record that was
-    completed."""
+    """An event, stored as two shared numbers: how often it was recorded, and the last completed record."""
 
     def __init__(self, numbers: Any, memory: Memory | None = None) -> None:
         self.numbers, self.memory = numbers, memory

@@ -51,7 +51,7 @@ def test_capacity_none_between_processes_raises():
 
 
 def test_capacity_beyond_the_limit_raises(make):
-    """The message has the usual form, and is not an OverflowError."""
+    """The error has the usual format; it is not an OverflowError."""
     with pytest.raises(ValueError, match="capacity"):
         make(1 << 70)
 

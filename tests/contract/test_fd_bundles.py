@@ -120,7 +120,8 @@ def test_nested_channels_pass_through_several_receivers(make, spawn_peer, transp
 
 @pytest.mark.not_hosts("an item carries addresses instead of descriptors")
 def test_item_with_many_channels_arrives(make, transport):
-    """C14: a kernel message limits the number of channels. A put of more raises with the limit."""
+    """C14: a kernel message can carry a limited number of channels. Putting more raises an error with the
+    limit."""
     carrier = make()
     carrier.put([transport.make(2) for _ in range(126)])
     many = carrier.get()

@@ -161,7 +161,7 @@ def test_put_many_beyond_the_capacity_waits_for_room(make, spawn_peer):
 
 @pytest.mark.one_machine("a remote program counts in its own copy of the variable")
 def test_put_many_draws_no_more_items_than_fit(make, spawn_peer):
-    """C2: the iterable may be endless. One item at most is drawn too early, and waits for room."""
+    """C2: the iterable may be endless. At most one item is drawn too early, and it waits for room."""
     ch = make(3)
     drawn = 0
 

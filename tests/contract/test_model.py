@@ -28,8 +28,8 @@ ITEMS = st.one_of(
 class Model:
     """A model of the contract: a deque and some counters.
 
-    One user makes all calls, so no call waits. ``hands`` counts the items that each reading port has taken
-    and not yet finished.
+    One user makes all calls, so no call waits. ``hands`` is the number of items that each reading port has
+    taken and not finished.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -50,7 +50,7 @@ def on_arrival(call: Callable[[], None]) -> Iterator[None]:
 
 
 def fail(reader: Any) -> None:
-    """Return the reader's items: an exception closes it."""
+    """Make the reader return its items by closing it with an exception."""
     with pytest.raises(ZeroDivisionError), reader:
         raise ZeroDivisionError
 

@@ -21,7 +21,7 @@ REMOTE_MIXES = [[REMOTE], [TRANSPORTS[0], REMOTE]] if native.is_compiled() else 
 
 
 def hold(reply, over):
-    """Own channels in this process, for a test in another process."""
+    """Own channels on behalf of a test in another process."""
     own = Channel(across="hosts")
     reply.put(own)
     with contextlib.suppress(Drained):
@@ -30,7 +30,7 @@ def hold(reply, over):
 
 @pytest.fixture(scope="module", autouse=True)
 def remote_channel():
-    """Yield a channel that another process owns, and that makes more channels.
+    """Yield a channel that another process owns; the channel can create more channels.
 
     Its connection is open and in use before a test counts processes or threads.
     """
@@ -71,8 +71,7 @@ def several(request, remote_channel):
 def several_local(request):
     """Return the same function as ``several``, but without remote channels.
 
-    Ports of remote channels are tested elsewhere. A hundred remote channels make a connection use more
-    memory.
+    Other tests cover ports of remote channels. With a hundred remote channels, a connection uses more memory.
     """
 
     def make(n, capacity=64):
@@ -332,7 +331,7 @@ def test_closing_a_port_ends_a_select_that_waits_on_it(several_local):
 
 
 def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
-    """C8, C10: a waiting reader must not sleep while an item that select did not take is available."""
+    """C8, C10: a waiting reader must not sleep while an item that the select did not take is available."""
     for _ in range(30):
         a, b = several(2)
         plain = ThreadPeer(a.get)
@@ -374,7 +373,8 @@ def test_empty_channels_do_not_bias_the_choice(several, before):
 
 
 def test_nonblocking_select_finds_an_item_that_moves_between_channels(several, make_gate):
-    """C10: at any moment, one of two channels has an item. Checking them in turn must not miss it."""
+    """C10: at any moment, exactly one of two channels has an item. Checking one channel after the other must
+    not miss it."""
     first, second = channels = several(2)
     first.put("item")
     gate = make_gate(1)

@@ -112,7 +112,7 @@ def test_selects_and_plain_gets_share_items_across_processes():
 
 
 def test_process_killed_in_select_does_not_count_as_waiter():
-    """C10, C11: the killed process does not use up a wake-up, and is not counted as a waiter any more."""
+    """C10, C11: the killed process uses up no wake-up, and no longer counts as a waiter."""
     a, b = Channel(across="processes"), Channel(across="processes")
     peer = ProcessPeer(select, [a, b])
     wait_blocked(a, readers=1)

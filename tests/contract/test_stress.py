@@ -63,7 +63,7 @@ def into_batches(into):
 def test_every_item_is_received_once_in_its_writers_order(
     make, spawn_peer, make_gate, peer_kind, shape, capacity, how, long_walk
 ):
-    """C1, C4, C5, C8: a channel with capacity 1 wakes a user for each item, and a large channel rarely does.
+    """C1, C4, C5, C8: a channel with capacity 1 wakes a user for each item; a large channel rarely does.
 
     If the channel has several remote readers, an item recalled from one reader may arrive after later items.
     """

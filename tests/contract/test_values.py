@@ -238,7 +238,7 @@ def test_deeply_nested_tuple_raises_a_readable_error(make):
         ch.put(deep)
     assert len(str(caught.value)) < 2_000
     assert len(ch) == 0
-    # taken apart from the outside, because freeing it at once could overflow the interpreter's stack
+    # unpack the tuple from the outside, because freeing it at once could overflow the interpreter's stack
     while deep:
         deep = deep[0]
 

@@ -170,7 +170,7 @@ def test_get_after_a_users_own_put_never_blocks(make, spawn_peer, make_gate):
         gate.arrive()
         for i in range(rounds):
             ch.put_nowait(i)
-            ch.flush()  # the owner of a remote channel has the item
+            ch.flush()  # wait until the owner of a remote channel has the item
             ch.get_nowait()
 
     running = [spawn_peer(put_then_get) for _ in range(peers)]

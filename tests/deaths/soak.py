@@ -44,7 +44,7 @@ Item = tuple[int, bytes]
 def payload_of(number: int) -> bytes:
     """Return an empty payload for most numbers.
 
-    Every ninth number has a payload that fills a block in shared memory, and every 50th has a large payload.
+    Every ninth number has a payload that fills a block in shared memory; every 50th has a large payload.
     """
     return bytes(number % 251 for _ in range(1)) * (
         20_000 if number % 50 == 3 else 500 if number % 9 == 1 else 0
@@ -120,7 +120,7 @@ class Case:
     expected: list[Item]
     ordered: bool
     text: str
-    # number of items to take; an ordered stream must yield the first ones, any other stream may yield any
+    # number of items to take: the first ones of an ordered stream, or any items of another stream
     most: int | None
 
     def wanted(self, found: list[Item]) -> list[Item]:
@@ -228,8 +228,8 @@ def soak(seconds: float, seed: int, first: int = 0, last: int | None = None) -> 
     totals = Totals()
     end = time.monotonic() + seconds
     number = first
-    # The soak needs deaths in quick succession, so the pauses after them are short. A worker that is killed
-    # at random may die several times before it starts working, so the limit on such deaths is lifted.
+    # The soak needs deaths in quick succession, so the pauses after them are short. Random kills may hit a
+    # worker several times before it starts working, so the limit on such deaths is lifted.
     with patch.object(decisions, "LONGEST_PAUSE", 0.01), patch.object(decisions, "HOPELESS", ENDLESS):
         while time.monotonic() < end and (last is None or number <= last):
             chance = random.Random(f"{seed} {number} kills")
@@ -294,7 +294,7 @@ def kill_one(run: Run, chance: random.Random) -> bool:
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # the supervisor is replacing a worker
         processes = list(run._crew.local.processes.values())
         if processes:
-            chance.choice(processes).kill()  # killing a dead process again has no effect
+            chance.choice(processes).kill()  # killing a process that is already dead has no effect
             return True
     return False
 

@@ -180,7 +180,7 @@ def test_c11_kills_in_every_stage_lose_and_repeat_nothing(workers: int, ordered:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_c11_allreduce_uses_each_output_in_exactly_one_round(workers: int) -> None:
-    """Only the replacement gets a dead worker's item, because no channel has all outputs of the item."""
+    """Only the replacement gets a dead worker's item, because no channel has all of the item's outputs."""
     deaths = Deaths((0, 0), (7, 1), (8, 2), (20, 3), (30, 0), (30, 1), (ITEMS - 1, 3))
 
     def work(item: int) -> Iterator[str]:
@@ -375,7 +375,7 @@ def test_c11_worker_killed_while_waiting_for_room_loses_nothing() -> None:
 
 
 def test_r4_idle_worker_may_use_all_its_restarts() -> None:
-    """Even repeated deaths without a leased item do not show that a worker cannot start."""
+    """A worker may die often without a leased item; this does not mean that it cannot start."""
     graph = Graph("idle")
     numbers = graph.input()
     out = numbers.map(abs, on="process", name="work").collect()

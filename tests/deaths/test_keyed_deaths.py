@@ -51,7 +51,7 @@ def test_each_output_of_a_keyed_stage_appears_once(spread: int, ordered: bool) -
 
 
 def kill_at_random(item: int, seed: int) -> None:
-    """Kill this process at one of about a thousand calls; a repeated call has another chance."""
+    """Kill this process at one of about a thousand calls. A repeated call may be hit again."""
     if random.Random(f"{seed} {item} {worker().incarnation}").random() < 0.001:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -89,7 +89,7 @@ def add(item: tuple[int, int], state: KeyedState[int]) -> tuple[int, int]:
 
 
 def test_counter_per_key_is_exact_despite_kills_at_arbitrary_instructions() -> None:
-    """Kill workers from outside: also while they write a record, put an output or end a lease."""
+    """Kill workers from outside, also while they write a record, put an output or end a lease."""
     graph, chance = Graph(), random.Random(0)
     added = graph.source(pairs(12_000, 97)).map(
         add, on="process", workers=2, key=lambda item: item[0], state=int, restarts=10**6

@@ -78,7 +78,7 @@ def finished(folder: Path) -> FinishedItems:
 
 def check_record(folder: Path, items: int) -> None:
     """Check that finished items have all their effects, and how many items a later run may repeat."""
-    done = finished(folder)  # read first, because worker processes may outlive the program for a moment
+    done = finished(folder)  # read this first, because worker processes may outlive the program for a moment
     found = effects(folder)
     begun = 0
     for number in range(items):

@@ -17,7 +17,7 @@ def halve(number: int) -> float:
 
 
 def diamond() -> Graph:
-    """Declare a graph with a short and a long way from ``numbers`` to ``both``."""
+    """Declare a graph with a short and a long path from ``numbers`` to ``both``."""
     graph = Graph("diamond")
     left, right = graph.source(range(8), name="numbers").tee(2)
     left = left.map(halve, on="process", workers=2, capacity=5).map(round)

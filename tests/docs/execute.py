@@ -4,8 +4,8 @@
   ``<!-- file: NAME -->`` is above the block, it is also written to that file, which later blocks can import
   or run.
 - In an ``sh`` block, only the lines that begin with ``flowchan`` are run.
-- ``# → text`` at the end of a Python line states one line of output. All these comments of a block together
-  state its whole output. ``...`` at the end of ``text`` matches any characters.
+- ``# → text`` at the end of a Python line states one line of output. Together, these comments state the
+  block's whole output. ``...`` at the end of ``text`` matches any characters.
 - A ``text`` block directly below another block states the exact output of that block.
 """
 
@@ -94,7 +94,7 @@ def printed_by(action: Callable[[], None]) -> str:
 
 
 def run_page(path: str) -> None:
-    # A block must not see the names of this module or of other blocks, so each gets a new ``__main__``.
+    # A block must not see the names of this module or of other blocks, so each block gets a new ``__main__``.
     ours = sys.modules["__main__"]
     for block in blocks(Path(path).read_text()):
         if block.language not in ("python", "sh"):

@@ -86,7 +86,8 @@ def test_page_with_failing_code_or_wrong_output_is_rejected(
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
 def test_sample_that_starts_processes_has_a_main_guard(page: Path) -> None:
-    """New processes of spawn and forkserver import the script; in a notebook, they have nothing to import."""
+    """New processes of spawn and forkserver import the script, but a notebook has none that they could
+    import."""
     unguarded = [
         block.line
         for block in blocks(page.read_text())

@@ -23,7 +23,7 @@ def test_each_algorithm_learns_the_digits(torch_programs: Template, tmp_path: Pa
         for line in lines
     ]
     assert [one[1] for one in found if one] == NAMES
-    assert all(float(one[2]) < 50 for one in found if one)  # an untrained model gets 90 % wrong
+    assert all(float(one[2]) < 50 for one in found if one)  # an untrained model misclassifies 90 %
     drawn = ElementTree.parse(picture).getroot()
     curves = drawn.findall("{http://www.w3.org/2000/svg}polyline")
     assert [len(curve.attrib["points"].split()) for curve in curves] == [17] * 5

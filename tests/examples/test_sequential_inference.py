@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "sequential_inference.py"
 
 @pytest.fixture(scope="module")
 def plain_share(one_compute_thread: None) -> str:
-    """Return the share of correct answers without a pipeline."""
+    """Return the accuracy without a pipeline, as text."""
     example = runpy.run_path(str(EXAMPLE))
     with torch.random.fork_rng():
         torch.manual_seed(0)

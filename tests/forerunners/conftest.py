@@ -30,7 +30,7 @@ def gate() -> Iterator[Gate]:
     made = Gate()
     yield made
     made.open()
-    del made.channel  # pytest keeps the gate until after the check for leftovers
+    del made.channel  # pytest would keep the gate until after the check for leftovers
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def go() -> Iterator[Callable[..., Future[Any]]]:
         thread, future = started.pop()
         future.result()
         thread.join()
-        del thread, future  # pytest keeps this frame until after the check for leftovers
+        del thread, future  # pytest would keep this frame until after the check for leftovers
 
 
 def _ends(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:

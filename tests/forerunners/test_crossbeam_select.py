@@ -214,7 +214,7 @@ def test_ready_unblocks_and_stress_recv(across: Any, go: Any) -> None:
             except Drained:
                 return found
             except Empty:
-                continue  # another thread was faster
+                continue  # another thread has taken the item
 
     takers = [go(take) for _ in range(3)]
     wait_blocked(ch, readers=3)

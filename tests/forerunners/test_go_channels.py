@@ -105,7 +105,7 @@ def test_nonblock_recv_race(go: Any) -> None:
             try:
                 ch.get_nowait()
             except Drained:
-                pass  # found the channel closed; it must never raise Empty
+                pass  # the channel is closed; get_nowait() must never raise Empty here
 
         looking = go(look)
         ch.close()
@@ -350,7 +350,7 @@ def test_select6(go: Any) -> None:
 
 
 def test_select4_and_select7(go: Any) -> None:
-    """Each way to put is combined with each way to get."""
+    """Each method to put is combined with each method to get."""
     ways_to_get: list[Callable[[Channel[int]], int]] = [
         lambda ch: ch.get(),
         lambda ch: select([ch]).item,
@@ -373,7 +373,7 @@ def test_select4_and_select7(go: Any) -> None:
 
 @pytest.mark.parametrize("primes", [[2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31]])
 def test_sieve1_and_sieve2(primes: list[int], go: Any) -> None:
-    """Each prime filters the numbers after it, until closing one channel ends all filters at once."""
+    """Each prime filters the numbers that follow it. Closing one channel ends all filters at once."""
     stop = Channel[int](1)
 
     def count(out: Channel[int]) -> None:

@@ -39,7 +39,8 @@ def nodes(one_compute_thread: None) -> Iterator[RemoteNodes]:
 
 @pytest.fixture(autouse=True)
 def no_leftovers() -> None:
-    """Do not check after each test: the nodes stay until the last one, and open descriptors late."""
+    """Do not check for leftovers after each test: the nodes live until the last test, and open descriptors
+    late."""
 
 
 def test_float_tensor_is_created_on_a_node(nodes: RemoteNodes) -> None:
@@ -70,7 +71,7 @@ def test_get_node_returns_the_index_of_the_node(nodes: RemoteNodes) -> None:
     """Sample: ``x.get_node()``. A result is on the node of its operands."""
     x = torch.ones(2, device=nodes[1])
     assert (x + x).mul(2).device.index == nodes[1].index
-    assert (x + x).device.type == "remote"  # is_distributed
+    assert (x + x).device.type == "remote"  # replaces is_distributed
 
 
 def test_get_device_tells_a_remote_tensor_from_a_local_one(nodes: RemoteNodes) -> None:
@@ -80,7 +81,8 @@ def test_get_device_tells_a_remote_tensor_from_a_local_one(nodes: RemoteNodes) -
 
 
 def test_mixed_operands_need_an_explicit_copy(nodes: RemoteNodes) -> None:
-    """Sample: ``local + remote``. The proposal wanted to copy; here only numbers and 0-dim tensors are."""
+    """Sample: ``local + remote``. The proposal copied the local tensor; here, only numbers and 0-dim tensors
+    are copied."""
     x = torch.ones(3, device=nodes[0])
     assert (x + 1 + torch.tensor(2.0)).tolist() == [4, 4, 4]
     for other in (torch.ones(3), torch.ones(3, device=nodes[1])):
@@ -181,7 +183,7 @@ def test_error_on_a_worker_reaches_the_program_once(nodes: RemoteNodes) -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 12])
 def test_command_channel_smoke(one_compute_thread: None, size: int) -> None:
-    """Each of ``size`` workers gets a command and answers; then all exit."""
+    """Each of ``size`` workers gets a command and answers it; then all workers exit."""
     with RemoteNodes(size) as nodes:
         assert len(nodes) == size
         xs = [torch.full((2,), float(number), device=node) for number, node in enumerate(nodes)]

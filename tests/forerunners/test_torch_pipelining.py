@@ -171,7 +171,7 @@ SHAPES = [
     (3, 2, 2),
 ]
 SHAPES += [(3, 12, 4), (4, 6, 3), (4, 10, 5), (2, 3, 4), (2, 10, 4), (2, 15, 4)]
-"""Parts of each worker, micro-batches, workers; also such as don't divide each other."""
+"""Parts of each worker, micro-batches and workers. The numbers need not divide each other."""
 
 
 @pytest.mark.parametrize(("each", "chunks", "workers"), SHAPES)

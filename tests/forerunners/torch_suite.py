@@ -40,7 +40,7 @@ def suite_in(folder: Path) -> type[unittest.TestCase]:
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(SECONDS),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    # torch's tests import it for comparisons of recorded output, which this suite does not make
+    # torch's tests import this module to compare recorded output, which this suite does not do
     sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase))  # type: ignore
     suite: Any = importlib.import_module("torch.testing._internal.distributed.distributed_test")
 
@@ -84,7 +84,7 @@ class Outcomes(unittest.TestResult):
 def main(folder: str, backends: str, *names: str) -> None:
     case, found = suite_in(Path(folder)), {}
     for backend in backends.split(","):
-        # tests compare the name of the backend, so they see GATE, but their process groups have ``backend``
+        # tests check the backend's name, so they see GATE, but their process groups use ``backend``
         torch.distributed.init_process_group = functools.partial(_init, backend)  # type: ignore[assignment]
         outcomes = Outcomes()
         for name in names or unittest.TestLoader().getTestCaseNames(case):

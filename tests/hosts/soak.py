@@ -31,7 +31,8 @@ from tests.support.local_agents import agents_of
 from tests.support.network_proxy import Wire, wired
 
 HANG = 120.0
-# limit of agents killed or cut off per run: a run gives up on a host whose agents die too often
+# maximum number of agents killed or cut off per run, because a run gives up on a host whose agents die too
+# often
 MOST_AGENTS = 8
 PEER_TIMEOUT_S = 2.0
 DEEDS = {
@@ -80,7 +81,7 @@ def agents() -> list[psutil.Process]:
 def chaos(chance: random.Random, over: threading.Event, deeds: Counter[str], wires: tuple[Wire, ...]) -> None:
     fatal = 0
     while not over.wait(chance.uniform(0.05, 0.4)):
-        with contextlib.suppress(psutil.Error, IndexError):  # the victims may have already ended
+        with contextlib.suppress(psutil.Error, IndexError):  # the victims may already have ended
             (deed,) = chance.choices(list(DEEDS), list(DEEDS.values()))
             if deed in FATAL:
                 fatal += 1

@@ -14,7 +14,7 @@ from flowchan.hosts import agent_handle
 
 
 class BreaksMeanwhile:
-    """Link that breaks just after its state was checked, before the event that reports the break is read."""
+    """Link that breaks just after its state was checked, before the event for the break is read."""
 
     def __init__(self) -> None:
         self.events: Any = iter([(), ("broken", "reset by peer"), ("closed",)])
@@ -34,7 +34,7 @@ class BreaksMeanwhile:
 
 def test_agent_survives_a_recently_broken_connection(monkeypatch):
     """The agent has ``peer_timeout`` seconds, counted from the break, to dial again."""
-    monkeypatch.setattr(agent_handle, "START", 0.0)  # the time to start is over
+    monkeypatch.setattr(agent_handle, "START", 0.0)  # the time to start has already expired
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
     callbacks = agent_handle.AgentCallbacks(*[lambda *_: None] * 8)
@@ -49,7 +49,7 @@ def test_agent_survives_a_recently_broken_connection(monkeypatch):
 
 
 def test_agent_that_never_connected_does_not_delay_program_exit():
-    """The agent has nothing to finish, so pressing Ctrl-C while agents are starting ends the program
+    """The agent has nothing to finish. Ctrl-C while agents are starting therefore ends the program
     immediately."""
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)

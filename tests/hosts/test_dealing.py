@@ -1,4 +1,4 @@
-"""Test how workers are dealt to hosts: by cores in turn, by hand, and by calibrated speeds."""
+"""Test how workers are assigned to hosts: round-robin by cores, by hand, and by calibrated speeds."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ def test_workers_see_the_programs_current_environment_variables(monkeypatch: pyt
 
 
 def test_agents_get_the_current_process_settings_of_the_program(tmp_path: Path) -> None:
-    """The settings are the working folder, the umask, the limits, and the variables that Python reads when it
-    starts."""
+    """The settings are the working folder, the umask, the limits, and the variables that Python reads at
+    start-up."""
     text = """
     def about(_):
         limit, _ = resource.getrlimit(resource.RLIMIT_CORE)

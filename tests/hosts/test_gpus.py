@@ -1,4 +1,4 @@
-"""Test that each worker of a stage with ``gpus=n`` has n GPUs on its machine to itself."""
+"""Test that each worker of a stage with ``gpus=n`` has exclusive use of n GPUs on its machine."""
 
 from __future__ import annotations
 

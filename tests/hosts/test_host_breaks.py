@@ -65,8 +65,8 @@ def test_worker_continues_when_the_link_of_its_agent_breaks() -> None:
 def test_agent_with_a_broken_link_learns_that_the_run_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The agent connects once more and learns that the run is over, so the run does not wait for its whole
-    grace period."""
+    """The agent connects once more and learns that the run is over. The run therefore does not wait for its
+    whole grace period."""
     monkeypatch.setattr(decisions, "GRACE", 60.0)
     ended: list[bool] = []
     leave, join = AgentHandle.leave, AgentHandle.join

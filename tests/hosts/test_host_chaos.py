@@ -35,7 +35,7 @@ def pairs(item: int) -> list[tuple[int, int]]:
 class Shaking:
     """Context that breaks connections and kills processes, spread over the items of a run.
 
-    The source stays within ``AHEAD`` items of the next break or kill.
+    The source stays at most ``AHEAD`` items ahead of the next break or kill.
     """
 
     AHEAD = 500

@@ -130,7 +130,7 @@ def pass_on(numbers: In[int], out: Out[int]) -> None:
 
 
 def test_slow_remote_worker_is_not_a_deadlock(looks: list[Waits]) -> None:
-    """All other workers are waiting for this one or for room."""
+    """All other workers are waiting for this worker or for room."""
     gate = Gate()
     graph = Graph("working")
     result = graph.source(range(500)).map(gate.wait, on=POOL, workers=2).collect()
@@ -157,7 +157,7 @@ def test_one_busy_worker_out_of_two_is_not_a_deadlock(looks: list[Waits]) -> Non
 
 
 def sleeps(pid: int) -> bool:
-    """Return whether all threads of a process are asleep, so that none of them holds a channel's lock."""
+    """Return whether all threads of a process are asleep, so that no thread holds a channel's lock."""
     threads = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(thread.read_text().rpartition(") ")[2].startswith("S") for thread in threads)
 
@@ -204,7 +204,7 @@ def test_broken_connection_is_not_a_deadlock(looks: list[Waits]) -> None:
     def then(run: Run) -> None:
         cut()
 
-    # until a report arrived while no worker could continue
+    # wait for a report from a moment at which no worker could continue
     while not looks or all(one.moves for one in looks):
         assert round_and_round(Wire(delay=0.005), 60, then) == [0]
 

@@ -72,8 +72,8 @@ def test_killed_worker_is_replaced_on_its_host(tmp_path: Path, ordered: bool) ->
 
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
 def test_worker_killed_after_reporting_its_end_counts_as_ended(deed: Callable[[], Any]) -> None:
-    """The worker has already reported that it is done. If its agent dies with it, the worker restarts and
-    finds no items."""
+    """The worker has already reported that it is done. If its agent dies too, the worker restarts and finds
+    no items."""
 
     def work(item: int) -> int:
         if not worker().incarnation:
@@ -122,7 +122,7 @@ def test_dead_agents_are_released_during_the_run() -> None:
 
     gate, kills = Gate(), 4
     graph = Graph("lasting")
-    # An item that many workers held when they died would count as failed.
+    # An item that was held by many dying workers would otherwise count as failed.
     result = graph.source(range(2)).map(gate.wait, on=local(1), max_deaths=kills + 1).collect()
     run = graph.start()
 

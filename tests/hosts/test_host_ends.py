@@ -54,7 +54,7 @@ def test_stop_finishes_items_in_flight_on_hosts() -> None:
     run.stop()
     found = run.wait()[result]
     assert found == given[: len(found)]
-    assert len(given) - len(found) <= 1  # the item whose put was interrupted by the stop
+    assert len(given) - len(found) <= 1  # one fork server, two agents and two workers
     assert run.stats().state == "stopped"
 
 
@@ -237,7 +237,7 @@ def test_provider_that_cannot_start_agents_is_reported_at_the_start() -> None:
 
 
 def test_remote_worker_finishes_its_threads_after_the_run(tmp_path: Path) -> None:
-    """When the run is over, the worker is not killed but may finish, just like a local worker process."""
+    """When the run is over, the worker is not killed. It may finish, like a local worker process."""
 
     def at_the_end() -> None:
         threading.main_thread().join()

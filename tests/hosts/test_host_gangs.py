@@ -1,4 +1,4 @@
-"""Test gangs over hosts (R11): workers on any hosts become members of one group, with a rendezvous at the
+"""Test gangs over hosts (R11): workers on any hosts become members of one group; the rendezvous is at the
 driver.
 
 ``allreduce`` also tells workers on different hosts apart.
@@ -57,7 +57,7 @@ def test_each_remote_worker_is_a_member_of_one_group() -> None:
 
 
 def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
-    """Pass numbers on; after each number, the members wait for each other until none has another number."""
+    """Pass numbers on. After each number, the members synchronise until no member has another number."""
     for number in numbers:
         group.allreduce_with(number, add)
         out.put(number)
@@ -106,8 +106,8 @@ def test_gang_workers_that_share_a_stream_end_together(tls: bool) -> None:
 def test_gang_ends_when_its_readers_are_gone(
     numbers: Callable[[], Iterable[int]], options: tuple[str, ...]
 ) -> None:
-    """Not all members notice the end in the same round, and some find that others are missing before they
-    learn why."""
+    """Not all members notice the end in the same round. Some find that others are missing before they learn
+    the reason."""
     graph = Graph("gang")
     how: dict[str, Any] = dict.fromkeys(options, True)
     gang = graph.stage(in_step, graph.source(numbers), on=local(2), workers=3, **how)
@@ -189,7 +189,7 @@ def test_worker_that_fails_before_joining_ends_the_gang() -> None:
 
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
 def test_death_restarts_the_gang_with_its_current_items(tmp_path: Path, deed: Callable[[], Any]) -> None:
-    """Each item has one output, including the items of a lost host."""
+    """Each item has one output, even if its host is lost."""
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:
         for number in numbers:
@@ -297,7 +297,7 @@ def test_each_round_has_one_item_per_remaining_worker() -> None:
 
 
 def test_allreduce_combines_all_items_at_capacity_one() -> None:
-    """A worker with an item may be waiting for room that is freed only by another worker's next item.
+    """A worker with an item may be waiting for room that only another worker's next item can free.
 
     The other worker must receive its next item or learn that the input has ended.
     """
@@ -313,8 +313,8 @@ def test_allreduce_combines_all_items_at_capacity_one() -> None:
 def test_allreduce_uses_each_output_in_one_round_despite_deaths(
     tmp_path: Path, deed: Callable[[], Any]
 ) -> None:
-    """Only a dead worker's replacement gets the current items of that worker, because another worker's
-    channel does not know which outputs were published."""
+    """Only the replacement of a dead worker gets that worker's current items. Other workers' channels do not
+    know which outputs were published."""
 
     def work(item: int) -> Iterator[str]:
         for number in range(3):

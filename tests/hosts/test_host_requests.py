@@ -1,4 +1,4 @@
-"""Test requests with ``ask()`` that workers on hosts answer."""
+"""Test requests with ``ask()`` to workers on hosts."""
 
 from __future__ import annotations
 

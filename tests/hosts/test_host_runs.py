@@ -187,7 +187,7 @@ def test_sink_runs_on_hosts(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Slow(Local):
-    """Provider whose agents do not start until a worker function has been packed."""
+    """Provider whose agents do not start before a worker function has been packed."""
 
     folder: Path
 

@@ -37,7 +37,7 @@ def kill_agent_once(folder: Path, number: int) -> None:
     except FileExistsError:
         return
     os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)  # the agent's end kills this process
+    time.sleep(60)  # this process is killed when its agent ends
 
 
 class CheckAndKill:
@@ -135,7 +135,7 @@ def test_function_that_makes_fewer_items_again_fails_the_run(tmp_path: Path):
 
 
 class FewerOnceKilled:
-    """Make each item, but none after an agent has been killed."""
+    """Make each item, but no further item after an agent has been killed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

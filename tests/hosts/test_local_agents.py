@@ -34,7 +34,7 @@ def launch(program: str, *arguments: object, stdin: bytes = b"a secret\n") -> La
 
 @pytest.fixture
 def started() -> Iterator[list[StartedAgent]]:
-    """Yield a list, and close all agents that the test puts into it."""
+    """Yield a list, and finally close all agents that the test has put into it."""
     all_of_them: list[StartedAgent] = []
     yield all_of_them
     for one in all_of_them:

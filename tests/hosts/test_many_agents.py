@@ -1,4 +1,4 @@
-"""Test what a program holds for each agent, with simulated agents."""
+"""Test the resources that a program uses for each agent, with simulated agents."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flowchan import Graph, HostError
 from flowchan.hosts import local
 
 THREADS_PER_AGENT = 4
-"""Two in Python, which watch the agent and receive its reports, and the two native ones of the link."""
+"""Two Python threads, which watch the agent and receive its reports, and the link's two native threads."""
 DESCRIPTORS_PER_AGENT = 5
-"""Two for each of the two channels of the control stream, and the connection."""
+"""Two descriptors for each of the control stream's two channels, and one for the connection."""
 
 
 def used_now() -> tuple[int, int]:
@@ -32,7 +32,7 @@ def used_now() -> tuple[int, int]:
 
 def used_with(agents: int, expected: tuple[int, int] | None = None) -> tuple[int, int]:
     """Return the numbers of threads and descriptors of this process during a run over ``agents`` agents."""
-    gc.collect()  # an earlier run may have left channels in cycles
+    gc.collect()  # an earlier run may have left channels in reference cycles
     may_end = threading.Event()
 
     def items() -> Iterator[int]:
@@ -56,7 +56,7 @@ def used_with(agents: int, expected: tuple[int, int] | None = None) -> tuple[int
 
 
 def test_agent_costs_a_constant_number_of_threads_and_descriptors():
-    used_with(1)  # opens what the process then keeps
+    used_with(1)  # opens resources that the process then keeps
     threads, descriptors = used_with(8)
     used_with(64, (threads + 56 * THREADS_PER_AGENT, descriptors + 56 * DESCRIPTORS_PER_AGENT))
 

@@ -49,7 +49,8 @@ def test_missing_modules_are_reported_without_being_imported(own_module: str, tm
 
 @pytest.mark.parametrize("what", ["import only_mine; only_mine.use(1)", "from only_mine import use"])
 def test_missing_attribute_of_a_sent_module_is_named(what: str, own_module: str, tmp_path: Path) -> None:
-    """Only the module's classes were sent, so a function that imports the module later finds only these."""
+    """Only the module's classes were sent, so a function that imports the module later finds only the
+    classes."""
     folder = tmp_path / "there"
     folder.mkdir()
     packed = pack_stage(sys.modules[own_module].Number, [own_module])

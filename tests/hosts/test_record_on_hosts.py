@@ -1,4 +1,5 @@
-"""Test recordings of channels between hosts: each item once and in order, also if workers are killed."""
+"""Test recordings of channels between hosts: each item is recorded once and in order, even if workers are
+killed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 def killed_once(path: Path, number: int) -> int:
-    """Kill this worker for some numbers, at the first call for each."""
+    """For some numbers, kill this worker at the first call."""
     mark = path / str(number)
     if number % 20 == 7 and not mark.exists():
         mark.touch()

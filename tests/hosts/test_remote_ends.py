@@ -41,7 +41,7 @@ def wait_for_sessions(channel):
 
 
 def test_broken_connection_neither_loses_nor_repeats_items():
-    """This holds for items through ports and through single calls."""
+    """This holds for items put or got through ports and through single calls."""
     there, back, calls = make(), make(), make(100_000)
 
     def work():
@@ -175,7 +175,7 @@ def test_program_reports_finished_items_before_it_leaves_an_owner(broken, monkey
 
 @pytest.mark.parametrize("cause", [None, ValueError("why")])
 def test_writer_raises_at_once_if_its_channel_has_ended(cause):
-    """C5, C7: the end may arrive from the owner before the program has read the reply to its opening."""
+    """C5, C7: the end may arrive before the program has read the owner's reply to the opening."""
     channel = make()
     if cause is None:
         channel.close()

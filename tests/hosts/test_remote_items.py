@@ -116,7 +116,7 @@ def test_owner_has_one_object_for_a_channel_only_in_transit(monkeypatch):
 
 
 def test_threads_that_open_the_same_channel_get_the_same_object():
-    """If the program had two, it would leave the channel when the first one is released."""
+    """If the program had two objects, releasing the first one would make the program leave the channel."""
     channel = make()
     at = channel.address, channel.secret
 
@@ -261,7 +261,7 @@ def test_channel_survives_in_an_item_that_is_put_again(place):
 
 
 def interrupt(which, call, *arguments):
-    """Raise Ctrl-C immediately after the reply to the call's request number ``which`` has arrived."""
+    """Raise Ctrl-C immediately after the reply to request number ``which`` of the call has arrived."""
     wait, questions = PendingCall.wait, []
 
     def interrupted(asked, within):
@@ -279,7 +279,7 @@ def interrupt(which, call, *arguments):
 
 
 def test_interrupted_call_keeps_no_channel_alive():
-    """C12: the call opens a channel, makes one, or puts one in an item."""
+    """C12: the call opens a channel, makes a channel, or puts a channel in an item."""
     inner, other, over = make(), make(), make()
     (server,) = serving._servers
     told = inner.address, inner.secret

@@ -27,7 +27,7 @@ def make(capacity=64, **options):
 
 
 class Arrives:
-    """Item that raises the next one of ``errors`` when it is unpickled, until none is left."""
+    """Item that raises the next of ``errors`` each time it is unpickled, until none is left."""
 
     errors: list[BaseException] = []
 
@@ -72,7 +72,7 @@ ERRORS = [(MemoryError,), (KeyboardInterrupt,), (OSError, errno.EMFILE, ""), (OS
 @pytest.mark.parametrize("how", TAKES)
 @pytest.mark.parametrize("error", ERRORS, ids=str)
 def test_next_call_gets_an_item_that_could_not_be_received(error, how):
-    """C9: this holds each time the error occurs, and later items keep their order."""
+    """C9: this holds each time the error occurs. Later items keep their order."""
     channel, take = make(), TAKES[how]
 
     def use():
@@ -131,7 +131,8 @@ def test_timeout_error_from_a_signal_handler_loses_no_item(how):
 
 
 def test_remote_get_many_leaves_items_that_it_cannot_receive():
-    """C9: the call returns the items before that item; after Ctrl-C, the error's ``items_got`` has them."""
+    """C9: the call returns the items before that item. After Ctrl-C, ``items_got`` of the error contains
+    them."""
     channel = make()
 
     def use():

@@ -27,7 +27,7 @@ def make(capacity=64, **options):
 
 
 def requests_of(call):
-    """Return the requests that are sent to the owner while ``call`` runs."""
+    """Return the requests that ``call`` sends to the owner."""
     sent, send = [], Calls._send
 
     def count(calls, call, channel, what, arguments):
@@ -43,7 +43,7 @@ def requests_of(call):
 
 
 def put_beyond_room(channel, item):
-    """Put an item as if the owner had granted room for it and then given that room to another process."""
+    """Put an item as if the owner had granted room for it and had then given that room to another process."""
     ring = channel._ports[False]._stream.ring
     while True:
         ring._allow(ring.stats().items_in + 1)
@@ -276,7 +276,7 @@ def test_killed_program_loses_only_unflushed_items():
     found = channel.get_many(10_000)
     assert found == list(range(len(found)))
     assert len(found) >= 100
-    channel.put("open")  # a program without a counted writer does not break the channel by dying
+    channel.put("open")  # A program without a counted writer does not break the channel when it dies.
     assert channel.get() == "open"
 
 
@@ -297,7 +297,7 @@ def test_prefetched_items_are_returned_when_their_reader_is_killed():
     assert ready.get() == 0
     peer.kill()
     peer.join()
-    # The owner notices the death with a delay.
+    # the owner notices the death with a delay
     assert sorted(channel.get(timeout=60) for _ in range(9)) == list(range(1, 10))
 
 
@@ -334,7 +334,7 @@ def test_calls_raise_broken_when_the_owner_is_killed():
     owner = HostPeer(own)
     channel = handover.get()
     channel.put("seen")
-    assert handover.get() == "seen"  # else the thread below might take it
+    assert handover.get() == "seen"  # otherwise, the thread below might take the item
     getting = ThreadPeer(channel.get)
     wait_blocked(channel, readers=1)
     owner.kill()

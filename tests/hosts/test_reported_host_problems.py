@@ -1,7 +1,7 @@
 """Complaints from users of other multi-machine systems, and the tests that answer them.
 
-Each complaint maps to tests by ``file::name``, which must exist. The tests at the end of this file cover
-complaints that no other test covers.
+Each complaint maps to tests by ``file::name``; these tests must exist. The tests at the end of this file
+cover the remaining complaints.
 """
 
 from __future__ import annotations

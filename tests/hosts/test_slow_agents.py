@@ -20,7 +20,7 @@ from flowchan.hosts.providers.provider import Launch, StartedAgent
 
 
 class Queued:
-    """Agent that leaves its queue at the tenth poll."""
+    """Agent that is queued until the tenth poll."""
 
     def __init__(self, patch: pytest.MonkeyPatch, launch: Launch) -> None:
         self._patch, self._launch = patch, launch

@@ -46,7 +46,7 @@ def test_unresponsive_host_is_reported_in_one_line(monkeypatch: pytest.MonkeyPat
     silent.suspend()
     found = run.stacks("work")
     silent.resume()
-    # Either worker may run on the suspended host.
+    # either worker may run on the suspended host
     no_answer, stack = sorted(found.values(), key=lambda text: "in take" in text)
     assert no_answer == "no stack: host 'local-1' did not answer within 0.5 s\n"
     assert "in take" in stack

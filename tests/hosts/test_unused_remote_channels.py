@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("impatient")
 
 
 def rings_here():
-    """Return how many mappings of rings this process has."""
+    """Return how many rings this process has mapped."""
     with open("/proc/self/maps") as maps:
         return sum("memfd:flowchan" in line for line in maps)
 
@@ -51,7 +51,7 @@ def test_dropped_channel_frees_its_rings_without_garbage_collection():
 
 @pytest.mark.parametrize("counted", [False, True])
 def test_unused_channel_frees_rings_of_items_that_wait(counted):
-    """C12, C16: all programs have dropped the channel, so its items cannot be read any more."""
+    """C12, C16: all programs have dropped the channel, so its items can no longer be read."""
     channel = make()
 
     def put_and_drop():

@@ -1,7 +1,7 @@
 """Run a graph over two other network namespaces; one of them loses its cable.
 
 Usage: ``python cable_walk.py HEAD FIRST SECOND FOLDER``. The first worker on host FIRST that gets item ``AT``
-pulls its host's cable; the driver prints the run's report.
+pulls its host's cable. The driver prints the run's report.
 """
 
 from __future__ import annotations

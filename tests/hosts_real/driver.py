@@ -1,4 +1,5 @@
-"""A minimal driver and agent: the agent reads its launch line, dials, describes itself, and ends on order."""
+"""A minimal driver and agent: the agent reads its launch line, dials, describes itself, and ends on
+request."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ QUICKLY = (
     '{"health_check_initial_delay_ms":1000,"health_check_period_ms":500,"health_check_failure_threshold":3}'
 )
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
-# A token in ~/.ray turns authentication on for the head, but not for the other nodes.
+# A token in ~/.ray enables authentication for the head, but not for the other nodes.
 NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 

@@ -1,4 +1,4 @@
-"""Run graphs over hosts in which one worker does some damage once, at item ``AT`` or a later one."""
+"""Run graphs over hosts in which one worker does damage once, at item ``AT`` or a later one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ITEMS, AT = 400, 50
 def once(folder: Path, deed: Callable[[], None], here: Callable[[], bool]) -> Callable[[int], int]:
     """Return a function for ``map`` that returns its item.
 
-    The first worker that gets item ``AT`` or a later one where ``here()`` is true calls ``deed``; the others
-    wait for that.
+    The first worker that gets item ``AT`` or a later one where ``here()`` is true calls ``deed``. The others
+    wait until then.
     """
 
     def work(item: int) -> int:

@@ -1,4 +1,4 @@
-"""Test dealing workers to the nodes of a Slurm allocation."""
+"""Test the assignment of workers to the nodes of a Slurm allocation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test dealing workers to hosts over ssh, and the exit of an agent whose ssh client was killed."""
+"""Test the assignment of workers to hosts over ssh, and the exit of an agent whose ssh client was killed."""
 
 from __future__ import annotations
 

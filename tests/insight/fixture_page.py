@@ -69,7 +69,7 @@ def described(graph: Graph) -> dict[str, Any]:
 class Figures:
     """Generate snapshots of a made-up run.
 
-    One stage limits the run. Earlier stages wait for places in their outputs, and later ones wait for input.
+    One stage limits the run. Earlier stages wait for room in their outputs, and later ones wait for input.
     """
 
     def __init__(self, graph: Mapping[str, Any], seed: int = 1) -> None:

@@ -169,7 +169,7 @@ def test_slow_viewer_delays_neither_other_viewers_nor_end_of_run(
             filled = page._publish
 
             def publish(state: Any) -> None:
-                filled(state | {"filler": "x" * 3_000_000})  # more than the buffers of a connection hold
+                filled(state | {"filler": "x" * 3_000_000})  # more than the buffers of a connection can store
 
             monkeypatch.setattr(page, "_publish", publish)
             for _ in range(3):
@@ -419,7 +419,8 @@ def test_metrics_port_is_closed_if_the_page_fails(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pages, "LocalServer", refuse)
     gate = Gate()
     gate.open()
-    with pytest.raises(OSError, match="no port is free") as refused:  # its traceback keeps the run alive
+    # the exception's traceback keeps the run alive
+    with pytest.raises(OSError, match="no port is free") as refused:
         gated(gate).start(page=True, metrics=port)
     with gated(gate).start(metrics=port) as run:
         assert run.metrics == f"http://127.0.0.1:{port}/metrics"

@@ -24,7 +24,7 @@ def test_unchanged_model_predicts_measured_rate() -> None:
 
 
 def test_model_with_variable_work_times_predicts_measured_rate() -> None:
-    """No stage is busy all the time, because the stages wait for each other."""
+    """No stage is always busy, because the stages wait for each other."""
     blocked = model(chain(source(), stage("a", 0.007, wait="place"), stage("b", 0.007)))
     assert blocked.rate() == pytest.approx(100, rel=0.02)
     assert gain(blocked, Change({"a": 2})) == pytest.approx(1 / 0.7 / (1 + 2**-1.94) ** (1 / 1.94), rel=0.02)

@@ -210,7 +210,7 @@ def test_run_continues_if_viewer_thread_cannot_start(monkeypatch: pytest.MonkeyP
 
 
 class Delivered(Feed):
-    """Feed that leaves it to the test to deliver statistics."""
+    """Feed that delivers statistics only when the test tells it to."""
 
     def __init__(self) -> None:
         pass

@@ -32,7 +32,7 @@ two = pytest.mark.skipif(
 
 SPAWN = multiprocessing.get_context("spawn")
 LARGE = 100_000
-A_WHILE = 500_000_000  # cycles that keep a device's stream busy for a few tenths of a second
+A_WHILE = 500_000_000  # clock cycles that keep a device's stream busy for a few tenths of a second
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +144,7 @@ def test_sender_does_not_see_writes_by_the_receiver():
 
 def _put_late(ch: Channel) -> None:
     tensor = torch.zeros(LARGE, device="cuda")
-    ch.put(tensor.fill_(4))  # the first put in a process allocates memory, and so waits for the device
+    ch.put(tensor.fill_(4))  # the first put in a process allocates memory and therefore waits for the device
     torch.cuda.synchronize()
     torch.cuda._sleep(A_WHILE)
     ch.put(tensor.fill_(5))
@@ -323,7 +323,7 @@ def test_error_names_a_device_that_the_receiver_cannot_see(start, monkeypatch, s
 def test_put_while_a_cuda_graph_is_captured_raises():
     """The capture must continue.
 
-    The test pickles the tensor itself: when a put fails, it formats the tensor for its error, which ends a
+    The test pickles the tensor itself: a failed put formats the tensor for its error, and this ends a
     capture.
     """
     tensor = torch.ones(LARGE, device="cuda")

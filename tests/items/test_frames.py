@@ -1,4 +1,4 @@
-"""Send the memory of data frames and images: they arrive equal, are read in place, and bring no unrelated
+"""Send the memory of data frames and images: they arrive equal, are read in place, and carry no unrelated
 data."""
 
 from __future__ import annotations

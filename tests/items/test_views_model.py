@@ -1,7 +1,7 @@
 """Use arrays in a channel's memory at random, and check that their contents never change.
 
-One process does all operations, with little memory and varying sizes, so memory is divided again and again
-around the arrays in use. Every array is filled with its number, and all arrays are read after each step.
+One process does all operations, with little memory and varying sizes, so memory is divided repeatedly around
+the arrays in use. Every array is filled with its number, and all arrays are read after each step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, capacity: int) -> None:
         self.capacity = capacity
         self.channel: Any = Channel(capacity, across="processes", max_bytes=MAX_BYTES)
-        # Ports that stay open until the end, because closing the last one would close the channel.
+        # Ports that stay open until the end, because closing the last port would close the channel.
         self.remain = self.channel.reader(), self.channel.writer()
 
     def new(self) -> int:

@@ -85,7 +85,7 @@ def pass_on(source: socket.socket, target: socket.socket, most: int | None) -> N
     for sock in (source, target):
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-    source.close()  # the other thread closes ``target``, which is its source
+    source.close()  # the other thread closes ``target``, which is its own source
 
 
 def large(item: int) -> list[tuple[int, Any]]:
@@ -142,7 +142,7 @@ def test_output_continues_after_the_bytes_that_arrived_before_a_break() -> None:
         feeding(source, range(2)).join(WAIT_LIMIT_S)
         assert [len(output) for output in results] == [size, size]
         thread.join(WAIT_LIMIT_S)
-        # at most 64 KB of an item, and the frames about states, are sent again over each connection
+        # over each connection, at most 64 KB of an item and the state frames are sent again
         assert linked.owner_side.state()["bytes_in"] < 2 * size + 20 * 64_000
         assert max(linked.stuck) == 0
 

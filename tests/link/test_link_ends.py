@@ -29,7 +29,7 @@ def threads() -> set[str]:
 
 
 def seconds(*numbers: str) -> float:
-    """Return the total CPU time in seconds of those of the given threads that are still running."""
+    """Return the total CPU time in seconds of the given threads, without those that have ended."""
     ticks = 0
     for number in numbers:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/stat") as file:
@@ -55,7 +55,7 @@ def test_idle_link_uses_no_cpu() -> None:
 
 
 def switches(*numbers: str) -> int:
-    """Return how often those of the given threads that are still running have gone to sleep."""
+    """Return how often the given threads have gone to sleep, without those that have ended."""
     times = 0
     for number in numbers:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/status") as file:

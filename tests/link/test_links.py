@@ -271,7 +271,8 @@ def test_remote_worker_can_lease_any_number_of_items_at_once(linked: Linked, siz
 
 
 def test_outputs_of_a_dead_host_are_not_repeated() -> None:
-    """R4: if a host died after putting outputs of an item, the item's next worker skips these outputs."""
+    """R4: if a host died after putting some outputs of an item, the item's next worker skips these
+    outputs."""
     source, results = channel(4), channel(1000)
     with Linked() as first:
         remote = RemoteWorker(first, 1, source, results)
@@ -352,7 +353,8 @@ def test_no_item_is_lost_or_repeated_when_workers_die(linked: Linked, ordered: b
 
 @pytest.mark.parametrize("owner", [True, False], ids=["owner", "worker"])
 def test_invalid_frames_end_only_the_connection(owner: bool) -> None:
-    """Frames that an agent never sends end the connection with an error, even from an authenticated peer."""
+    """Frames that an agent never sends end the connection with an error, even if the peer is
+    authenticated."""
     draw = random.Random(7)
     link = _core.Link(owner)
     source, results = channel(), channel()

@@ -20,7 +20,8 @@ from tests.support.waiting import WAIT_LIMIT_S, wait_until
 
 
 class Returning(Linked):
-    """Two ends that reconnect after each break: one dials and one listens, like an agent and its driver."""
+    """Two ends that reconnect after each break. One dials and the other listens, like an agent and its
+    driver."""
 
     def __init__(self, address: str = "127.0.0.1:0", tls: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Large outputs that stay on the worker's side of a link until the link of their reader fetches them."""
+"""Large outputs stay on the worker's side of a link until their reader's link fetches them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Fetcher:
 
     Args:
         link: The worker side that needs the outputs.
-        sources: The worker sides that have them. The fetch address of each link is its position in this list.
+        sources: The worker sides that store the outputs. The position of a link in this list is its fetch
+            address.
         reachable: Decides for each location whether it can be reached.
     """
 
@@ -84,7 +85,7 @@ class Fetcher:
 
 
 class Hosts:
-    """Two links, the first for workers that make outputs and the second for those that read them."""
+    """Two links: the workers of the first make outputs, and the workers of the second read them."""
 
     def __init__(self, reachable: Any = lambda: True) -> None:
         self.makers, self.readers = Linked(), Linked()
@@ -180,18 +181,19 @@ def test_replays_are_sent_beyond_the_full_window_of_their_maker() -> None:
             RemoteWorker(hosts.makers, n, source, between, ordered=False, one_output=True, lends=True)
             for n in (1, 2)
         )
-        second.out[0]._share = SIZE  # so one output that was not read fills its window
+        second.out[0]._share = SIZE  # one unread output then fills the window of the second worker
         reading = [RemoteWorker(hosts.readers, n, between, results, one_output=True) for n in (1, 2)]
         out = results.reader()
         threads = [feeding(source, range(100)), first.start(made)]
-        wait_until(lambda: staged_by(first) > 0)  # the readers and the channel have only outputs of the first
+        # the readers and the channel contain only outputs of the first worker
+        wait_until(lambda: staged_by(first) > 0)
         threads.append(second.start(made))
         wait_until(lambda: staged_by(second) > 0)
         replacement = first.die(3)
         threads += [one.start(number_of) for one in reading]
         before = [
             out.get() for _ in range(16)
-        ]  # the replacement has not started, so the second made them again
+        ]  # the replacement has not started, so the second worker made the outputs again
         threads.append(replacement.start(made))
         assert sorted([*before, *out]) == list(range(100))
         for thread in threads:

@@ -2,8 +2,8 @@
 
 They cover the ring, its leases and waiting, the streams between hosts, requests to the owner of a channel,
 and the rounds of a group. The top of each model states its scope and the source line that each step
-represents. Every property is shown to be able to fail: the search must find a planted fault (``PLANT_…``) and
-a weakness of the source (``SOURCE_…``).
+represents. To show that every property can fail, the search must find planted faults (``PLANT_…``) and
+weaknesses of the source (``SOURCE_…``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ needs_spin = pytest.mark.skipif(
 
 CALM = "SPURIOUS=0 QUITS=0"
 
-# Each model, with the parameters whose full search is fastest. The result for an unchanged model still holds,
-# so the other searches run only in make soak.
+# Each model, with the parameters whose full search is fastest. Unchanged models give the same results, so
+# only `make soak` runs the other searches.
 WHOLE = [
     ("ring", "ITEMS=1 DEATHS=1"),
     ("lease", "ITEMS=1 OUTPUTS=2 DEATHS=2 WORKERS=1"),
@@ -37,7 +37,7 @@ WHOLE = [
     ("asking", "GETTERS=1 DEATHS=0"),
     ("group", "DEATHS=2 STOPS=1"),
 ]
-# Each model with one parameter increased, large enough for every planted fault below.
+# Each model, with one parameter increased enough to find every planted fault below.
 LONGEST = [
     ("group", "DEATHS=1 CLOSES=1"),
     ("ring", "ITEMS=2 DEATHS=1"),
@@ -144,7 +144,8 @@ FAULTS = [
 ]
 FAR_FAULT = ("gate", f"ITEMS=2 {CALM}", "PLANT_wake_one")  # found only after millions of states
 AT_ONCE = list({fault[0]: fault for fault in reversed(FAULTS)}.values())
-"""The first fault of each model. An unchanged model finds the same faults, so the others run in make soak."""
+"""The first fault of each model. Unchanged models contain the same faults, so only make soak searches for the
+others."""
 
 
 def long(search: tuple[str, ...]) -> Any:

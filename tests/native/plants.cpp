@@ -13,7 +13,7 @@ void plant(flowchan::Ring& ring) {
     (void)seen;
 }
 #elif defined(PLANT_UBSAN)
-// Shift by the full width of a word, for a block class that no payload has.
+// Shift by the full width of a word, with a block class that no payload has.
 void plant(flowchan::Ring&) {
     volatile uint32_t cls = flowchan::CLASSES + 4 * 64;
     volatile uint64_t size = flowchan::class_size(cls);

@@ -1,4 +1,5 @@
-"""Measure the cost of an item between two cores: the cache lines that move, and how busy sides take turns."""
+"""Measure the cost of an item between two cores: the cache lines that move, and how two busy sides take
+turns."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ def test_put_and_get_share_two_cache_lines_besides_the_slot() -> None:
 
 
 def turn_taking(one: int, other: int) -> tuple[int, int]:
-    """Return the number of runs and the number of rests in 20,000 operations.
+    """Return the number of runs and of rests in 20,000 operations.
 
-    ``one`` and ``other`` are the times in ns that the two sides work elsewhere between two operations.
+    ``one`` and ``other`` are the times in ns that each side spends on other work between two operations.
     """
     ended = run(program("plain/turn_taking"), str(one), str(other), "20000")
     assert ended.returncode == 0, ended.stderr

@@ -1,8 +1,8 @@
 """Check C11: a process killed at any instruction, with any lock, never blocks or corrupts the others.
 
-``walk.cpp`` kills a process at every fault point of every operation on a ring. It kills a second process
-while the others recover: with ``--long`` at every fault point, otherwise at every 16th. The tried points
-differ between steps, so that each point is tried at some step. Each time, the others find the lock, check
+``walk.cpp`` kills a process at every fault point of every operation on a ring. It also kills a second process
+while the others recover: at every fault point with ``--long``, otherwise at every 16th. The chosen points
+differ between steps, so that each point is tested at some step. Each time, the others take the lock, check
 every invariant of the ring, and read the ring to its end. Each item is read exactly once and in order, or not
 at all if its operation had not taken effect.
 """
@@ -115,7 +115,7 @@ ONCE |= {
 """Operations in which only one process dies, because other operations cover their recovery."""
 
 Points = tuple[int, int]
-"""How many points a process died at in an operation, and a second process during the recovery."""
+"""Numbers of points at which a process died in an operation, and a second process during the recovery."""
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def test_each_sanitizer_reports_no_error_under_stress(sanitizer: str) -> None:
 
 @planted
 def test_each_sanitizer_finds_a_planted_fault(sanitizer: str, plant: str, report: str) -> None:
-    # the planted race needs two threads to run at the same moment; on a busy machine they may not
+    # the planted race needs two threads that run at the same moment, which may not happen on a busy machine
     for _ in range(10):
         ended = run(program(f"{sanitizer}/stress-{plant}"), "threads", "200", **OPTIONS[sanitizer])
         if ended.returncode != 0:

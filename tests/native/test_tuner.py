@@ -1,4 +1,4 @@
-"""Check that the tuner finds the fastest of several plans, even if a different plan becomes the fastest."""
+"""Check that the tuner finds the fastest of several plans, even if another plan becomes the fastest."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def test_every_plan_is_tried_even_if_one_is_much_faster() -> None:
 
 
 def test_every_plan_is_tried_when_the_fastest_becomes_slow() -> None:
-    """All plans are tried then, long before their next regular trial."""
+    """In this case, all plans are tried, long before their next regular trial."""
     _, after = shares((100, 500, 500, 500), (400, 500, 100, 500))
     assert after[2] > 0.99

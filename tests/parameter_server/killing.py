@@ -1,8 +1,8 @@
 """Kill servers, clients, agents and connections at random while clients push numbers that reveal any error.
 
 Push k of a client adds 2**k to that client's place in two tensors, which are on different shards. After n
-pushes the place holds 2**n - 1. A lost or repeated push leaves any other value. Each push also adds 1 to
-every element of a third tensor, so every element equals the version.
+pushes, the place contains 2**n - 1. After a lost or repeated push, it contains another value. Each push also
+adds 1 to every element of a third tensor, so every element equals the version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from flowchan.pipelines import ParameterServer, SharedDict
 PLACES = 4000
 """Maximum number of clients, including replacements of killed clients."""
 MOST_PUSHES = 40
-"""Pushes by a client before it moves to a new place. A place then holds 2**40 - 1, which is exact."""
+"""Number of pushes after which a client moves to a new place. A place then contains 2**40 - 1, which is
+exact."""
 MOST_AGENTS = 7
 """Maximum number of agents killed in one run. A run gives up on a host whose agents die too often."""
 ELEMENTS = 5000

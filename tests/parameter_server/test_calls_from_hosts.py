@@ -59,7 +59,7 @@ def world() -> Iterator[World]:
     world = World()
     yield world
     world.gateway.close()
-    del world.gateway  # pytest keeps a reference to the world until all fixtures have finished
+    del world.gateway  # pytest would keep a reference to the world until all fixtures have finished
 
 
 def test_results_match_their_calls_in_any_waiting_order(world: World) -> None:

@@ -23,7 +23,7 @@ PEER = {"here": ProcessPeer, "remote": HostPeer}
 
 def train(where: str, readers: Channel[Any], go_on: Channel[None]) -> None:
     """Publish once, send two readers, wait for ``go_on``, and publish until the process is killed."""
-    hosts.serve(peer_timeout=2)  # seconds until a remote reader notices that the trainer is dead
+    hosts.serve(peer_timeout=2)  # maximum seconds until a remote reader notices that the trainer is dead
     weights = Weights({"w": np.ones(50_000)}, name="policy")
     weights.publish()
     readers.put(reader_of(weights, where))

@@ -23,7 +23,7 @@ class _OnHosts:
     """Workers like those of ``map``, but each in a separate program."""
 
     def __init__(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._args = args  # kept until the peers have received them
+        self._args = args  # kept alive until the peers have received them
         self._peers = [HostPeer(function, *args, worker + 1) for worker in range(number)]
 
     def join(self) -> list[Any]:

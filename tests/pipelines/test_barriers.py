@@ -104,7 +104,7 @@ def test_death_of_a_participant_does_not_release_the_others_early(across: Any) -
     barrier = Barrier(2, across=across)
     first = PEERS[across](barrier.wait)
     wait_blocked(barrier._generation.gates[0], readers=1)
-    os.kill(first.pid(), signal.SIGSTOP)  # so it cannot return from its first wait
+    os.kill(first.pid(), signal.SIGSTOP)  # the first thread therefore cannot return from its first wait
     assert barrier.wait() == 1
     first.kill()
     first.join()
@@ -238,7 +238,7 @@ def test_waiter_of_set_event_continues_after_immediate_clear(across: Any) -> Non
 
 @between
 def test_death_of_a_process_does_not_change_the_event(across: Any) -> None:
-    """One process dies while it is waiting for the event, another dies after setting it."""
+    """One process dies while it is waiting for the event. Another process dies after setting it."""
     event = Event(across=across)
     waiting = PEERS[across](event.wait)
     wait_blocked(event._gates["now"], readers=1)
@@ -387,7 +387,7 @@ def wait_in(condition: Condition) -> bool:
 
 @between
 def test_killed_waiter_does_not_consume_a_notification(across: Any) -> None:
-    """The notification goes to the next waiter, once the death is noticed."""
+    """When the death is noticed, the notification goes to the next waiter."""
     condition = Condition(across=across)
     first = PEERS[across](wait_in, condition)
     wait_until(lambda: waiters(condition) == 1)

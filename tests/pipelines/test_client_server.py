@@ -249,8 +249,7 @@ def test_stats_count_bytes_on_both_sides(server):
     def work(client):
         client.send(bytes(100_000))
         client.recv()
-        # The sending thread updates the count after its call has returned, possibly after the answer has
-        # arrived.
+        # The sending thread updates the count after its system call, possibly after the answer has arrived.
         wait_until(lambda: client.stats().sent > 100_000)
 
     peer = with_helper(server, work)

@@ -118,7 +118,7 @@ class TokenPort:
         raise Empty
 
     def __exit__(self, *_: object) -> None:
-        """Accept a token that is given back."""
+        """Accept a token that is returned."""
 
 
 @pytest.mark.parametrize(("timeout", "remaining"), [(10.0, 6.0), (4.0, 0.0), (3.0, 0.0)])
@@ -156,7 +156,7 @@ ENDS: dict[str, Callable[[], object]] = {
     "exited": lambda: os._exit(3),
     "left": lambda: sys.exit(0),
 }
-"""Ways in which a process may end."""
+"""Ways in which a process can end."""
 
 
 @between
@@ -238,7 +238,7 @@ def test_lock_can_be_an_argument_of_a_spawned_process() -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_silent_process_loses_the_lock_after_peer_timeout() -> None:
-    """C11: a silent process is treated as if its host were lost. A lock that it held is lost."""
+    """C11: a silent process counts as lost with its host, so it loses its lock."""
     lock, silence = Lock(across="hosts"), Channel[None](across="hosts")
 
     def hold() -> None:
@@ -260,7 +260,7 @@ def test_silent_process_loses_the_lock_after_peer_timeout() -> None:
 
 @everywhere
 def test_semaphore_limits_the_number_of_users_inside(across: Any, on: Any) -> None:
-    inside = Channel[int](2, across=across)  # the channel would be full if a third user were inside
+    inside = Channel[int](2, across=across)  # a third user would find the channel full
 
     def enter(semaphore: Semaphore, inside: Channel[int], worker: int) -> None:
         for _ in range(20):
@@ -306,7 +306,7 @@ def test_permits_of_dead_process_become_free(across: Any, end: str) -> None:
         semaphore.acquire()
         semaphore.acquire()
         others.put(None)
-        others.flush()  # a killed process loses what its port has not sent
+        others.flush()  # a killed process loses the items that its port has not sent
         ENDS[end]()
 
     with semaphore:

@@ -56,7 +56,7 @@ def test_task_pool_on_hosts_returns_results_and_errors() -> None:
 def test_error_names_the_missing_module_and_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_here.py").write_text("def use(): pass")
     with pipelines.TaskPool(1, on=local(1)) as pool:
-        assert pool.submit(abs, -1).result() == 1  # so that the agent is connected
+        assert pool.submit(abs, -1).result() == 1  # wait until the agent is connected
         monkeypatch.syspath_prepend(tmp_path)
         task = pool.submit(importlib.import_module("only_here").use)
         with pytest.raises(ModuleNotFoundError, match="No module named 'only_here'") as caught:
@@ -98,7 +98,8 @@ def hold_one(text: str, number: int) -> int:
 
 @pytest.mark.parametrize("kind", ["map", "TaskPool"])
 def test_call_on_lost_host_fails_and_is_not_repeated(tmp_path: Path, kind: str) -> None:
-    """The call may already have had an effect. Other calls continue on the agent's replacement."""
+    """The call may already have had an effect, so it is not repeated. Other calls continue on the agent's
+    replacement."""
     text, error = HOLD.format(str(tmp_path)), None
     if kind == "map":
         workers = pipelines.map(2, hold_one, text, on=local(2))

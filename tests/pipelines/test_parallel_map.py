@@ -283,7 +283,7 @@ def test_map_rejects_wrong_arguments() -> None:
 
 @everywhere
 def test_dropping_the_handle_frees_the_workers_channels(on: Any) -> None:
-    """R6: they are closed at once, and not only when Python collects cycles."""
+    """R6: they are closed at once, not only after a garbage collection."""
     gc.disable()
     try:
         workers = map(2, str, on=on)

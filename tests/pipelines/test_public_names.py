@@ -13,7 +13,7 @@ from support.optional_packages import optional
 import flowchan
 from flowchan import pipelines
 
-optional("torch")  # so that torch's threads start here and not during a test
+optional("torch")  # start torch's threads now and not during a test
 
 SOURCES = sorted((Path(__file__).parents[2] / "pipelines").rglob("*.py"))
 
@@ -35,7 +35,7 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
 
 
 # Modules that patterns may use in addition to the public names. They cover options, placements, argument
-# checks, the globals of the main script, refusals, failures and worker exits.
+# checks, globals of the main script, refusals, failures and worker exits.
 SHARED = {
     "flowchan.channel.transports",
     "flowchan.items.arguments",
@@ -75,7 +75,7 @@ NATIVE = {"handle_transfer.py": {"_core"}, "inference.py": {"_core"}, "wire_form
 
 
 def imported(source: Path) -> dict[str, set[str]]:
-    """Return the names that a file imports from flowchan, by module."""
+    """Return the names that a file imports from flowchan, grouped by module."""
     found: dict[str, set[str]] = {}
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flowchan":

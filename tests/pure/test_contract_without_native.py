@@ -1,4 +1,4 @@
-"""The contract suite passes on the Python queue, which serves threads where the native module is missing."""
+"""Run the contract suite on the Python queue, which serves threads if the native module is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LEAST = 330
-"""Number of contract tests on channels between threads; fewer mean that the selection is wrong."""
+"""Minimum number of contract tests for channels between threads. Fewer tests mean that the selection is
+wrong."""
 
 
 @pytest.mark.timeout(900)

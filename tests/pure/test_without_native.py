@@ -1,4 +1,5 @@
-"""flowchan without its native module, as on macOS: threads work, and everything else raises one clear line.
+"""Test flowchan without its native module, as on macOS: threads work, and everything else raises a one-line
+error.
 
 The switch ``FLOWCHAN_PURE_PYTHON=1`` hides the module from the programs that these tests start.
 """
@@ -83,7 +84,7 @@ def test_imports_and_graphs_need_no_linux_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["thread", "process"])
 def test_check_and_viz_accept_graphs_for_any_machine(tmp_path: Path, place: str) -> None:
-    """A graph is written on a laptop, and may run on another machine."""
+    """A graph may be written on a laptop and run on another machine."""
     program = script(tmp_path, GRAPH.format(place=place))
     picture = tmp_path / "graph.svg"
     run_python(*FLOWCHAN, "check", program, env=HIDDEN)

@@ -46,7 +46,7 @@ def blocked_select() -> None:
 
 
 def blocked_coroutines() -> None:
-    """Await two calls in one event loop, one per transport."""
+    """Await two calls in one event loop, one for each transport."""
     channels = [Channel(across=transport) for transport in ("threads", "processes")]
 
     async def get_both() -> list[object]:
@@ -119,7 +119,7 @@ def threads() -> None:
 
 
 def tls() -> None:
-    """Connect two ends over TLS; after that, one process dies while a child still has copies of both ends."""
+    """Connect two ends over TLS. Then one process dies while a child still has copies of both ends."""
     from flowchan.transport import tcp
     from flowchan.transport.authentication import meet
 

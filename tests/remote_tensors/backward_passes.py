@@ -1,7 +1,8 @@
-"""A program that runs backward passes over two nodes: ``backward_passes.py COUNT [COMPILED FILE]``.
+"""Run backward passes over two nodes: ``backward_passes.py COUNT [COMPILED FILE]``.
 
-Two threads run passes that go from node to node, and through this process. In every tenth pass an operation
-raises in the middle. At the end a fork runs a pass on the CPU. The file is the C++ part to use.
+Two threads run passes that cross both nodes and this process. In every tenth pass, an operation raises an
+exception in the middle. At the end, a forked child runs a pass on the CPU. COMPILED FILE is the C++ part to
+use.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from flowchan_torch import native
 
 
 class Refusal(Exception):
-    """Raised by a refused operation."""
+    """Exception of a refused operation."""
 
 
 class Refuse(TorchDispatchMode):
-    """Refuses matrix products."""
+    """Mode that refuses matrix products."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.mm.default:
@@ -39,7 +40,7 @@ def loss_of(x: Any, y: Any, here: Any, there: Any) -> Any:
 
 
 def passes(nodes: RemoteNodes, count: int, outcomes: list[str]) -> None:
-    # Each thread ends its passes with the same gradients as without nodes.
+    # in each thread, the last pass gives the same gradients as without nodes
     values = torch.rand(4, 4), torch.rand(4, 4)
     local = [one.clone().requires_grad_() for one in values]
     loss_of(*local, "cpu", "cpu").backward()

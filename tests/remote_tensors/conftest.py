@@ -1,4 +1,4 @@
-"""Give the tests of a file two nodes, and start the threads that stay until the process ends."""
+"""Provide two nodes for each test file, and start the threads that run until the process exits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from support.waiting import wait_until
 
 @pytest.fixture(autouse=True, scope="session")
 def _lasting_threads() -> None:
-    """Start torch's backward threads and the thread that sends waiting commands."""
-    torch = optional("torch")  # not when the files are collected
+    """Start torch's backward threads, and the thread that sends waiting commands."""
+    torch = optional("torch")  # import torch here, not when the files are collected
     if torch:
         from flowchan.pipelines import RemoteNodes
 
@@ -24,7 +24,8 @@ def _lasting_threads() -> None:
 
 @pytest.fixture(scope="module")
 def two_nodes(one_compute_thread: None) -> Iterator[Any]:
-    """Two nodes for a file. They open descriptors late, so leftovers are not checked after each test."""
+    """Provide two nodes for a file. They open descriptors late, so leftovers are not checked after each
+    test."""
     from flowchan.pipelines import RemoteNodes
 
     before = set(descendants())

@@ -1,7 +1,7 @@
-"""Operations that fail, block or end their process on a node, for tests of failures.
+"""Operations that fail, block or kill their process on a node, for tests of failures.
 
-Their meta kernels always succeed, so the failure happens on the node. The nodes of a test are forked from the
-process that imports this module, and therefore know the operations.
+Their meta kernels always succeed, so the failure happens on the node. A test's nodes are forked from the
+process that imports this module, so they know the operations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Unpicklable(Exception):
 
 
 def end(how: str) -> None:
-    """Raise an exception or end the process."""
+    """Raise an exception or kill this process."""
     if how == "value":
         raise ValueError("a bad value")
     if how == "unpicklable":
@@ -49,26 +49,26 @@ def end(how: str) -> None:
 
 
 def fail(x: Any, how: str) -> Any:
-    """Fail as ``how`` says."""
+    """Fail in the way that ``how`` names."""
     end(how)
     return x.clone()
 
 
 def fail_(x: Any, how: str) -> Any:
-    """Write into ``x``, then fail."""
+    """Write into ``x``, and then fail."""
     x.fill_(-1)
     end(how)
     return x
 
 
 def count(x: Any) -> Any:
-    """Return ``x`` plus 0, and count the executions in this process."""
+    """Return ``x`` plus 0, and count the calls in this process."""
     _counts["count"] = _counts.get("count", 0) + 1
     return x.clone()
 
 
 def counted(x: Any) -> Any:
-    """Return how often ``count`` was executed in this process."""
+    """Return how often ``count`` has run in this process."""
     return torch.tensor(_counts.get("count", 0))
 
 

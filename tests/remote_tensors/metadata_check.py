@@ -1,4 +1,4 @@
-"""Compare the metadata that the client predicts with that of the node, after each operation."""
+"""After each operation, compare the metadata that the client predicts with the node's metadata."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ torch = optional("torch")
 
 
 def relevant(shape: Any, stride: Any, offset: int, dtype: Any) -> Any:
-    """Return metadata without strides of empty tensors and of dimensions with one element, which address
-    nothing."""
+    """Return metadata without the strides of empty tensors and of dimensions with one element, which have no
+    effect."""
     used = [step for size, step in zip(shape, stride, strict=True) if size > 1 and 0 not in shape]
     return tuple(shape), used, offset, dtype
 
 
 class MetadataCheck:
-    """While entered, ask the node after each operation for the metadata of its arguments and results."""
+    """Context that asks the node after each operation for the metadata of its arguments and results."""
 
     def __init__(self) -> None:
         self._differences: list[str] = []
@@ -41,7 +41,7 @@ class MetadataCheck:
         self._kind.__torch_dispatch__ = self._before
 
     def take(self) -> list[str]:
-        """Return the differences found so far, and forget them."""
+        """Return the differences found so far, and clear the list."""
         found, self._differences = self._differences, []
         return found
 

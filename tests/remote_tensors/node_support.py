@@ -1,4 +1,4 @@
-"""Helpers of the tests of nodes: hold a node, and see what it did without asking it."""
+"""Helpers for tests of nodes: stop a node, and read its results without asking it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 @contextlib.contextmanager
 def stopped(nodes: Any, place: int) -> Iterator[None]:
-    """Stop the process of a node that has nothing to do."""
+    """Stop the process of an idle node."""
     nodes.sync()
     process = psutil.Process(nodes.stats()[place].pid)
     process.send_signal(signal.SIGSTOP)
@@ -28,7 +28,7 @@ def stopped(nodes: Any, place: int) -> Iterator[None]:
 
 
 class SeenTensor:
-    """A tensor of one number on a node, in a file that the test reads without asking the node."""
+    """Tensor with one number on a node, stored in a file that the test reads without asking the node."""
 
     def __init__(self, file: Path, device: Any) -> None:
         file.write_bytes(bytes(8))

@@ -18,16 +18,16 @@ TOLERANCE = 1e-3
 UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 )
-"""Operators that return uninitialised memory: only metadata is compared."""
+"""Operators that return uninitialised memory, so only their metadata is compared."""
 
 WITHOUT_TENSORS = frozenset({"broadcast_shapes"})
 """Functions that neither take nor return tensors."""
 
 
 class Outcome(NamedTuple):
-    """Say whether the results of an entry are equal, close (within the tolerance) or different, and why.
+    """Verdict on the results of an entry (equal, close within the tolerance, or different), and the reason.
 
-    ``samples`` counts the samples that ran locally without an exception.
+    ``samples`` is the number of samples that ran locally without an exception.
     """
 
     verdict: str
@@ -36,15 +36,15 @@ class Outcome(NamedTuple):
 
 
 class Difference(Exception):
-    """The device gave something else than the local run."""
+    """The results on the device differ from the local results."""
 
 
 def compare(
     entry: Entry, device: str, most: int | None = None, check: MetadataCheck | None = None
 ) -> Outcome:
-    """Compare an entry on a device with its local run, on at most ``most`` samples.
+    """Compare an entry on a device with a local run, on at most ``most`` samples.
 
-    With ``check``, metadata that differs between client and node makes the entry different too.
+    If ``check`` is given, the entry also counts as different if the metadata on client and node differs.
     """
     verdict, counted = EQUAL, 0
     with warnings.catch_warnings():
@@ -64,7 +64,7 @@ def compare(
 
 
 def compare_sample(entry: Entry, sample: Any, device: str) -> str | None:
-    """Compare one sample; return None if the local run raises and the remote run raises too."""
+    """Compare one sample. Return None if both the local run and the remote run raise."""
     try:
         expected = run(entry, sample, "cpu")
     except Exception as error:
@@ -99,7 +99,8 @@ def run(entry: Entry, sample: Any, device: str) -> Any:
     if entry.op.name in WITHOUT_TENSORS:
         return entry.op.op(first, *args, **kwargs)
     if device != "cpu" and not list(tensors((first, args, kwargs))) and "device" not in kwargs:
-        kwargs["device"] = torch.device(device)  # a factory; without the device it would prove nothing
+        # a factory; it needs the device, or the comparison would prove nothing
+        kwargs["device"] = torch.device(device)
     torch.manual_seed(2)
     if entry.kind == "backward":
         return run_backward(entry, sample, (first, args, kwargs))
@@ -111,7 +112,7 @@ def run(entry: Entry, sample: Any, device: str) -> Any:
 
 
 def run_backward(entry: Entry, sample: Any, arguments: Any) -> Any:
-    """Return the gradients of all inputs for fixed gradients of the results."""
+    """Return the gradients of all inputs, for fixed gradients of the results."""
     first, args, kwargs = arguments
     leaves = [one for one in tensors(arguments) if one.requires_grad]
     result = sample.output_process_fn_grad(entry.op.op(first, *args, **kwargs))
@@ -139,7 +140,7 @@ def fetched(value: Any) -> Any:
 
 
 def compare_values(expected: Any, found: Any, only_metadata: bool = False) -> str:
-    """Return whether two values are equal or close; raise `Difference` otherwise."""
+    """Return whether two values are equal or close. Raise `Difference` otherwise."""
     if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
         return compare_tensors(expected.detach(), found, only_metadata)
     if isinstance(expected, dict) and isinstance(found, dict):
@@ -185,7 +186,7 @@ def plain_values(tensor: Any) -> Any:
 
 
 def same_bits(expected: Any, found: Any) -> bool:
-    """Return whether two tensors have the same values; all NaNs are the same, and so are both zeros."""
+    """Return whether two tensors have the same values. All NaNs count as equal, and so do both zeros."""
     if not expected.dtype.is_floating_point:
         return bool(torch.equal(expected, found))
     missing = expected.isnan()

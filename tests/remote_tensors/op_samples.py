@@ -1,8 +1,8 @@
 """Entries of torch's operator database, and samples of their arguments.
 
 An entry is one operator with one kind of check (forward, inplace or backward) and one dtype. Samples are
-made on the CPU. :func:`moved` copies a sample to a device; views are copied with their whole storage, so that
-strides, offsets and overlaps are the same there.
+created on the CPU. :func:`moved` copies a sample to a device. It copies views with their whole storage, so
+that strides, offsets and overlaps stay the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = (
 MOST_SAMPLES = {"float32": 4, "int64": 3, "bool": 3}
 SEED = 1
 CPU_ARGUMENTS = frozenset({"tensor_split"})
-"""Operators whose tensor arguments except the input must be on the CPU, for every device."""
+"""Operators whose tensor arguments, except for the input, must be on the CPU for every device."""
 
 
 class Entry(NamedTuple):
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
 
 def entries(kind: str, dtype: str) -> list[Entry]:
     """Return the entries of a kind and dtype, sorted by name."""
-    from torch.testing._internal.common_methods_invocations import op_db  # takes five seconds
+    from torch.testing._internal.common_methods_invocations import op_db  # this import takes five seconds
 
     found = []
     for op in op_db:
@@ -62,7 +62,7 @@ def entries(kind: str, dtype: str) -> list[Entry]:
 
 
 def samples(entry: Entry, most: int) -> list[Any]:
-    """Return the first samples of an entry; in-place checks leave out samples that broadcast their input."""
+    """Return the first samples of an entry. For in-place checks, omit samples that broadcast their input."""
     torch.manual_seed(SEED)
     requires_grad = entry.kind == "backward"
     with warnings.catch_warnings():
@@ -73,7 +73,7 @@ def samples(entry: Entry, most: int) -> list[Any]:
 
 
 def moved(value: Any, device: Any) -> Any:
-    """Copy the tensors in a value to a device, and replace CPU devices by the device."""
+    """Copy the tensors in a value to a device, and replace CPU devices with the device."""
     if isinstance(value, torch.Tensor):
         return moved_tensor(value, device)
     if isinstance(value, (list, tuple)):

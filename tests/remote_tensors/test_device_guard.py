@@ -30,7 +30,7 @@ def test_failing_passes_leave_all_others_exact(long_walk: bool) -> None:
 
 
 def in_any_order(text: str) -> str:
-    """Return the program's line with its counts sorted; threads end in any order."""
+    """Return the program's line with its counts sorted, because threads end in any order."""
     counts = dict(re.findall(r"'(\w+)': (\d+)", text))
     return f"{{{', '.join(f'{name!r}: {counts[name]}' for name in sorted(counts))}}}{text.partition('}')[2]}"
 
@@ -106,7 +106,7 @@ SANITIZED = (*ASSERTIONS, "-fsanitize=address,undefined", "-fno-sanitize=vptr", 
 
 
 def run_sanitized(compiled: Path, count: int) -> subprocess.CompletedProcess[str]:
-    """Run the program with the address sanitizer, which then also checks torch's use of the heap."""
+    """Run the program with the address sanitizer, which then also checks torch's heap accesses."""
     libraries = [
         subprocess.check_output([COMPILER, f"-print-file-name={name}"], text=True).strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")

@@ -1,4 +1,4 @@
-"""Test the strict mode, which reports where a program waits for a node without saying so."""
+"""Test the strict mode, which reports hidden waits for a node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT_S = 60
 
 @pytest.fixture
 def strict_nodes(two_nodes: Any) -> Iterator[Any]:
-    """Provide nodes whose strict mode is off again after the test."""
+    """Provide nodes. Turn their strict mode off after the test."""
     yield two_nodes
     two_nodes.strict("off")
 

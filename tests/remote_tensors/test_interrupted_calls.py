@@ -1,4 +1,5 @@
-"""Test remote tensors with interrupts, forks and threads: no reply is mistaken, and no command is lost."""
+"""Test remote tensors with interrupts, forks and threads: replies reach the right call, and no command is
+lost."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 class Alarm(Exception):
-    """Raised by the test's signal handler."""
+    """Exception that the test's signal handler raises."""
 
 
 @pytest.fixture
@@ -92,7 +93,8 @@ def test_interrupt_at_each_point_leaves_no_lock_held(
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
 def test_every_interrupt_of_issuing_operations_raises(nodes: Any, native: bool) -> None:
-    """Python ignores an exception that a signal handler raises in a finaliser, so there must be none."""
+    """Python ignores an exception that a signal handler raises in a finaliser, so there must be no
+    finaliser."""
     x = torch.ones(2, 3, device=nodes[0])
     x.max(0)  # an exception in the imports of torch's first meta kernel would become a RuntimeError
     rang = raised = 0
@@ -110,7 +112,7 @@ def test_every_interrupt_of_issuing_operations_raises(nodes: Any, native: bool) 
             try:
                 signal.setitimer(signal.ITIMER_REAL, times.uniform(0.0005, 0.003))
                 while rang == expected:
-                    x + 1 if native else x.max(0)  # an operation with two results is issued in Python
+                    x + 1 if native else x.max(0)  # Python code issues an operation with two results
             except Alarm:
                 raised += 1
     finally:
@@ -161,7 +163,7 @@ def test_interrupted_wait_leaves_program_and_node_usable(
         calls[call]()
     thread.join()
     latch.release()
-    # Late replies to the interrupted calls must not answer these.
+    # late replies to the interrupted calls must not answer these calls
     assert (x * 2).sum().item() == 30
     assert y.tolist() == [5, 5, 5]
     assert (torch.ones(2, device=nodes[1]) + 1).tolist() == [2, 2]
@@ -170,9 +172,10 @@ def test_interrupted_wait_leaves_program_and_node_usable(
 
 
 @pytest.mark.usefixtures("alarms")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an alarm in a finalizer
+# a signal handler raises in a finaliser
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_alarms_at_random_times_mix_up_no_value(nodes: Any, long_walk: bool) -> None:
-    """Each operation is either issued or raises; each fetched value is its own."""
+    """Each operation is either issued or raises. Each fetched value belongs to its operation."""
     chance = random.Random(1)
     here, there = nodes
     total = torch.zeros((), device=here)
@@ -194,9 +197,10 @@ def test_alarms_at_random_times_mix_up_no_value(nodes: Any, long_walk: bool) -> 
 
 
 @pytest.mark.usefixtures("alarms")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an alarm in a finalizer
+# a signal handler raises in a finaliser
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_alarms_while_issuing_lose_and_repeat_no_command(nodes: Any, long_walk: bool) -> None:
-    """A command whose call was interrupted may or may not run. All others run once, in order."""
+    """A command whose call was interrupted may or may not run. All others run once and in order."""
     chance = random.Random(2)
     total = torch.zeros((), dtype=torch.int64, device=nodes[0])
     sure = unsure = 0
@@ -212,7 +216,7 @@ def test_alarms_while_issuing_lose_and_repeat_no_command(nodes: Any, long_walk: 
         except Alarm:
             unsure += begun
     signal.setitimer(signal.ITIMER_REAL, 0)
-    # an alarm between the return of add_ and the count also counts as unsure
+    # if the signal arrives between the return of add_ and the count, the command also counts as unsure
     assert sure <= total.item() <= sure + unsure
     nodes.sync()
 
@@ -261,7 +265,7 @@ def test_sync_refuses_a_wrong_timeout(nodes: Any, timeout: Any) -> None:
 
 
 def in_fork(function: Any) -> str:
-    """Return what ``function`` raises in a fork of this process: type and message."""
+    """Return the type and message of the exception that ``function`` raises in a forked child."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -282,7 +286,7 @@ def in_fork(function: Any) -> str:
 @pytest.mark.parametrize("use", ["operation", "fetch", "factory", "sync", "upload", "print"])
 def test_fork_of_the_program_refuses_the_tensors_of_its_parent(nodes: Any, use: str) -> None:
     x = torch.ones(3, device=nodes[0])
-    x + 1  # a command that is not yet sent
+    x + 1  # a command that has not been sent yet
     uses = {
         "operation": lambda: (x + 1).cpu(),
         "fetch": lambda: x.cpu(),
@@ -314,7 +318,7 @@ def test_exit_of_a_fork_leaves_nodes_running(nodes: Any) -> None:
 
 
 def in_threads(function: Any, count: int) -> None:
-    """Run ``function(number)`` on several threads at the same time, and raise what they raise."""
+    """Run ``function(number)`` in several threads at the same time, and raise their exceptions."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(count)
 

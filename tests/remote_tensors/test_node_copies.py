@@ -14,12 +14,12 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 WAIT_S = 60
 ROW = 1 << 18
-"""Number of float32 elements of 1 MB."""
+"""Number of float32 elements in 1 MB."""
 
 
 @pytest.fixture(scope="module")
 def three_nodes(two_nodes: Any) -> Iterator[Any]:
-    """Provide three nodes on this machine, of two starts."""
+    """Provide three nodes on this machine, from two ``RemoteNodes`` objects."""
     from flowchan.pipelines import RemoteNodes
 
     with RemoteNodes(1) as third:
@@ -159,7 +159,7 @@ def test_copy_of_a_view_has_torchs_strides_and_values(three_nodes: Any, view: st
     a, b, _ = three_nodes
     local = numbers(24).reshape(4, 6)
     of_local, copied = VIEWS[view](local), VIEWS[view](local.to(a)).to(b)
-    plain = torch.empty_like(of_local)  # the strides of a copy to another device
+    plain = torch.empty_like(of_local)  # a copy to another device has these strides
     assert copied.stride() == plain.stride()
     assert torch.equal(copied.cpu(), of_local)
     assert torch.equal((copied + 1).cpu(), of_local + 1)

@@ -1,4 +1,4 @@
-"""Test that a killed node raises ``NodeDied`` everywhere, and that other nodes go on."""
+"""Test that a killed node raises ``NodeDied`` in all later uses, and that other nodes continue."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ torch = optional("torch")
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
-MEGABYTES_16 = 4_000_000  # elements
+MEGABYTES_16 = 4_000_000  # number of elements
 
 
 @pytest.fixture
 def nodes() -> Iterator[Any]:
     nodes = RemoteNodes(2)
     yield nodes
-    with contextlib.suppress(NodeDied):  # tests of close() have their own nodes
+    with contextlib.suppress(NodeDied):  # the tests of close() have separate nodes
         nodes.close()
 
 
@@ -54,7 +54,7 @@ def check_others(nodes: Any, dead: int = 0) -> None:
 
 
 class KillWhenBusy(threading.Thread):
-    """Thread that kills a node as soon as it executes the latch's operation."""
+    """Thread that kills a node as soon as the node executes the latch's operation."""
 
     def __init__(self, latch: Latch) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def test_idle_node_that_was_killed_raises_at_the_next_use(nodes: Any) -> None:
     assert caught.value.signal == signal.SIGKILL
     assert "mul" in caught.value.operation
     assert f"{__file__}:{line}" in str(caught.value)
-    for _ in range(2):  # later uses raise it too
+    for _ in range(2):  # later uses raise the same error
         with pytest.raises(NodeDied):
             x.cpu()
         with pytest.raises(NodeDied):
@@ -159,7 +159,7 @@ def test_waiting_call_raises_node_died(nodes: Any, latch: Latch, fetch: Callable
 
 
 def test_program_that_issues_into_a_full_channel_raises_node_died(nodes: Any, latch: Latch) -> None:
-    """The node executes nothing, so its channel fills up and the program has to wait in it."""
+    """The node executes nothing, so its channel fills up and the program has to wait for room."""
     y = latch.occupy(ones(nodes[0]))
     killer = threading.Timer(0.3, lambda: os.kill(latch.wait(), signal.SIGKILL))
     killer.start()
@@ -213,7 +213,7 @@ def test_receiver_of_a_dead_sender_fails_and_goes_on(nodes: Any, latch: Latch) -
     dependent = received + kept
     killer = KillWhenBusy(latch)
     with pytest.raises(NodeDied) as caught:
-        dependent.cpu()  # node 1 waits for node 0
+        dependent.cpu()  # node 1 is waiting for node 0
     killer.join()
     assert caught.value.node == 0
     with pytest.raises(NodeDied):

@@ -1,4 +1,4 @@
-"""Test that nodes appear in pictures and reports as children do."""
+"""Test that nodes appear in pictures and reports like children."""
 
 from __future__ import annotations
 

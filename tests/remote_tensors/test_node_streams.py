@@ -1,4 +1,4 @@
-"""Test streams and events: each node has one ordered queue, and an event marks a place in it."""
+"""Test streams and events: each node has one ordered queue, and an event marks a position in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_event_is_done_after_the_commands_before_it(two_nodes: Any) -> None:
     from node_support import stopped
 
     event = torch.remote.Event()
-    assert event.query()  # as in CUDA, before the first record
+    assert event.query()  # true before the first record, as in CUDA
     with stopped(two_nodes, 0):
         x = torch.ones(3, device=two_nodes[0]) + 1
         event.record(torch.remote.current_stream(two_nodes[0]))

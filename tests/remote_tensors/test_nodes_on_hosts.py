@@ -1,4 +1,4 @@
-"""Test nodes on hosts, on this machine, or both, and the path of copies between them."""
+"""Test nodes on hosts and on this machine, separately and together, and the path of copies between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 WAIT_S = 60
 ROW = 1 << 18
-"""Number of float32 elements of 1 MB."""
+"""Number of float32 elements in 1 MB."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,7 +35,7 @@ def _agents_share_one_import_of_torch(tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def two_nodes(one_compute_thread: None) -> Iterator[Any]:
-    """Provide two nodes on this machine. The agents' fork server lasts longer than they do."""
+    """Provide two nodes on this machine. The agents' fork server outlives them."""
     from flowchan.pipelines import RemoteNodes
 
     with RemoteNodes(2) as nodes:
@@ -125,7 +125,7 @@ def test_copies_between_nodes_on_two_pools(host_nodes: Any) -> None:
 
 
 class UnreachableNode:
-    """Client of a node whose inbox no other node can connect to."""
+    """Client of a node to whose inbox no other node can connect."""
 
     def __init__(self, id: str, reach: Any) -> None:
         from flowchan.pipelines.remote_tensors.node_copies import NodePlace

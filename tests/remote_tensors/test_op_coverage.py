@@ -1,8 +1,8 @@
 """Test each operator of torch's database on a remote device against the CPU.
 
 ``op_differences.txt`` lists the operators whose results are not equal, with reasons. An operator whose
-results improve must be removed from the list. ``make test`` runs one sample of one in twelve operators, and
-all samples of the listed ones. ``make soak`` runs all samples, and compares the metadata after each
+results improve must be removed from the list. ``make test`` runs one sample for one in twelve operators, and
+all samples for the listed operators. ``make soak`` runs all samples, and compares the metadata after each
 operation.
 """
 
@@ -25,17 +25,17 @@ from flowchan.pipelines import RemoteNodes
 torch = optional("torch")
 if sys.version_info[:2] != (3, 11):
     pytest.skip("the database is compared on one Python", allow_module_level=True)
-optional("expecttest")  # the database imports it
+optional("expecttest")  # the database imports this package
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 EXPECTED = {"close": {CLOSE}, "varies": {EQUAL, CLOSE}, "fails": {DIFFERENT}}
 LEAST_EQUAL = 0.97
 FEWER = 12
-"""Step between the operators that run without ``--long``."""
+"""Interval between the operators that run without ``--long``."""
 
 
 class Allowance:
-    """Lines of the list of differences."""
+    """Entries in the list of differences."""
 
     def __init__(self) -> None:
         text = Path(__file__).with_name("op_differences.txt").read_text()
@@ -44,7 +44,7 @@ class Allowance:
         assert all(len(line) == 3 and line[1] in EXPECTED and line[2] for line in self._lines)
 
     def expected(self, entry: Entry) -> set[str] | None:
-        """Return the verdicts that the list allows an entry, or None if it does not list the entry."""
+        """Return the verdicts that the list allows for an entry, or None if the entry is not listed."""
         for pattern, verdict, _ in self._lines:
             if fnmatch.fnmatchcase(entry.name, pattern):
                 return EXPECTED[verdict]
@@ -53,7 +53,7 @@ class Allowance:
 
 @pytest.fixture(scope="module")
 def started_threads(one_compute_thread: None) -> None:
-    """Load the database and use a node, which starts the threads that stay until the process ends."""
+    """Load the database and use a node. This starts the threads that run until the process exits."""
     entries(*KINDS[0])
     with RemoteNodes(1) as nodes:
         torch.ones(2, device=nodes[0]).cpu()
@@ -76,13 +76,14 @@ def test_operators_equal_their_local_runs(kind: str, dtype: str, remote: str, lo
     with MetadataCheck() if long_walk else contextlib.nullcontext() as check:
         for place, entry in enumerate(entries(kind, dtype)):
             expected = allowance.expected(entry)
-            # an entry that may also be equal needs no sample to keep its place in the list
+            # the list already allows this entry to be equal, so no sample is needed to justify its place in
+            # the list
             whole = long_walk or (expected is not None and EQUAL not in expected)
             if not whole and place % FEWER:
                 continue
             outcome = compare(entry, remote, None if whole else 1, check)
             if not outcome.samples and outcome.verdict == EQUAL:
-                continue  # it raises on both sides, or has no samples for the CPU
+                continue  # both sides raise, or the samples exclude the CPU
             outcomes[entry.name] = outcome
             if outcome.verdict not in (expected or {EQUAL}):
                 wrong.append(f"{entry.name}: {outcome.verdict} {outcome.reason}")

@@ -1,4 +1,4 @@
-"""Test that commands run without a wait, that few of them are pending, and that temporaries are freed."""
+"""Test that commands run without a wait, that only a few are pending, and that temporaries are freed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_command_runs_after_a_long_silence(two_nodes: Any, tmp_path: Path) -> No
     for step in range(1, 4):
         seen.remote.add_(1)
         seen.wait_for(step)
-        wait_until(lambda: client.idle)  # the background thread sleeps
+        wait_until(lambda: client.idle)  # the background thread is asleep
 
 
 def test_copy_between_nodes_runs_without_a_waiting_call(two_nodes: Any, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_memory_of_program_and_node_stays_bounded(two_nodes: Any, long_walk: boo
     temporaries(3000)
     two_nodes.sync(WAIT_S)
     before = [process.memory_info().rss for process in processes]
-    temporaries(100_000 if long_walk else 20_000)  # 80 MB or more in total
+    temporaries(100_000 if long_walk else 20_000)  # at least 80 MB in total
     two_nodes.sync(WAIT_S)
     growth = [process.memory_info().rss - size for process, size in zip(processes, before, strict=True)]
     assert max(growth) < 32 << 20
@@ -108,7 +108,7 @@ def test_node_frees_temporaries(two_nodes: Any) -> None:
 
 
 def test_freed_tensors_leave_the_node_of_an_idle_program(two_nodes: Any) -> None:
-    """Frees do not wait for the next command."""
+    """Ids to free do not wait for the next command."""
     from support.waiting import wait_until
 
     process = psutil.Process(two_nodes.stats()[0].pid)

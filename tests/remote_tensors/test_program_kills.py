@@ -76,11 +76,11 @@ def members(session: int) -> list[int]:
 
 
 class Killed:
-    """Program that a test kills.
+    """Program that the test kills.
 
     Args:
         programs: Template that starts the program.
-        phase: Call during which the program is killed.
+        phase: Name of the call during which the program is killed.
         folder: Folder for the program's latch.
         where: Placement of the nodes: ``process`` or ``local``.
     """
@@ -160,7 +160,7 @@ def test_k1_killed_program_leaves_no_node(
 
 @pytest.mark.parametrize("phase", ["issue", "wait", "upload", "close"])
 def test_k1_interrupted_program_leaves_no_node(phase: str, torch_programs: Template, tmp_path: Path) -> None:
-    """The program has no ``with`` block, so only the end of the process ends the nodes."""
+    """The program has no ``with`` block, so only the exit of its process ends the nodes."""
     with killed(torch_programs, phase, tmp_path) as program:
         kill_and_check(program, phase, random.Random(phase), signal.SIGINT)
 

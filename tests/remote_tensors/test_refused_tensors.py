@@ -1,4 +1,4 @@
-"""Test that tensors and functions without a remote form are refused in one line that names them."""
+"""Test that unsupported tensors and functions raise a one-line error that names them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def nodes(two_nodes: RemoteNodes) -> RemoteNodes:
 
 
 def same(function: Callable[[Any, Any], Any], nodes: RemoteNodes) -> bool:
-    """Return whether ``function`` gives the same tensors for two inputs on a node as for local ones."""
+    """Return whether ``function`` gives the same tensors for two inputs on a node as for local inputs."""
     torch.manual_seed(0)
     x, w = torch.randn(4, 3), torch.randn(3, 3)
     expected = flat(function(x.clone(), w.clone()))
@@ -68,7 +68,7 @@ def leaf_views(x: Any, w: Any) -> Any:
 
 
 class Doubled(torch.autograd.Function):  # type: ignore[misc]
-    """A function with its own backward."""
+    """Function with a user-defined backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:

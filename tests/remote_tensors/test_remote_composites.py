@@ -1,4 +1,4 @@
-"""Test that recurrent layers, dropout and attention on a node have the values and gradients of the CPU."""
+"""Test that recurrent layers, dropout and attention on a node match the CPU's values and gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def nodes(two_nodes: RemoteNodes) -> RemoteNodes:
 
 
 def values(function: Any, arguments: list[Any], device: Any) -> list[Any]:
-    """Call ``function`` on ``device``, also without gradients; return results and gradients on the CPU."""
+    """Call ``function`` on ``device``, with and without gradients. Return results and gradients on the
+    CPU."""
     moved = [one.detach().to(device).requires_grad_(one.is_floating_point()) for one in arguments]
     torch.manual_seed(3)
     results = function(*moved)
@@ -42,7 +43,8 @@ def assert_equal_on_node(nodes: RemoteNodes, function: Any, arguments: list[Any]
 
 
 def module_values(module: Any, inputs: list[Any], device: Any) -> list[Any]:
-    """Call a copy of ``module`` on ``device`` as above; also return the gradients of its parameters."""
+    """Call a copy of ``module`` on ``device`` in the same way. Also return the gradients of its
+    parameters."""
     moved = copy.deepcopy(module).to(device)
     found = values(lambda *given: flat(moved(*given)), inputs, device)
     return found + [parameter.grad.cpu() for parameter in moved.parameters()]

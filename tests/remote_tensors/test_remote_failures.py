@@ -1,4 +1,5 @@
-"""Test failed operations on remote tensors: root causes, dependents, poisoned storages, unfetched errors."""
+"""Test failed operations on remote tensors: root causes, dependents, poisoned storages, and errors that were
+not fetched."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 def nodes() -> Iterator[Any]:
     nodes = RemoteNodes(2)
     yield nodes
-    with contextlib.suppress(RemoteError):  # tests of close() have their own nodes
+    with contextlib.suppress(RemoteError):  # the tests of close() have separate nodes
         nodes.close()
 
 
@@ -126,7 +127,8 @@ def test_torch_errors_on_the_node_keep_their_type(nodes: Any) -> None:
 
 
 def test_linalg_check_raises_as_it_does_locally(nodes: Any) -> None:
-    """``torch.linalg.cholesky`` checks a flag. Without the check, the result would be meaningless numbers."""
+    """``torch.linalg.cholesky`` checks a flag. Without this check, the result would be meaningless
+    numbers."""
     x = -torch.eye(3).to(nodes[0])
     with pytest.raises((RemoteError, torch.linalg.LinAlgError), match="positive-definite"):
         torch.linalg.cholesky(x).cpu()
@@ -210,7 +212,7 @@ def test_in_place_failure_poisons_the_storage_with_its_views(nodes: Any) -> None
     ids=["add_", "copy_", "out", "view", "foreach list", "foreach", "index_put_"],
 )
 def test_in_place_operation_with_failed_input_poisons_its_target(nodes: Any, change: Any) -> None:
-    """The target does not get the value that it would have locally, so reading it must not succeed."""
+    """The target has not received its new value, so reading it must raise."""
     x = ones(nodes[0])
     view = x.view(3, 1)
     bad = fail(ones(nodes[0]))
@@ -243,7 +245,7 @@ def test_failure_before_a_copy_poisons_the_copy_not_the_receiver(nodes: Any) -> 
 
 
 class FailsInBackward(torch.autograd.Function if torch else object):  # type: ignore[misc]
-    """Identity whose gradient fails on the node."""
+    """Identity function whose gradient fails on the node."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -255,7 +257,7 @@ class FailsInBackward(torch.autograd.Function if torch else object):  # type: ig
 
 
 class FetchesInBackward(FailsInBackward):
-    """Identity whose backward reads a failed gradient."""
+    """Identity function whose backward pass reads a failed gradient."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -305,7 +307,7 @@ def test_sync_does_not_raise_a_fetched_failure(nodes: Any) -> None:
     z = y + 1
     error_of(z)
     nodes.sync()
-    error_of(y)  # the tensor itself still holds the failure
+    error_of(y)  # the tensor itself still contains the failure
 
 
 def test_sync_raises_failure_of_dropped_tensor(nodes: Any) -> None:

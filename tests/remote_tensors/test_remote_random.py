@@ -1,4 +1,4 @@
-"""Test that each node has its own random generator, with the values of the CPU's generator."""
+"""Test that each node has a separate random number generator, which gives the same values as the CPU's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Test that modules, optimizers and tensors move, copy, save and load between nodes and the program."""
+"""Test that modules, optimizers and tensors can be moved, copied, saved and loaded between nodes and the
+program."""
 
 from __future__ import annotations
 

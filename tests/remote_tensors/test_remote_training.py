@@ -1,4 +1,4 @@
-"""Test that training on a node gives the values of local training, bit for bit, and never waits."""
+"""Test that training on a node matches local training bit for bit, and never waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowchan.pipelines import RemoteNodes
 
 torch = optional("torch")
 DEFINING_STEPS = 2
-"""Steps after which every template exists: the first step of an optimizer makes its state."""
+"""Number of steps after which all templates exist. An optimizer creates its state in its first step."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def misses(nodes: RemoteNodes) -> int:
 
 
 class CountedSteps:
-    """A context in which waiting is an error and the template misses of each step are counted."""
+    """Context in which waiting is an error and each step's template misses are counted."""
 
     def __init__(self, nodes: RemoteNodes) -> None:
         self.nodes, self.misses = nodes, [0]

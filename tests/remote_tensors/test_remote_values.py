@@ -1,4 +1,5 @@
-"""Test that remote tensors mix with numbers and local tensors as CUDA tensors do, and show their values."""
+"""Test that remote tensors can be combined with numbers and local tensors like CUDA tensors, and can be
+printed."""
 
 from __future__ import annotations
 
@@ -207,7 +208,7 @@ def test_operation_without_meta_kernel_runs_there_and_warns_once(caplog: pytest.
     library = torch.library.Library("flowchan_no_meta", "DEF")
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", lambda x: x * 2, "CPU")
-    with RemoteNodes(1) as nodes:  # forked after the operation exists
+    with RemoteNodes(1) as nodes:  # forked after the operation was registered
         x = torch.ones(3, device=nodes[0])
         for _ in range(2):
             assert torch.ops.flowchan_no_meta.twice(x).tolist() == [2, 2, 2]

@@ -1,4 +1,4 @@
-"""Test cases in which a remote tensor could silently give other values than a local one."""
+"""Test cases in which a remote tensor could silently have other values than a local tensor."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def nodes() -> Iterator[Any]:
 
 
 def kept(nodes: Any) -> list[int]:
-    """Return the number of tensors that each node keeps."""
-    gc.collect()  # a finished run is a reference cycle with its results
+    """Return the number of tensors that each node stores."""
+    gc.collect()  # a finished run forms a reference cycle with its results
     return [one.tensors for one in nodes.stats()]
 
 
@@ -86,7 +86,7 @@ def test_stages_in_processes_change_the_same_tensors(nodes: Any) -> None:
     assert [one.tolist() for one in tensors] == [[place + 1.0] * 2 for place in range(6)]
     assert [one.device for _, one, _ in found] == [nodes[place % 2] for place in range(6)]
     del found, graph, done, results
-    wait_for_kept(nodes, 3, 3)  # the workers have ended
+    wait_for_kept(nodes, 3, 3)  # the workers have exited
 
 
 def test_stages_on_threads_pass_the_same_object(nodes: Any) -> None:

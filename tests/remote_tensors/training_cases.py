@@ -1,4 +1,4 @@
-"""Models, optimizers and a training loop that runs the same on any device."""
+"""Models, optimizers and a training loop that runs in the same way on any device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 20
 
 
 class LastOutput(nn.Module):  # type: ignore[misc]
-    """A recurrent layer followed by a linear one on the output of the last step."""
+    """Recurrent layer, followed by a linear layer for the output of the last step."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class LastOutput(nn.Module):  # type: ignore[misc]
 
 
 class Sentence(nn.Module):  # type: ignore[misc]
-    """An embedding, one transformer layer and a linear one on the mean."""
+    """Embedding, one transformer layer, and a linear layer for the mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "lstm": (lambda: LastOutput("LSTM"), lambda: torch.randn(BATCH, 5, 5)),
     "gru": (lambda: LastOutput("GRU"), lambda: torch.randn(BATCH, 5, 5)),
 }
-"""For each name a function that makes the model and one that makes a batch."""
+"""For each name, a function that creates the model and a function that creates a batch."""
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9, weight_decay=0.01),
     "adam": lambda parameters: torch.optim.Adam(parameters, 0.01, foreach=False),
@@ -67,7 +67,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 def made(kind: str, seed: int = 0) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Return a model and its batches, the same for each call."""
+    """Return a model and its batches. All calls return equal values."""
     torch.manual_seed(seed)
     model, batch = MODELS[kind]
     return model(), [(batch(), torch.randint(3, (BATCH,))) for _ in range(STEPS)]
@@ -93,7 +93,7 @@ def train(
 
 
 def trained(kind: str, optimizer: str, device: Any, steps: Any = None) -> dict[str, Any]:
-    """Train on ``device`` inside the context ``steps``; return losses, parameters, buffers and moments on the
+    """Train on ``device`` in the context ``steps``. Return losses, parameters, buffers and moments on the
     CPU."""
     model, batches = made(kind)
     model = copy.deepcopy(model).to(device)
@@ -111,7 +111,7 @@ def trained(kind: str, optimizer: str, device: Any, steps: Any = None) -> dict[s
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Assert that both have the same tensors, bit for bit."""
+    """Assert that both dicts contain the same tensors, bit for bit."""
     assert found.keys() == expected.keys()
     different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
     assert not different, different

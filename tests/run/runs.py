@@ -88,4 +88,4 @@ together = pytest.mark.parametrize(
     "together",
     [one_after_the_other, as_a_group, all_of_them, the_first_of_them, shielded, as_they_come, asyncio.gather],
 )
-"""Parameter for tests that run with each way to await several awaitables."""
+"""Parameter for tests that run with each function for awaiting several awaitables."""

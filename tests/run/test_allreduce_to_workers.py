@@ -16,7 +16,7 @@ from flowchan.hosts import local
 def train(
     batches: In[int], totals: In[Reduced[int]], gradients: Out[int], sums: Out[tuple[int, int]]
 ) -> None:
-    """Put a gradient for each batch, then wait for the total of its round."""
+    """Put a gradient for each batch, and then wait for the total of its round."""
     total = 0
     for batch in batches:
         gradients.put(batch)

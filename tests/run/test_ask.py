@@ -357,7 +357,8 @@ def test_ask_beyond_max_waiting_raises_full_and_puts_nothing() -> None:
             await waiting_for_answers(run, 2)
             with pytest.raises(Full, match=r"^ask: max_waiting=2 requests at input 'questions' have"):
                 await run.ask(questions, 2, max_waiting=2)
-            other = asyncio.ensure_future(run.ask(others, 3, max_waiting=1))  # each input counts its own
+            # each input has a separate count
+            other = asyncio.ensure_future(run.ask(others, 3, max_waiting=1))
             await waiting_for_answers(run, 3)
             calls[0].cancel()
             await waiting_for_answers(run, 2)

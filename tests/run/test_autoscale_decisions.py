@@ -49,7 +49,7 @@ def stage_stats(name: str, workers: int, rate: float, busy: float) -> StageStats
 
 @dataclass(frozen=True)
 class Line:
-    """A chain of stages with fixed work times, and the bounds that a real run may have.
+    """A chain of stages with fixed work times, and bounds that a real run may have.
 
     ``most`` bounds the rate of the run. ``hidden`` is another bound, which the model does not know.
     """

@@ -131,7 +131,7 @@ def test_slower_of_two_busy_stages_is_the_bottleneck() -> None:
 
 
 def test_items_added_by_a_stage_count_for_later_stages() -> None:
-    """Stage b takes 1 ms for each of the 10 items that a puts per input, which itself takes 5 ms."""
+    """For each input, stage a takes 5 ms and puts 10 items. Stage b takes 1 ms per item."""
     found = chain(
         load("source", 0.1, place=0.9, kind="source", items_in=0),
         load("a", 1.0, rate=200.0, items_out=1000),

@@ -16,7 +16,7 @@ MOST_CORES = cgroups.most_cores.__wrapped__  # bypasses the cache
 
 @pytest.fixture
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder that stands in for the cgroup root; this process is in ``job``."""
+    """Return a folder that represents the cgroup root. This process is in ``job``."""
     (tmp_path / "own").write_text("0::/job")
     monkeypatch.setattr(cgroups, "OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)

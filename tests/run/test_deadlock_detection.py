@@ -129,7 +129,7 @@ def test_unread_result_is_not_collected_while_it_has_room() -> None:
 
 
 def observations(activities: list[Activity]) -> tuple[int, list[object]]:
-    """Return how often a run with two workers was inspected, and the finding at each check."""
+    """Return how often a run with two workers was inspected, and the result of each check."""
     times, count, now = iter(activities), [0], [0.0]
     deadlocks = Deadlocks(0.0)
 

@@ -477,7 +477,7 @@ def test_processes_are_terminated_then_killed_after_the_grace_period(phase: Phas
     assert decide(state, Tick(), 2 * GRACE) == (state, ())
     state, actions = decide(state, Tick(), 2 * GRACE + 1)
     assert actions == (Terminate(MAP, force=True),)
-    # the process is certain to die, and the report of its death is in transit
+    # The process will certainly die, and the report of its death is in transit.
     assert decide(state, Tick(), 1e9) == (state, ())
 
 

@@ -37,7 +37,7 @@ from flowchan.run.policy.transitions import (
 
 
 class Runs(RuleBasedStateMachine):
-    """State machine of a run with the worst possible workers: they react to nothing but being killed."""
+    """State machine of a run with the worst possible workers: they react only to SIGKILL."""
 
     @initialize(
         stages=st.lists(st.integers(1, 3), min_size=1, max_size=4),

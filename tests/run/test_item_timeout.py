@@ -1,4 +1,4 @@
-"""Test the kernel timer behind ``timeout=``: when it is armed, for how long, and that it ends the process."""
+"""Record the seconds passed to each call of ``setitimer``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_elements_of_one_item_share_its_time_limit(clock: ScriptedClock, timer: 
 
 
 def test_item_without_time_left_gets_the_shortest_timer(clock: ScriptedClock, timer: Timer) -> None:
-    """The timer would be turned off by zero, and the kernel rejects a negative time."""
+    """Zero would disable the timer, and the kernel rejects negative times."""
 
     def pour(number: int) -> list[int]:
         clock.now += number

@@ -40,7 +40,7 @@ def test_r14_items_without_marks_finish_nothing() -> None:
 
 
 def history(chosen: random.Random, items: int) -> Iterator[tuple[Left, frozenset[int]]]:
-    """Yield the reports of a random run, each with the source items that it is about."""
+    """Yield the reports of a random run, each with the source items that it concerns."""
     inside: list[Marks] = [(number,) for number in range(items)]
     origins: dict[Mark, frozenset[int]] = {number: frozenset([number]) for number in range(items)}
     while inside:
@@ -64,7 +64,7 @@ def test_r14_item_is_finished_exactly_with_its_last_report(seed: int, in_order: 
     needed = {number: {report for report in sources if number in sources[report]} for number in range(12)}
     sent = list(sources)
     if not in_order:
-        sent += chosen.choices(sent, k=5)  # a replacement repeats what the worker that died has reported
+        sent += chosen.choices(sent, k=5)  # a replacement repeats the reports of the worker that died
         chosen.shuffle(sent)
     lineage, finished, seen = Lineage(), set[int](), set[Left]()
     for report in sent:

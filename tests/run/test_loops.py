@@ -19,7 +19,7 @@ from support.waiting import wait_until
 from flowchan import Deadlock, Drained, Graph, In, Out, RunError, Stream, select
 
 MOST = 16
-"""Maximum number of numbers in the loop at once, which its channels can hold."""
+"""Maximum number of numbers in the loop at once. The loop's channels can hold this many."""
 
 
 def steer(fresh: In[Any], again: In[Any], work: Out[Any], done: Out[Any]) -> None:
@@ -91,7 +91,7 @@ def test_reader_that_stops_ends_a_loop(on: Any) -> None:
 
 
 def test_stage_may_feed_itself() -> None:
-    """The stage reads only its own output, so the graph begins and ends with it."""
+    """The stage reads only its own output, so the graph begins and ends with this stage."""
 
     def doubled(items: In[int], out: Out[int], messages: Out[int]) -> None:
         out.put(1)

@@ -79,8 +79,8 @@ def test_small_items_fill_the_whole_capacity(on: Any) -> None:
     graph.source(range(1000), on=on, capacity=64).sink(hold, on=on)
     run = graph.start(memory=10 * MB)
     gate.wait_held()
-    # A stage wakes its writer only when a quarter of the places are free, so at least 48 of the 64 stay
-    # filled.
+    # A stage wakes its writer only when a quarter of the capacity is free, so at least 48 of the 64 items
+    # stay inside.
     wait_until(lambda: run.stats().edges[0].inside >= 48)
     assert not run.stats().edges[0].short_of_bytes
     gate.open()

@@ -1,7 +1,6 @@
-"""Test adding a new operator, which takes one row in the table and one body.
+"""Test a new operator, which needs only one row in the table and one body.
 
-The checks, runs on both transports, the report, the live view and the pictures must support it without
-changes.
+The checks, both transports, the report, the live view and the pictures must support it without changes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from flowchan.viz.live.model import plain_line
 
 
 def every_other(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Run the new operator: put the results for every other item, beginning with the first."""
+    """Run the new operator: put the results of every other item, beginning with the first."""
     for place, item in enumerate(items):
         if place % 2 == 0:
             try:

@@ -156,7 +156,7 @@ def test_async_stage_with_other_work_is_not_a_deadlock(works: Any, checks: Calla
 
 
 def test_worker_that_awaits_another_task_counts_as_working(checks: Callable[[], int]) -> None:
-    """This is so even if that task awaits a channel, because only the worker's own task is examined."""
+    """This holds even if that task awaits a channel, because only the worker's own task is examined."""
 
     async def first(back: In[int], out: Out[int]) -> None:
         waiting = asyncio.create_task(back.aget())
@@ -231,7 +231,8 @@ def test_coroutines_that_await_their_own_channel_are_not_a_deadlock(checks: Call
 
 
 def test_stopped_process_is_not_a_deadlock(checks: Callable[[], int]) -> None:
-    """The process was woken but is stopped. The other workers wait for it, and it continues after SIGCONT."""
+    """The process was woken, but is stopped. The other workers wait for it, and it continues after
+    SIGCONT."""
     graph = Graph("stopped")
     numbers = graph.input(capacity=1)
     result = numbers.map(same, on="process", restarts=0).collect()
@@ -311,9 +312,9 @@ def test_stage_that_waits_in_select_is_not_a_deadlock(checks: Callable[[], int])
 
 
 def test_stage_waiting_with_several_threads_counts_as_one_worker(checks: Callable[[], int]) -> None:
-    """One worker waits at two ports with two threads while another one is working.
+    """One worker waits at two ports with two threads while another worker is working.
 
-    Two waiting threads and two workers must not be taken for a deadlock.
+    Two waiting threads must not count as two waiting workers.
     """
     gate = Gate()
 

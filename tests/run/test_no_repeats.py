@@ -1,4 +1,4 @@
-"""Test R10 with ``max_deaths=1``: no item is processed twice, whenever a worker dies."""
+"""Test R10 with ``max_deaths=1``: no item is processed twice, no matter when a worker dies."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_error_for_a_single_death_uses_the_singular() -> None:
 
 
 class KillsBehind:
-    """Item that arrives as a number, and kills its own process when the original is dropped."""
+    """Item that arrives as a number. When the original is dropped, it kills its own process."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -1,6 +1,6 @@
-"""Test that a class opens its resource once and closes it, however the run ends.
+"""Test that a class opens its resource once and closes it, no matter how the run ends.
 
-Each worker has one instance. With ``share_instance=True``, all coroutines of a stage have one together.
+Each worker has its own instance. With ``share_instance=True``, all coroutines of a stage share one instance.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def test_coroutines_use_a_shared_instance_at_the_same_time() -> None:
 
 @shared
 def test_abort_does_not_cancel_a_close_that_has_begun(share: bool) -> None:
-    """The second stage is cancelled after the first one, whose instance is being closed."""
+    """The second stage is cancelled after the first stage, whose instance is being closed."""
     gate = Gate()
     closed: list[str] = []
 

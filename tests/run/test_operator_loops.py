@@ -14,7 +14,7 @@ from flowchan.run.worker.requests import Answering
 
 
 class TimedInput:
-    """Input whose items arrive at fixed times of the clock. Waiting for an item moves the clock."""
+    """Input whose items arrive at fixed times of the clock. Waiting for an item advances the clock."""
 
     def __init__(self, clock: ScriptedClock, arrivals: dict[float, Any]) -> None:
         self._clock = clock
@@ -36,7 +36,7 @@ class TimedInput:
 
 
 class TimedOutput:
-    """Output that records its items and when each was put."""
+    """Output that records its items, and the time at which each was put."""
 
     def __init__(self, clock: ScriptedClock) -> None:
         self._clock = clock
@@ -63,7 +63,7 @@ def test_timeout_of_a_batch_begins_with_its_first_item(
 
 
 class Dropped:
-    """Record the dropped items; each one is reported to its caller."""
+    """Record the dropped items, each of which is reported to its caller."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []

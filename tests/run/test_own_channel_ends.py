@@ -20,7 +20,7 @@ from support.waiting import wait_blocked
 from flowchan import Broken, Channel, ChannelError, Closed, Graph, In, Out, RunError, Stream
 
 TIMES = 5, 50
-"""Numbers of repetitions, normal and long, because the worker that meets the break first is random."""
+"""Normal and long numbers of repetitions, because the worker that encounters the break first is random."""
 
 
 def same(item: Any) -> Any:
@@ -178,7 +178,7 @@ def test_end_of_a_user_channel_fails_the_item(made: Any, error: Any) -> None:
 
 
 class Unsendable:
-    """Item that raises the end of an unrelated channel when it is pickled."""
+    """Item that raises an error of an unrelated channel when it is pickled."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -1,6 +1,7 @@
 """Test R3 and R5 for results: a run that fails or is aborted never presents a partial result as complete.
 
-This must hold for every order in which the channels break, and however the stages leave their ports.
+This must hold for every order in which the channels break, and for every way in which the stages leave their
+ports.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def before_the_break(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sup
 
 
 class Lost(Exception):
-    """Exception that stages and programs raise or break channels with."""
+    """Exception that stages and programs raise, or with which they break channels."""
 
 
 def same(item: Any) -> Any:
@@ -144,7 +145,7 @@ def both(left: Out[int], right: Out[int]) -> None:
 
 @everywhere
 def test_abort_in_one_branch_does_not_cleanly_end_another_branch(on: Any, before_the_break: Any) -> None:
-    """The stage before both branches only learns that its left output has no readers."""
+    """The stage before both branches learns only that its left output has no readers."""
     gate = Gate()
     graph = Graph("branches")
     left, right = graph.stage(both, on=on)

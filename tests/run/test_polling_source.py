@@ -1,7 +1,7 @@
 """Test R2 and R5 for sources that are waiting.
 
-An async generator is cancelled where it awaits. A stage that only writes can see in ``out.closed`` that its
-readers have left.
+An async generator is cancelled at its ``await``. A stage that only writes can check ``out.closed`` to see
+that its readers have left.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Log:
                 yield line
             await asyncio.Event().wait()
         finally:
-            # Later requests must not cancel the task during its cleanup.
+            # later requests must not cancel the task during its cleanup
             cancelled = len(self.cancels)
             await asyncio.to_thread(wait_until, lambda: len(self.cancels) >= cancelled + 2)
             self.cleaned.append("tail")

@@ -120,7 +120,7 @@ def test_worker_that_cannot_build_its_callable_retries_next_run(tmp_path: Path) 
 
 @pytest.mark.usefixtures("short_grace")
 def test_run_after_an_aborted_run_is_complete() -> None:
-    """A worker that is stuck in user code is replaced; one that is waiting keeps its process."""
+    """A worker that is stuck in user code is replaced. A waiting worker keeps its process."""
     gate = Gate()
     graph = Graph("stuck")
     numbers = graph.input("numbers")
@@ -201,7 +201,7 @@ def test_idle_worker_keeps_no_resources_of_the_last_run() -> None:
 
 
 def test_pool_frees_a_run_without_references() -> None:
-    """The pool does not hold a reference to the run's results either."""
+    """Neither does the pool keep a reference to the run's results."""
     graph, run = halves()
     with graph.pool() as pool:
         with pool.start() as running:

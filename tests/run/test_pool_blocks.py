@@ -223,9 +223,10 @@ def test_ctrl_c_while_one_pool_closes_ends_all_pools(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("by_fork")
 def test_replacement_may_close_its_callable_slowly() -> None:
-    """The replacement was started during a run, so it is dismissed at the end, but the run does not wait.
+    """The replacement was started during a run, so it is dismissed at the end of the run. The run does not
+    wait for it.
 
-    A replacement from the forkserver is kept, because it does not hold anything from the run.
+    A replacement from the forkserver is kept, because it has inherited nothing from the run.
     """
     gate, lifecycle = Gate(), Channel[str](10, across="processes")
 

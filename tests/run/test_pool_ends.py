@@ -81,7 +81,7 @@ def test_pools_with_block_raises_the_error_from_closing_callables() -> None:
 
 
 class Talking:
-    """Stage function that logs more records when it is closed than its pool has room for."""
+    """Stage function that logs more records at its close than its pool has room for."""
 
     def __call__(self, number: int) -> int:
         return number
@@ -186,6 +186,6 @@ def test_many_runs_of_a_pool_leak_no_resources(runs: int) -> None:
                 kill(pool, "halve 1")
         run(pool, [1])
         wait_until(lambda: held()[1] <= before[1], what=held)
-        # Each live process uses one pidfd to be watched, and perhaps one for its channels.
+        # each live process uses one pidfd for the watch, and perhaps another for its channels
         assert held()[0] <= at_first + 2 * len(workers_of(pool))
     assert held()[0] <= at_first

@@ -29,7 +29,7 @@ def refuse(pid: int, flags: int = 0) -> int:
 
 @pytest.fixture(params=["announced", "no pidfd_open", "no pidfd_send_signal"])
 def _pidfds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test with pidfds, and on a system that does not allow some of the calls."""
+    """Run the test with pidfds, and on systems that forbid some of the system calls."""
     if request.param == "no pidfd_open":
         monkeypatch.setattr(os, "pidfd_open", refuse)
     if request.param == "no pidfd_send_signal":
@@ -98,7 +98,8 @@ def test_process_that_was_already_reaped_is_reported(monkeypatch: pytest.MonkeyP
 
 
 def test_process_is_removed_from_the_watch_before_it_is_closed() -> None:
-    """A child may have inherited the pidfd, so closing it would not remove the process from the watch."""
+    """A child may have inherited the pidfd. In that case, closing the pidfd would not remove the process from
+    the watch."""
     gate = Gate()
     first = started(gate.wait)
     with watching() as (watch, reported):

@@ -1,8 +1,8 @@
 """Test every way in which a program with a run can exit (R5, R6, R7).
 
-Each program exits under each start method, as a script and as ``python -c``. Afterwards no process or
-temporary file is left, and Python's resource tracker reports nothing. There must be one readable error and
-the right exit code.
+Each program exits under each start method, as a script and as ``python -c``. Afterwards, no process or
+temporary file may be left, and Python's resource tracker must report nothing. There must be one readable
+error and the right exit code.
 
 All combinations of exits, start methods and kinds of program would take minutes. Each exit is therefore
 tested with each start method, and the kind of program alternates, so that each pair of the three occurs.
@@ -178,7 +178,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def run_to_its_end(command: list[Any], ending: Ending) -> tuple[subprocess.Popen[str], str, str]:
-    """Run a program, send its signals, and return it with its output."""
+    """Run a program, send its signals, and return the program with its output."""
     with start(*command) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -262,7 +262,7 @@ FORKSERVER = """
 
 
 def test_workers_continue_after_the_forkserver_is_killed(tmp_path: Path) -> None:
-    """Python then reports that all its children have ended, although they are alive."""
+    """Python then reports that all its children have exited, although they are alive."""
     with start(script(tmp_path, FORKSERVER), "alone", "5") as process:
         out, err = process.communicate()
     assert (process.returncode, out) == (0, "True 0\n"), err
@@ -274,9 +274,9 @@ def test_workers_continue_after_the_forkserver_is_killed(tmp_path: Path) -> None
 def test_worker_that_dies_after_its_forkserver_is_replaced_or_reported(
     then: str, restarts: int, tmp_path: Path
 ) -> None:
-    """Each item still has its outputs once.
+    """Each item must still have its outputs exactly once.
 
-    If the system refuses pidfds, the state of such workers is unknown, so all are killed.
+    If the system refuses pidfds, the state of such workers is unknown, so all of them are killed.
     """
     with start(script(tmp_path, FORKSERVER), then, str(restarts)) as process:
         out, err = process.communicate()

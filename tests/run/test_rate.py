@@ -1,6 +1,6 @@
 """Test ``rate=``: the starts of a stage's items are evenly spaced over all its workers.
 
-A start may be late but never early. So the tests assert only the earliest time of each start. Start number n,
+A start may be late but never early, so the tests assert only the earliest time of each start. Start number n,
 counted from 0, comes at least n intervals after the beginning of the run.
 """
 
@@ -62,7 +62,7 @@ def test_worker_processes_share_the_rate_under_each_start_method() -> None:
 def test_idle_time_does_not_allow_a_later_burst() -> None:
     pace = Pace(10.0)
     first = pace.take_start()
-    pace._next = first - 1000.0  # as after a long time without an item
+    pace._next = first - 1000.0  # like after a long time without an item
     second = pace.take_start()
     assert second >= first
     assert pace.take_start() == second + 10.0
@@ -145,7 +145,7 @@ def test_aborted_run_does_not_wait_for_the_rate() -> None:
 
 
 class KillsOnce:
-    """Function that returns the time of its call, but kills its process the first time the item is 2."""
+    """Function that returns the time of its call, but kills its process at the first call with item 2."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -251,7 +251,7 @@ def test_run_with_a_rate_leaves_no_descriptor_open() -> None:
         graph.source(range(2)).sink(now, on="process", rate=1000)
         graph.run()
 
-    once()  # the first run also opens what lasts
+    once()  # the first run also opens resources that stay open
     before = descriptors()
     for _ in range(3):
         once()

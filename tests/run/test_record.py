@@ -1,4 +1,5 @@
-"""Test ``graph.record``: the file has the items of the channel, and the run is the same without it."""
+"""Test ``graph.record``: the file contains the items of the channel, and the recording does not change the
+run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test which restarts count against the limit of a stage, and when a stage is near its limit."""
+"""Test which restarts count towards the limit of a stage, and when a stage is near its limit."""
 
 from __future__ import annotations
 

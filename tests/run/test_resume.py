@@ -67,7 +67,7 @@ PIPELINES: dict[str, Callable[[Stream[int], str], Stream[Any]]] = {
 
 
 def outcome(build: Callable[[Stream[int], str], Stream[Any]], on: str, begin: int = 0) -> list[Any]:
-    """Return what a run without ``resume=`` yields for the items from ``begin`` on."""
+    """Return the results of a run without ``resume=`` for the items from ``begin`` onwards."""
     graph = Graph()
     results = build(graph.source(range(begin, ITEMS)), on).collect()
     return sorted(graph.run()[results])

@@ -1,7 +1,7 @@
 """Test retries and timeouts of failed items.
 
-An item is retried after a delay and only for some errors, or fails after a time limit. Single members of a
-batch may fail.
+An item is retried after a delay and only for some errors, or fails after a time limit. In a batch, single
+members may fail.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def test_only_the_exception_types_in_retry_on_are_retried(how: str, retry_on: An
 
 def slow_at_two(number: int) -> int:
     if number == 2:
-        re.match("(a*)*b", "a" * 40)  # would take years, and holds the GIL
+        re.match("(a*)*b", "a" * 40)  # would take years and hold the GIL
     return number
 
 

@@ -310,7 +310,8 @@ def test_run_without_progress_fails_with_a_deadlock(monkeypatch: pytest.MonkeyPa
 
 
 class Scripted(ScriptedCrew):
-    """Crew for ``Run``. The graph has no results to collect, so no thread is requested from the crew."""
+    """Crew for ``Run``. The graph has no results to collect, so the run does not request a thread from the
+    crew."""
 
     local = None
 

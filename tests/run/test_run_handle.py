@@ -248,7 +248,7 @@ def test_exception_while_iterating_results_aborts_the_run_and_propagates(on: Any
     states = {"aborted"}
     if not held and sysconfig.get_config_var("Py_GIL_DISABLED"):
         # The loop drops its iterator before the block ends, so the source may already have ended without
-        # readers. In an interpreter with a GIL, the run notices both at the same time.
+        # readers. With a GIL, the run notices both at the same time.
         states.add("done")
     assert run.stats().state in states
 
@@ -333,7 +333,7 @@ def test_second_wait_has_the_same_outcome() -> None:
 def test_several_threads_may_wait_for_a_run() -> None:
     """All threads must get the results.
 
-    The test is repeated, so that some runs end just when a thread starts to wait.
+    The test is repeated, so that some runs end at the moment when a thread starts to wait.
     """
     for _ in range(50):
         graph = Graph("handle")

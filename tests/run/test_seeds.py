@@ -46,7 +46,8 @@ def drawn(seed: int | None) -> dict[int, tuple[float, ...]]:
 
 @pytest.mark.usefixtures("_method")
 def test_workers_draw_different_numbers_and_equal_seeds_repeat_them() -> None:
-    random.random(), np.random.rand()  # use the generators, because a fork copies their state
+    # use the generators, because a forked process inherits a copy of their state
+    random.random(), np.random.rand()
     first, again, other = drawn(7), drawn(7), drawn(8)
     assert first == again
     assert len(all_of(first, other)) == 2 * 2 * 2

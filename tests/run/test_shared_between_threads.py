@@ -1,4 +1,4 @@
-"""Test state that the supervisor reads while other threads of the program change it."""
+"""Test state that the supervisor reads while other threads of the program modify it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from flowchan.run.policy.plan import plan
 
 
 class Slow(WorkerId):
-    """Worker id that changes the table when it is hashed, as another thread could do at that moment."""
+    """Worker id that modifies the table while it is being hashed, like another thread could at that
+    moment."""
 
     def __hash__(self) -> int:
         for change in changes:

@@ -49,7 +49,7 @@ def computing(gate: Gate) -> None:
 
 
 def holding_the_gil(gate: Gate) -> None:
-    """Hold the GIL, so that no Python code can run: ``PyDLL`` does not release it."""
+    """Hold the GIL, so that no Python code can run. ``PyDLL`` does not release it."""
     read_from_pipe(ctypes.PyDLL(None))
 
 

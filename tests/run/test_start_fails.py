@@ -1,4 +1,4 @@
-"""Test R6 for a start that fails at any point: everything is undone, and the first error is raised."""
+"""Test R6 for a start that fails at any point: all steps are undone, and the first error is raised."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flowchan.run.crew import local_part
 pytestmark = pytest.mark.usefixtures("by_fork")
 
 MOST = 40
-"""More calls than any start in this file makes."""
+"""Number of calls, more than any start in this file makes."""
 
 
 async def same(item: Any) -> Any:
@@ -58,12 +58,12 @@ class Refused:
         if threading.current_thread() is threading.main_thread():
             self.remaining -= 1
             if self.remaining == 0:
-                # a new exception, because its traceback keeps objects alive
+                # raise a new exception, because a traceback keeps objects alive
                 raise type(self.error)(*self.error.args)
         return self.usual(*arguments, **named)
 
     def __get__(self, instance: object, owner: type) -> Any:
-        """Bind the wrapper as a method would be bound."""
+        """Bind the wrapper like a method."""
         return lambda *arguments, **named: self(instance, *arguments, **named)
 
 

@@ -166,7 +166,8 @@ def test_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_script_that_sets_the_start_method_unguarded_gets_the_remedy(method: str, tmp_path: Path) -> None:
-    """Python does not allow a second call, so the worker process ends before it runs any code of flowchan."""
+    """Python does not allow a second call of ``set_start_method``, so the worker process exits before it runs
+    any of flowchan's code."""
     text = f"""
         import multiprocessing
         multiprocessing.set_start_method("{method}")
@@ -413,7 +414,8 @@ def test_process_that_returns_during_a_run_ends_the_run(method: str, tmp_path: P
 def test_only_one_thread_at_a_time_disconnects_from_parents_forkserver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two threads could close the forkserver's descriptor twice, and then it may belong to another file."""
+    """Two threads could close the forkserver's descriptor twice. The second close could hit another file with
+    the same number."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     reader, writer = os.pipe()
     for name, value in {"pid": os.getppid(), "alive_fd": writer, "address": ""}.items():
@@ -435,7 +437,7 @@ def test_only_one_thread_at_a_time_disconnects_from_parents_forkserver(
 
 
 def test_forked_child_of_the_program_has_its_own_forkserver(tmp_path: Path) -> None:
-    """Python would try to use the parent's forkserver and fail."""
+    """Without this, Python would try to use the parent's forkserver and fail."""
     program = """
         import multiprocessing, os
         from flowchan import Graph

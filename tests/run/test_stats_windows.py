@@ -155,7 +155,7 @@ class FirstWaits:
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_stats_of_writers_before_a_slow_reader_show_place(ordered: bool) -> None:
-    """In an ordered stage, other writers may wait for the turn of the writer that waits for place."""
+    """In an ordered stage, other writers may wait for the turn of the writer that waits for room."""
     graph, gate = Graph("places"), Gate()
     numbers = graph.source(range(20)).map(same, workers=3, capacity=1, ordered=ordered, name="work")
     numbers.sink(gate.wait)

@@ -107,7 +107,7 @@ def test_first_stop_signal_finishes_items_in_flight(signum: signal.Signals, tmp_
         process.send_signal(signum)
         code, out, err = ended(process)
     assert out == "interrupted after some\n", err
-    assert code == -signum, err  # like a program that does not handle the signal
+    assert code == -signum, err  # as if the program did not handle the signal
     assert err.count("flowchan: stopping: finishing the items in flight") == 1
 
 

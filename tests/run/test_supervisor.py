@@ -137,7 +137,7 @@ def test_gang_restarts_in_one_supervisor_turn_despite_slow_recovery(monkeypatch:
     graph.stage(in_step, graph.source([], name="source"), name="gang", **gang).collect()
     run = ScriptedRun(plan(graph, seed=1, memory=1 << 20))
     workers = tuple(WorkerId("gang", number) for number in (1, 2, 3))
-    # The clock advances only here and with every call to the crew.
+    # the clock advances only here and at every call to the crew
     monkeypatch.setattr(time, "monotonic", lambda: float(turns + len(run.crew.calls)))
     turns = 0
     for worker in workers:

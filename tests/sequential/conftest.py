@@ -1,6 +1,6 @@
 """Run these tests with one compute thread, as on a machine with one core for each part.
 
-The results of a pipe and of the plain module are then bit-identical.
+The results of a pipe are then bit-identical to the plain module's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flowchan.pipelines.sequential import balance
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Ignore the warning that a pipe will not be faster; the modules here are small.
+    """Ignore the warning that a pipe will not be faster, because the modules here are small.
 
     ``pytest.warns`` still sees the warning.
     """
@@ -29,7 +29,7 @@ def _one_compute_thread(one_compute_thread: None) -> None:
 def _equal_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give all layers the same cost.
 
-    A pipe measures its layers for half a second with its first batch. This fixture makes each layer run only
+    For its first batch, a pipe measures its layers for half a second. This fixture makes each layer run only
     once, so tests are fast and the cut is predictable. Tests of the measurement override this fixture.
     """
 

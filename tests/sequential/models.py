@@ -34,7 +34,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """torchvision's ResNet-18 with one eighth of the channels."""
+    """ResNet-18 from torchvision, with one eighth of the channels."""
 
     def __init__(self, classes: int = 5, width: int = 8) -> None:
         super().__init__()

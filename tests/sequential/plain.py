@@ -41,8 +41,8 @@ def plain(module: nn.Sequential, x: Tensor, chunks: int = 8) -> Tensor:
 def is_same(y: Tensor, expected: Tensor, on: str) -> bool:
     """Compare two outputs, bit for bit on threads, and within a tolerance on processes.
 
-    In a worker process, tensors have different addresses, and torch's kernels may round differently if the
-    alignment differs.
+    In a worker process, tensors have other addresses, and torch's kernels may round differently for another
+    alignment.
     """
     return torch.equal(y, expected) if on == "thread" else torch.allclose(y, expected, rtol=1e-5, atol=1e-6)
 

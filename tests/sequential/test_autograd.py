@@ -1,4 +1,4 @@
-"""Test that the outputs of a pipe have the same gradients as those of the plain module.
+"""Test that the outputs of a pipe have the same gradients as the plain module's outputs.
 
 The tests cover parameters, inputs, layers before the pipe, various losses, hooks, accumulation and
 ``retain_graph``.
@@ -211,7 +211,7 @@ def test_output_requires_grad_like_the_plain_modules(on: Any) -> None:
 
 
 class Fork(nn.Module):
-    """Layer that returns several values; some of them cannot have gradients."""
+    """Layer that returns several values, some of which cannot have gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,7 +378,7 @@ class Bad(nn.Module):
 
 
 class Weak(torch.autograd.Function):
-    """Identity that raises for large gradients."""
+    """Identity function that raises for large gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ def batches(sizes: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
 def in_micro_batches(
     module: nn.Sequential, data: Iterable[tuple[Tensor, Tensor]], chunks: int
 ) -> nn.Sequential:
-    """Train a copy as a pipe should: sum the gradients of micro-batches, and use statistics of whole
-    batches."""
+    """Train a copy in the way that a pipe should: sum the gradients of micro-batches, and use the statistics
+    of whole batches."""
     module = copy.deepcopy(module)
     optimizer = OPTIMIZERS["sgd"](module.parameters())
     for x, target in data:

@@ -126,7 +126,8 @@ class Sizes(nn.Module):
 
 @pytest.mark.parametrize(("samples", "chunks"), [(64, 1), (256, 1), (1100, 4), (5000, 8)])
 def test_number_of_chunks_depends_on_the_number_of_operations(samples: int, chunks: int) -> None:
-    """Each of two parts needs 50 million operations: 250 samples with 400,000 operations for both parts."""
+    """Each of the two parts needs 50 million operations. With 400,000 operations per sample for both parts,
+    this takes 250 samples."""
     sizes = Sizes()
     module = nn.Sequential(nn.Linear(400, 500, bias=False), sizes)
     pieces = [len(piece) for piece in torch.empty(samples, 0).tensor_split(chunks)]

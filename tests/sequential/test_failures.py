@@ -157,7 +157,8 @@ def test_failure_in_the_optimizer_names_part_and_step(on: Any) -> None:
             if len(self.param_groups[0]["params"]) == 7:
                 raise ValueError("no update")
 
-    module = with_layer(nn.PReLU())  # only part 1 has seven parameters: three linear layers and this one
+    # part 1 is the only part with seven parameters: three linear layers and this one
+    module = with_layer(nn.PReLU())
     module[5] = nn.Linear(12, 12)
     error = failure_of(module, on, optimizer=lambda parameters: Fails(parameters, lr=0.1))
     assert error.message == "part 1 (layers '3' to '5'), update at the end of step 0: ValueError: no update"

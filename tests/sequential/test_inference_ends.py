@@ -295,7 +295,7 @@ def test_garbage_collected_pipe_releases_all_resources(on: Any) -> None:
     reference = weakref.ref(pipe)
     del pipe
     gc.collect()
-    assert reference() is None  # The check for leftovers after each test covers the rest.
+    assert reference() is None  # the check for leftovers after each test covers the rest
 
 
 def test_stream_keeps_its_pipe_alive() -> None:

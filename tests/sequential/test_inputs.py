@@ -130,7 +130,7 @@ class Sums(nn.Module):
 
 
 def joined(outputs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Concatenate the numbers of samples, and add the numbers of micro-batches."""
+    """Concatenate the numbers for samples, and add the numbers for micro-batches."""
     each, sums = zip(*outputs, strict=True)
     return torch.cat(each), torch.stack(sums).sum()
 

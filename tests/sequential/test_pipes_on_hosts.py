@@ -1,6 +1,6 @@
 """Test that a pipe on hosts has the same outputs and side effects as the plain module.
 
-Its parts hold copies of the tensors, and a change on either side reaches the other.
+Its parts use copies of the tensors, and a change on either side reaches the other side.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POOL = local(2)
 
 
 class Where(nn.Module):
-    """Layer that adds the number of its host to the input."""
+    """Layer that adds its host's number to the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + POOL.hosts.index(worker().host)

@@ -1,4 +1,4 @@
-"""Test programs with a pipe: all start methods, their own classes, Ctrl-C, and exiting."""
+"""Test programs with a pipe: all start methods, classes defined in the program, Ctrl-C, and exits."""
 
 from __future__ import annotations
 

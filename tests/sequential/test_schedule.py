@@ -1,4 +1,4 @@
-"""Test the order of steps in each schedule, and their text format, with neither a model nor torch."""
+"""Test the order of steps in each schedule, and the text format, with neither a model nor torch."""
 
 from __future__ import annotations
 

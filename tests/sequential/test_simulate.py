@@ -44,7 +44,7 @@ def plans(draw: st.DrawFn) -> list[list[Step]]:
 def test_bubble_of_gpipe_and_1f1b_matches_the_formula(
     schedule: Any, workers: int, chunks: int, forward: float, backward: float
 ) -> None:
-    """The bubble is (W - 1) / (M + W - 1), whatever the steps' durations."""
+    """The bubble is (W - 1) / (M + W - 1), no matter how long the steps take."""
     found = simulate(plan(schedule, workers, workers, chunks), forward, backward)
     assert found.makespan == pytest.approx((chunks + workers - 1) * (forward + backward))
     assert found.bubbles == pytest.approx([(workers - 1) / (chunks + workers - 1)] * workers)
@@ -94,7 +94,7 @@ def test_zbh1_idles_a_third_as_long_as_1f1b(workers: int, chunks: int) -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("more", [0, 1, 5])
 def test_zbv_workers_wait_only_for_the_first_micro_batch(workers: int, more: int) -> None:
-    """The parts of zbv are half as large as those of 1f1b, and each worker holds two of them."""
+    """The parts of zbv are half as large as the parts of 1f1b, and each worker has two of them."""
     chunks = max(2 * workers - 1, 1) + more
     found = simulate(plan("zbv", workers, 2 * workers, chunks), 1, 2)
     assert found.makespan == 6 * chunks + workers - 1

@@ -1,4 +1,4 @@
-"""Test skip connections, with gradients: in the plain module, within a part, and across parts."""
+"""Test skip connections and their gradients: in the plain module, within a part, and across parts."""
 
 from __future__ import annotations
 

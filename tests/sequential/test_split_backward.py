@@ -1,6 +1,7 @@
-"""Test that the two halves of a backward pass together give the same gradients as a whole one, for any layer.
+"""Test that both halves of a backward pass together give the same gradients as a whole pass, for any layer.
 
-The first half computes the gradients of the inputs, and the second half those of the weights.
+The first half computes the gradients of the inputs, and the second half computes the gradients of the
+weights.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Tied(nn.Module):
 
 
 class Doubled(torch.autograd.Function):
-    """``x * weight`` with a backward pass in Python."""
+    """Compute ``x * weight``, with a backward pass in Python."""
 
     calls = 0
 
@@ -104,7 +105,7 @@ class Again(nn.Module):
 
 
 class Split(nn.Module):
-    """Layer whose graph contains a node with an unused output next to used ones."""
+    """Layer whose graph has a node with both used and unused outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +167,7 @@ def test_two_halves_together_match_the_whole_backward_pass(name: str, wants: boo
     halves.second()
     for one, other in zip(module.parameters(), expected, strict=True):
         torch.testing.assert_close(one.grad, other, rtol=1e-13, atol=1e-15)
-    torch.testing.assert_close(x.grad, wanted)  # unchanged by the second half
+    torch.testing.assert_close(x.grad, wanted)  # the second half must not change it
 
 
 @pytest.mark.parametrize("name", ["linear", "normalised", "residual", "split", "weight norm"])

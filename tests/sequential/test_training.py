@@ -17,7 +17,7 @@ from flowchan.pipelines.sequential.engine.execution import Execution, Passed
 from flowchan.pipelines.sequential.parts import Part
 
 SIZES = [8, 8, 7, 3, 1, 9]
-"""Batch sizes: multiples of the number of chunks, other numbers, and numbers smaller than that of chunks."""
+"""Batch sizes: multiples of the number of chunks, other numbers, and smaller numbers."""
 
 
 # --- every schedule ---

@@ -54,7 +54,7 @@ def test_default_training_cuts_parts_by_operations(first: str) -> None:
             training.evaluate(x)
         training.step(x, target)
         parts = training.report().parts
-    assert parts[-1].state == 4 * 64 * 64  # only the last layer
+    assert parts[-1].state == 4 * 64 * 64  # the last part has only the last layer
 
 
 @pytest.mark.parametrize("case", ["counts", "few layers", "shared", "one part"])
@@ -101,7 +101,7 @@ def test_measurement_does_not_affect_random_numbers_in_training() -> None:
 @pytest.mark.parametrize("how", ["a training", "a loss of pipe(x)", "inference"])
 @pytest.mark.parametrize(("samples", "chunks"), [(512, 4), (1024, 4), (1536, 6), (4096, 8)])
 def test_number_of_chunks_depends_on_the_cost_of_gradients(samples: int, chunks: int, how: str) -> None:
-    """A linear layer has two operations per parameter and sample, so 512 with 256 samples."""
+    """A linear layer has two operations per parameter and sample, so it reaches 512 with 256 samples."""
     sizes = Sizes()
     pipe = Sequential(nn.Sequential(*linear(512, 512, 512, 512, 512), sizes), 2)
     x, target = torch.randn(samples, 512), torch.zeros(samples, 512)

@@ -110,7 +110,7 @@ def test_memory_includes_skips_but_no_gradients_of_frozen_parameters() -> None:
     x = torch.randn(SAMPLES, WIDTH)
     one = 4 * SAMPLES * WIDTH
     kept = measured(pipe.parts, x)
-    assert [each.inputs for each in kept] == [one, 2 * one, 2 * one]  # the skip travels with the value
+    assert [each.inputs for each in kept] == [one, 2 * one, 2 * one]  # the skip is passed on with the value
     with pipe.trainer(loss=mse_loss) as training:
         training.step(x, x)
         assert [part.gradients for part in training.report().parts] == [0, STATE // 2, 0]

@@ -1,4 +1,4 @@
-"""The state of a training: a restarted training continues bit for bit."""
+"""Test the state of a training: a restarted training continues bit for bit."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class Browser:
             "--hide-scrollbars",
             *(["--no-sandbox"] if os.getuid() == 0 else []),
         ]
-        # The browser must not be a child of the test process: the check for leftover child processes
-        # would report the processes of the browser's tabs.
+        # The browser must not be a child of the test process. Otherwise, the check for leftover child
+        # processes would report the processes of the browser's tabs.
         subprocess.run(
             [sys.executable, "-c", _START, str(commands), str(answers), CHROMIUM, *options, "about:blank"],
             pass_fds=(commands, answers),
@@ -111,7 +111,7 @@ class Browser:
             self._events.append(answer)
 
     def events(self, session: str) -> list[dict[str, Any]]:
-        """Return a tab's events that have arrived so far, along with the answers."""
+        """Return the events of a tab that have arrived so far together with the answers."""
         return [event for event in self._events if event.get("sessionId") == session]
 
     def _receive(self, deadline: float, method: str) -> dict[str, Any]:

@@ -14,12 +14,13 @@ def descendants() -> set[int]:
     """Return the process ids of all children of this process and of their descendants."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # the usual case, no children, detected with one system call
+    except ChildProcessError:  # one system call detects the usual case of no children
         return set()
-    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # the kernel keeps no such lists
+    # this kernel does not provide such lists
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         return {child.pid for child in psutil.Process().children(recursive=True)}
-    # A list may miss a child if another child ends at that moment, so the lists are read twice. Reading them
-    # is quicker than a scan of all processes.
+    # A list may miss a child if another child exits at that moment, so the lists are read twice. Reading them
+    # is faster than scanning all processes.
     return {child for _ in range(2) for child in children_of(os.getpid())}
 
 

@@ -1,11 +1,11 @@
-"""Choose a few combinations of a test's parameters; ``--long`` runs all of them.
+"""Choose a few combinations of a test's parameters. ``--long`` runs all of them.
 
-A test with the marker ``each_pair`` keeps combinations that together have each pair of values of any two
+A test with the marker ``each_pair`` keeps enough combinations to cover each pair of values of any two
 parameters. A test with the marker ``each_value``, or with several parameters and more than ``MOST``
-combinations, keeps combinations that together have each value of each parameter. A test that runs under every
+combinations, keeps enough combinations to cover each value of each parameter. A test that runs under every
 start method of processes keeps either ``forkserver`` or ``spawn``, because each takes seconds. Parameters can
-have the marker ``alternative(value)``; a test keeps those with one of these values. The choice depends only
-on the name of the test and its parameters, so all processes of a run agree.
+have the marker ``alternative(value)``; a test keeps the parameters with one of these values. The choice
+depends only on the names of the test and its parameters, so all processes of a run agree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MARKERS = {"each_value": 1, "each_pair": 2}
 ALTERNATIVE = "alternative"
 COSTLY = ("forkserver", "spawn")
 MOST = 6
-"""Unmarked tests with several parameters run all their combinations up to this number."""
+"""Number of combinations up to which unmarked tests with several parameters run all of them."""
 
 
 def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
@@ -62,8 +62,8 @@ def not_needed(name: str, combinations: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def beyond(combinations: list[pytest.Item], together: int) -> list[pytest.Item]:
-    """Keep choosing the combination that adds most until each value or pair is covered, and return the
-    others."""
+    """Repeatedly choose the combination that adds most until each value or pair is covered, and return the
+    remaining combinations."""
     missing = all_values(combinations, together)
     while missing:
         best = max(combinations, key=lambda item: len(missing & values(item, together)))
@@ -77,7 +77,7 @@ def all_values(items: Iterable[pytest.Item], together: int = 1) -> set[frozenset
 
 
 def values(item: pytest.Item, together: int) -> set[frozenset[tuple[str, int]]]:
-    """Return the values of all parameters and fixtures by identity, or all groups of ``together`` values."""
+    """Return the values of all parameters and fixtures, by identity, or all groups of ``together`` values."""
     given = [(name, id(value)) for name, value in item.callspec.params.items()]  # type: ignore[attr-defined]
     return {frozenset(some) for some in itertools.combinations(given, together)}
 

@@ -99,7 +99,7 @@ def is_property(value: Any) -> bool:
 def sections(value: Any) -> dict[str, str]:
     """Return the sections of a docstring by their names."""
     text = value.__doc__ if inspect.isclass(value) else inspect.getdoc(value)
-    text = re.sub(r"\A\w+\(self.*\n\n", "", inspect.cleandoc(text or ""))  # nanobind adds the signature
+    text = re.sub(r"\A\w+\(self.*\n\n", "", inspect.cleandoc(text or ""))  # nanobind prepends the signature
     parts = SECTION.split(text)
     found = {"": parts[0].partition("\n")[0]}
     for title, body in zip(parts[1::2], parts[2::2], strict=True):
@@ -109,7 +109,7 @@ def sections(value: Any) -> dict[str, str]:
 
 
 def missing(name: str, known: dict[str, Documented]) -> list[str]:
-    """List the parts that the docstring of a public name or member lacks."""
+    """List the parts that are missing in the docstring of a public name or member."""
     value, found = known[name]
     lacks = [] if found[""].endswith((".", ":")) else ["a summary"]
     if not inspect.isroutine(value):

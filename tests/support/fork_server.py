@@ -28,7 +28,8 @@ def started(file: str, given: socket.socket, *arguments: str, **environment: str
 
 
 class ForkingProgram:
-    """A running program: ``file`` from this folder, with the descriptor for its orders as the first argument.
+    """A running program: ``file`` from this folder. Its first argument is the descriptor on which it receives
+    orders.
 
     ``close()`` ends it after all its children have ended.
     """

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def in_step(items: In[T], group: Group, out: Out[T]) -> None:
-    """Run a gang whose workers wait for each other after every item."""
+    """Run a gang whose workers synchronise after every item."""
     for item in items:
         group.allreduce_with(1, operator.add)
         out.put(item)
@@ -33,7 +33,7 @@ def few(items: In[Any]) -> None:
 
 
 def check_each_once(found: list[tuple[int, int, int]]) -> list[int]:
-    """Check that no item is missing or repeated, and return each worker's number of processes, sorted.
+    """Check that no item is missing or repeated. Return each worker's number of processes, sorted.
 
     Each entry of ``found`` is an item, the worker's number, and its process.
     """

@@ -30,8 +30,7 @@ def in_threads(size: int, body: Body, *arguments: Any) -> list[Any]:
 
 
 def over_hosts(size: int, body: Body, *arguments: Any) -> list[Any]:
-    """Run members as ``in_threads`` does, but as if on two alternating hosts, or on three for an odd
-    ``size``."""
+    """Run members like ``in_threads``, but as if on two alternating hosts, or on three if ``size`` is odd."""
     at, hosts = free_address(), 2 + size % 2
 
     def member(rank: int) -> collective.Group:
@@ -157,7 +156,7 @@ def work(g: Any) -> None:
 
 
 def shrunk(g: Any) -> tuple[int, int, int, list[int]]:
-    """Work until a member dies, and continue with the others.
+    """Work until a member dies, and then continue with the others.
 
     Returns the new rank and size, the number of ranks in a sum, and the old ranks.
     """

@@ -1,7 +1,7 @@
-"""Names of the test files that take longest.
+"""Names of the test files that take the longest time.
 
-They run first, so that no process works alone at the end of a run. ``--durations`` shows when to change the
-list.
+They run first, so that at the end of a run, no process works alone. ``--durations`` shows when the list needs
+a change.
 """
 
 LONG_FILES = frozenset(

@@ -59,7 +59,7 @@ class Wire:
         self._silent_until = time.monotonic() + seconds
 
     def reset(self) -> None:
-        """Reset all connections, as a host that does not know them would.
+        """Reset all connections, like a host that does not know them.
 
         ``close`` with a linger of 0 has the same effect, but not while another thread polls.
         """
@@ -85,7 +85,7 @@ class Wire:
                 continue
             self.connections += 1
             for sock in (one, other):
-                sock.settimeout(LONG)  # lets the threads poll, so that a reset is possible during a send
+                sock.settimeout(LONG)  # let the threads poll, so that a reset is possible during a send
             self._socks += [one, other]
             for source, target in ((one, other), (other, one)):
                 source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -98,7 +98,7 @@ class Wire:
             ctypes.CDLL(None).connect(sock.fileno(), NOWHERE, len(NOWHERE))
 
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
-        """Copy bytes in two threads: one receives them and notes when each is due, and the other sends
+        """Copy bytes in two threads. One receives the bytes and records when they are due; the other sends
         them."""
         pieces: deque[tuple[float, bytes]] = deque()
         arrived, free_slots = (
@@ -146,7 +146,8 @@ class Wire:
 
 @dataclass(frozen=True)
 class Wired(Local):
-    """Provider like ``local``, with a wire for each host. If hosts outnumber wires, wires are reused."""
+    """Provider like ``local``, with a wire for each host. If there are more hosts than wires, wires are
+    reused."""
 
     wires: tuple[Wire, ...]
 

@@ -1,7 +1,7 @@
 """Packages that some Python versions lack, and large packages.
 
-torch supports a new Python version late. After a large package has been loaded, every fork costs four times
-as much.
+torch supports new Python versions late. After a large package has been loaded, every fork costs four times as
+much.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import pytest
 
 LARGE = ("torch", "sklearn", "polars", "pyarrow", "PIL")
 LOADED = pytest.StashKey[list[str]]()
-"""The large packages that are loaded once the tests have been collected."""
+"""Large packages that are loaded after the tests have been collected."""
 
 
 class _Missing:
     """Placeholder for a module that is not installed.
 
-    A test that uses the placeholder is skipped, and so is a file that uses it while being imported.
+    A test that uses the placeholder is skipped. A file that uses it while being imported is also skipped.
     """
 
     def __init__(self, package: str) -> None:
@@ -33,7 +33,7 @@ class _Missing:
 
 
 def optional(name: str, package: str = "") -> Any:
-    """Return the module, or a placeholder that skips its users. ``package`` is the module's name in pip, if
+    """Return the module, or a placeholder that skips its users. ``package`` is the module's name on PyPI, if
     different."""
     top = name.partition(".")[0]
     try:

@@ -12,11 +12,11 @@ import pytest
 
 
 class Outcomes:
-    """Collect the reports of one run and write them to ``file`` when the session ends.
+    """Collect the reports of one run, and write them to ``file`` when the session ends.
 
-    The controller of pytest-xdist runs it and gets the reports from all workers. A crashed worker or a file
-    that cannot be collected makes the run ``broken``. In that case some tests have not run, and repeating a
-    test would not show more about them.
+    Under pytest-xdist, the controller runs this plugin and gets the reports of all workers. A crashed worker
+    makes the run ``broken``, and so does a file that cannot be collected. In that case, some tests have not
+    run, and repeating a test would reveal nothing more.
     """
 
     def __init__(self, file: Path) -> None:

@@ -26,12 +26,12 @@ import cloudpickle
 
 PR_SET_PDEATHSIG = 1
 kept: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-"""Keeps the objects of the function until the program ends."""
+"""Keeps the function's objects alive until the program exits."""
 
 
 def main() -> None:
     die_with_parent()
-    sys.path[0] = os.path.dirname(sys.path[0])  # the support folder
+    sys.path[0] = os.path.dirname(sys.path[0])  # the parent of the support folder
     importlib.import_module("support.peers")  # functions in tests refer to this module
     orders = Connection(int(sys.argv[1]))
     while (order := orders.recv()) is not None:

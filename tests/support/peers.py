@@ -29,13 +29,13 @@ PR_SET_PDEATHSIG = 1
 
 
 class Peer(Protocol):
-    """A running function. Every peer must be ended with ``result()``, or with ``kill()`` and ``join()``."""
+    """Running function. Every peer must be ended with ``result()``, or with ``kill()`` and ``join()``."""
 
     def result(self) -> Any:
         """Wait until the function ends, and return its result or raise its error."""
 
     def join(self) -> Any:
-        """Wait until the function ends, with any outcome."""
+        """Wait until the function ends, regardless of the outcome."""
 
     def running(self) -> bool:
         """Return whether the function is still running."""
@@ -72,7 +72,7 @@ class ThreadPeer:
 class ProcessPeer:
     """A peer in a forked process.
 
-    It ends with ``os._exit``, so Python's shutdown does not clean anything up.
+    The process ends with ``os._exit``, so Python's shutdown does not clean up.
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
@@ -113,7 +113,7 @@ class ProcessPeer:
         return self._process.pid
 
     def kill(self) -> None:
-        """Send SIGKILL and leave the dead process unreaped. ``join()`` reaps the process."""
+        """Send SIGKILL, but do not reap the dead process. ``join()`` reaps it."""
         assert self._process is not None
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGKILL)
@@ -141,7 +141,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 class LaunchedElsewhere(ForkingProgram):
     """The parent program of peers on another host (peer_server.py).
 
-    Each test file that uses such peers has one. It starts before the first test lists processes.
+    Each test file that uses such peers has one such program. It starts before the first test lists processes.
     """
 
     running: ClassVar[LaunchedElsewhere | None] = None
@@ -149,7 +149,7 @@ class LaunchedElsewhere(ForkingProgram):
     def __init__(self) -> None:
         super().__init__(
             "peer_server.py", OMP_NUM_THREADS="1"
-        )  # keeps libraries from starting threads when they are imported
+        )  # stop libraries from starting threads during their import
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...], descriptors: list[int]) -> int:
         """Run the function in a child, and return its pid.
@@ -175,7 +175,7 @@ class LaunchedElsewhere(ForkingProgram):
 
 
 class HostPeer:
-    """A peer in a child of the separate program. The function's objects are sent as an item would be."""
+    """A peer in a child of the separate program. The function's objects are sent like an item."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         own_end, answer = os.pipe()
@@ -218,7 +218,7 @@ class HostPeer:
         os.kill(self._pid, signal.SIGKILL)
 
     def _has_ended(self, timeout: float) -> bool:
-        """Return whether the process ends within ``timeout`` seconds. It is unreaped, so its pid is
+        """Return whether the process exits within ``timeout`` seconds. It has not been reaped, so its pid is
         unique."""
         process = os.pidfd_open(self._pid)
         try:
@@ -228,9 +228,9 @@ class HostPeer:
 
 
 def wait_for_the_end_of(pid: int | None) -> None:
-    """Wait for this process only to end.
+    """Wait only for the exit of this process.
 
-    ``multiprocessing`` waits until a pipe is closed, which children of the process keep open.
+    ``multiprocessing`` waits until a pipe is closed, but the process's own children keep that pipe open.
     """
     assert pid is not None
     with contextlib.suppress(ProcessLookupError):  # the process has already been reaped
@@ -259,8 +259,8 @@ def _run_in_child(answer: Connection, function: Callable[..., Any], args: tuple[
 class Gate:
     """A barrier for peers of any kind.
 
-    Each peer calls ``arrive()``, and the test calls ``open()``. All continue once all have arrived. The gate
-    has two eventfds, which threads and forked processes share and separate programs inherit.
+    Each peer calls ``arrive()``, and the test calls ``open()``. After all peers have arrived, they continue.
+    The gate consists of two eventfds, which threads and forked processes share and separate programs inherit.
     """
 
     all: ClassVar[list[Gate]] = []

@@ -1,7 +1,7 @@
 """Programs that run in forks of a template process, which has imported torch for all of them.
 
-Each program starts seconds sooner than a new Python process would (program_server.py). The only other
-difference is that a forgotten import is not noticed.
+Each program starts seconds sooner than a new Python process (program_server.py). There is only one other
+difference: a forgotten import is not noticed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any, ClassVar
 from support.fork_server import ForkingProgram, started
 
 TORCH = ("torch", "torch._dynamo", "sklearn.datasets", "flowchan.pipelines.sequential")
-"""The first optimizer of a process imports ``torch._dynamo``."""
+"""Modules to import. ``torch._dynamo`` is among them because the first optimizer of a process imports it."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""OpenBLAS starts threads when it is imported. ``torch.set_num_threads`` does not affect gloo's threads, and
-sums over several threads sometimes round differently."""
+"""Settings that stop OpenBLAS from starting threads during its import. ``torch.set_num_threads`` does not
+affect gloo's threads, and sums over several threads sometimes round differently."""
 PIPE_ENDS = [(pipe, end) for pipe in ("p2c", "c2p", "err") for end in ("read", "write")]
 
 
 class Template(ForkingProgram):
-    """A process that has imported these modules and forks programs."""
+    """Process that has imported these modules and forks programs."""
 
     def __init__(self, *modules: str) -> None:
         super().__init__("program_server.py", *modules, **ONE_THREAD)
@@ -57,7 +57,7 @@ class Template(ForkingProgram):
 class SharedTemplate:
     """A template for several processes that run tests.
 
-    Its modules are imported once for all of them, when the first process needs them.
+    When the first process needs the modules, they are imported once for all processes.
     """
 
     def __init__(self, *modules: str) -> None:
@@ -92,7 +92,7 @@ class OurTemplate(Template):
 
 
 class _Program(subprocess.Popen[Any]):
-    """A child of the template, with the interface of a child of this process."""
+    """A child of the template, with the same interface as a child of this process."""
 
     def __init__(self, template: Template, arguments: list[str], **options: Any) -> None:
         self._template = template
@@ -104,7 +104,7 @@ class _Program(subprocess.Popen[Any]):
         streams = [number if end == -1 else end for number, end in enumerate(ends)]
         arguments, cwd, env, session = (told[name] for name in ("args", "cwd", "env", "start_new_session"))
         self.pid = self._template.start(arguments[1:], cwd, env, session, streams)
-        self._handle = os.pidfd_open(self.pid)  # no process reaps it before this one does
+        self._handle = os.pidfd_open(self.pid)  # no other process can reap it earlier
         self._close_pipe_fds(*(told[f"{pipe}{end}"] for pipe, end in PIPE_ENDS))
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:

@@ -2,11 +2,10 @@
 
 Usage: ``python program_server.py DESCRIPTOR MODULE …``. The descriptor is a connection for the orders, or a
 listening socket. If a socket is given, each connecting process gets its own child of the server, which
-executes its orders. A program behaves as in a fresh Python interpreter with the same arguments, except for
-the imports. It has the arguments, folder, environment, streams and session that its starter chose, its own
-``__main__``, and the usual shutdown of the interpreter. It does not show whether the program imports all
-modules that it uses. For example, a program that has forgotten to import ``flowchan.pipelines`` still finds
-it as an attribute of its package.
+executes its orders. Except for the imports, a program behaves as in a fresh Python interpreter. It has the
+arguments, folder, environment, streams and session that the caller has chosen, a separate ``__main__``, and
+the interpreter's usual shutdown. Missing imports go unnoticed. For example, a program that does not import
+``flowchan.pipelines`` still finds it as an attribute of its package.
 """
 
 from __future__ import annotations

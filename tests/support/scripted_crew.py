@@ -1,4 +1,4 @@
-"""A scripted crew and scripted channels, which simulate whole runs without processes, threads or channels.
+"""Scripted crew and scripted channels, which simulate whole runs without processes, threads or channels.
 
 ``ScriptedCrew`` implements ``CrewPart`` and ``ScriptedChannels`` implements ``RunChannels``. Both append the
 supervisor's calls to one list, ``calls``. A test scripts the rest: it reports worker events, sets the state
@@ -36,14 +36,14 @@ def killed(worker: WorkerId, **facts: Any) -> Death:
 
 
 class ScriptedCrew(CrewPart):
-    """A part of a crew without workers.
+    """Part of a crew that has no workers.
 
     Attributes:
-        calls: The supervisor's calls, each a word and the arguments.
+        calls: The supervisor's calls, each with its name and arguments.
         report: The run's report, once the run has started.
         refuses: The error with which all starts of workers fail, if set.
-        all_heard: True if everything that workers have reported has arrived.
-        answer: Waiting workers that no channel shows.
+        all_heard: True if all reports of workers have arrived.
+        answer: Waiting workers that no channel knows.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class ScriptedCrew(CrewPart):
 
 
 class ScriptedChannels(RunChannels):
-    """The channels of a run as scripted values.
+    """Channels of a run, as scripted values.
 
     Attributes:
         plan: The plan of the run.

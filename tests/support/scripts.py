@@ -14,7 +14,7 @@ from typing import Any
 from support.preloaded_programs import Template
 
 _template: Template | None = None
-"""The template that forks the programs, if there is one."""
+"""Template that forks the programs, if there is one."""
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> Path:
@@ -25,7 +25,7 @@ def script(folder: Path, text: str, name: str = "script.py") -> Path:
 
 
 def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
-    """Start ``python *command`` in a new session, as a terminal would, with its output in pipes.
+    """Start ``python *command`` in a new session, like a terminal would, with its output in pipes.
 
     Its environment is that of the tests, updated by ``env``.
     """
@@ -39,9 +39,9 @@ def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
 
 @contextmanager
 def forked(*modules: str) -> Iterator[None]:
-    """Fork the programs that the block starts from a program that has imported these modules and flowchan.
+    """Within the block, fork all programs from a program that has imported these modules and flowchan.
 
-    They still import every module that those imports do not load.
+    The programs still import every module that those imports do not load.
     """
     global _template
     _template = Template("flowchan", *modules)

@@ -12,7 +12,7 @@ def histories(longer: bool, quick: int, long: int) -> settings:
         stateful_step_count=60,
         deadline=None,
         database=None,
-        # Shrinking a failing history can exceed the time limit of the test, and the history would be lost.
+        # Shrinking a failing history could exceed the time limit of the test, and the history would be lost.
         phases=[Phase.generate],
         report_multiple_bugs=False,
         suppress_health_check=[HealthCheck.too_slow],  # depends on the machine, not on the test

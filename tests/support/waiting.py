@@ -1,7 +1,7 @@
 """Helpers that wait for a state in a test. They poll until the state is reached instead of sleeping.
 
-``WAIT_LIMIT_S`` does not promise a time. It stops a wait that would never end, so that a broken promise fails
-one test and not the whole suite.
+``WAIT_LIMIT_S`` promises nothing about speed. It ends a wait that would otherwise last forever, so that a
+broken promise fails one test and not the whole suite.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def wait_until(
     peer_timeout: float = WAIT_LIMIT_S,
     what: Callable[[], object] | None = None,
 ) -> None:
-    """Wait until ``condition()`` holds. After the limit, raise an AssertionError that shows ``what()``."""
+    """Wait until ``condition()`` is true. After the limit, raise an AssertionError that shows ``what()``."""
     tick = threading.Event()
     began = time.monotonic()
     while not condition():
@@ -49,8 +49,8 @@ def wait_freed(reference: weakref.ref[Any]) -> None:
 def merge_counts() -> None:
     """Free objects whose last reference was dropped by a thread other than the one that created them.
 
-    In a free-threaded interpreter, such objects are freed late: by the garbage collector, or when the thread
-    that created them next runs Python code.
+    A free-threaded interpreter frees such objects late: in the garbage collector, or when the thread that
+    created them next runs Python code.
     """
     if not GIL:
         gc.collect()

@@ -1,4 +1,4 @@
-"""A latch that holds workers in a test."""
+"""Latch that holds workers in a test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.waiting import wait_blocked
 
 
 class Gate:
-    """A latch for workers. It reaches worker processes as a captured variable."""
+    """Latch for workers. It reaches worker processes as a captured variable."""
 
     def __init__(self) -> None:
         self.channel: Channel[Any] = Channel(1, across="processes")

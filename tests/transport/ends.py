@@ -29,7 +29,7 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
 def met(
     sock: socket.socket, secret: bytes = SECRET, *, dialled: bool = True, timeout: float = 30, **more: Any
 ) -> tuple[socket.socket, Any]:
-    """Call ``meet`` for one end, whose hello states its role."""
+    """Call ``meet`` for one end. The hello states the end's role."""
     results = {"dialled": dialled}
     return authentication.meet(sock, secret, dialled=dialled, hello=results, timeout=timeout, **more)
 
@@ -43,7 +43,7 @@ def meet_in_thread(
 
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[None]:
-    """Raise an exception from a signal handler soon, and require that it ends the block."""
+    """Raise an exception from a signal handler soon, and require that the exception ends the block."""
 
     class Stop(Exception):
         pass

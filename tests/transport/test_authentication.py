@@ -1,5 +1,5 @@
-"""Test that peers with the secret are accepted, and others are refused with a one-line error that has their
-address."""
+"""Test that peers with the secret are accepted, and that all others are refused with a one-line error that
+contains their address."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_listener_with_a_wrong_secret_gets_no_hello() -> None:
         listens.sendall(authentication.greeting(authentication.LISTENS) + bytes(PROOF))
         assert "it does not know the secret" in peer.result()
         rest = receive(listens, 9999)
-        assert len(rest) == PROOF  # the proof was made for these two greetings, and is useless with others
+        assert len(rest) == PROOF  # the proof was made for these two greetings, and is invalid for others
 
 
 @pytest.mark.parametrize("dialled", [True, False])
@@ -167,7 +167,7 @@ def with_relay(change: Callable[[bool, int, bytes], bytes]) -> dict[bool, str]:
                 message = receive(source, size)
                 if len(message) < size:
                     break
-                with contextlib.suppress(OSError):  # the peer has already refused us
+                with contextlib.suppress(OSError):  # the peer has already refused the connection
                     target.sendall(change(from_dialled, number, message))
             with contextlib.suppress(OSError):
                 target.shutdown(socket.SHUT_WR)
@@ -201,8 +201,8 @@ def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]
 
 @pytest.mark.parametrize("from_dialled", [True, False])
 def test_changed_byte_of_the_handshake_is_detected(from_dialled: bool, long_walk: bool) -> None:
-    """The change must be detected by the end that receives it, or by the end that receives the next message.
-    No changed hello is accepted."""
+    """The change must be detected by the receiving end, or by the receiver of the next message. No changed
+    hello is accepted."""
     for number, place in some_of(PLACEMENTS, long_walk):
 
         def change(dialled: bool, n: int, message: bytes, number: int = number, place: int = place) -> bytes:
@@ -245,7 +245,7 @@ def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
             own_sock = own_sock.replace(*ROLES[:: 1 if dialled else -1])
         his.sendall(own_sock)
         proof = receive(his, PROOF) if dialled else bytes(PROOF)  # the listening end sends its proof second
-        with contextlib.suppress(OSError):  # the peer has already refused us
+        with contextlib.suppress(OSError):  # the peer has already refused the connection
             his.sendall(proof)
         expected = "it does not know the secret" if disguised else "the same role as this side"
         assert expected in peer.result()

@@ -135,7 +135,7 @@ class First:
 
 
 def crowd(listener: AuthenticatedListener, open_ones: contextlib.ExitStack, count: int) -> None:
-    """Open silent connections, one after another, until the listener has refused ``count`` peers."""
+    """Open silent connections one by one, until the listener has refused ``count`` peers."""
     while listener.refused < count:
         open_ones.enter_context(tcp.dial(listener.address, 30))
         with pytest.raises(TimeoutError):
@@ -143,7 +143,7 @@ def crowd(listener: AuthenticatedListener, open_ones: contextlib.ExitStack, coun
 
 
 def test_flood_of_silent_peers_leaves_a_peer_with_a_greeting() -> None:
-    """The peer is the oldest one, and would have been refused by its age."""
+    """The peer is the oldest one, and its age alone would cause a refusal."""
     with opened() as listener, contextlib.ExitStack() as open_ones:
         steps = authentication.handshake(SECRET, {}, dialled=True)
         peer = authentication.PendingHandshake(tcp.dial(listener.address, 30), steps, 30)
@@ -175,7 +175,7 @@ def test_silent_peers_are_refused_after_the_timeout() -> None:
     with opened(handshake_timeout=0.05) as listener, tcp.dial(listener.address, 30) as silent:
         serve_until_one_is_refused(listener)
         assert "it sent nothing" in listener.last_refused
-        assert len(receive(silent, 9999)) == authentication.GREETING  # after that, the connection ends
+        assert len(receive(silent, 9999)) == authentication.GREETING  # then the connection ends
 
 
 HOSTILE = [

@@ -1,4 +1,5 @@
-"""Test that participants get the values of all others, or learn that the rendezvous has ended, and why."""
+"""Test that participants get the values of all others, or learn that the rendezvous has ended, and the
+reason."""
 
 from __future__ import annotations
 

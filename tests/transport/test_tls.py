@@ -116,7 +116,7 @@ def test_killed_proxy_ends_the_connection(killed: int) -> None:
 def test_ctrl_c_does_not_reach_the_proxy() -> None:
     with encrypted() as (own_sock, peer_sock):
         for process in relays():
-            assert os.getsid(process.pid) == process.pid  # a terminal signals only its own session
+            assert os.getsid(process.pid) == process.pid  # a terminal sends signals only to its own session
             process.send_signal(signal.SIGINT)
         own_sock.sendall(b"still here")
         assert receive(peer_sock, 10) == b"still here"

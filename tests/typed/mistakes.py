@@ -1,4 +1,4 @@
-"""Type errors. The comment on each line lists the codes with which mypy and pyright report the error, and
+"""Type errors. Each line's comment lists the codes with which mypy and pyright report the error;
 ``tools/typed.py`` compares them. This file is never run."""
 
 # pyright: standard

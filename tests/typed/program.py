@@ -145,7 +145,7 @@ def lengths(graph: Graph) -> tuple[Stream[dict[str, int]], Stream[list[tuple[int
 
 
 def failures(graph: Graph) -> tuple[Stream[list[float]], Stream[list[int]]]:
-    """Return reciprocals, and the numbers that have none."""
+    """Return reciprocals, and the numbers that have no reciprocal."""
 
     def reciprocal(number: int) -> float:
         return 1 / number
@@ -159,7 +159,7 @@ def failures(graph: Graph) -> tuple[Stream[list[float]], Stream[list[int]]]:
 
 
 def blamed() -> list[str]:
-    """Return the names of the stages in which a run has failed."""
+    """Return the names of the stages that have failed in a run."""
     graph = Graph("blamed")
     graph.source([0]).map(lambda number: 1 // number, name="invert").sink(id)
     try:

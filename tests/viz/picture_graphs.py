@@ -1,6 +1,6 @@
 """Graphs for the picture tests, built by hand from declared values.
 
-This makes the picture tests independent of operators.
+The picture tests therefore do not depend on operators.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def wordcount() -> Blueprint:
 
 
 def leading_back() -> Blueprint:
-    """Return a loop of two stages: ``worker`` sends back what it received from ``steer``."""
+    """Return a loop of two stages, in which ``worker`` returns each item that it has received from
+    ``steer``."""
     stages = [
         stage("numbers", "source"),
         stage("steer", "stage"),

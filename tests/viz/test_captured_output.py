@@ -1,4 +1,4 @@
-"""Test output from any process while bars or a table are on the terminal, no matter how drawing ends."""
+"""Test output from any process while bars or a table are on the terminal, no matter how the drawing ends."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_long_graph_wraps_into_rows_and_keeps_every_arrow() -> None:
 
 
 def test_rows_of_a_long_graph_are_in_order() -> None:
-    """Invisible arrows keep the rows in order where no arrow of the graph does."""
+    """Invisible arrows keep the rows in order where the graph's arrows do not."""
     lines = [line.split() for line in to_dot(chain(15, 7)).splitlines() if "invis" in line]
     order = [(one, other) for one, arrow, other, *_ in lines if arrow == "->"]
     assert order == [

@@ -281,7 +281,7 @@ def test_default_fork_server_starts_before_bars(
 
 
 class Gone(io.StringIO):
-    """Standard error stream that nothing reads any more."""
+    """Standard error stream that is no longer read."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError
