@@ -51,7 +51,7 @@ def test_target_computes_tags_and_suffix(name: str, tag: str, zig: str, suffix: 
     assert (target.tag, target.zig, target.suffix) == (tag, zig, suffix)
 
 
-def test_suffix_is_that_of_the_running_python() -> None:
+def test_suffix_matches_the_running_python() -> None:
     import sysconfig
 
     suffix = sysconfig.get_config_var("EXT_SUFFIX")

@@ -225,7 +225,7 @@ def test_fork_of_the_program_cannot_use_or_end_its_children(kids: Children) -> N
 
 
 @pytest.mark.parametrize("which", [True, slice(1, 3), None, 1.0])
-def test_subscript_that_is_no_number_is_refused(kids: Children, which: Any) -> None:
+def test_subscript_that_is_not_a_number_is_refused(kids: Children, which: Any) -> None:
     with pytest.raises(TypeError, match="the number must be an int or a list of ints, got"):
         kids[which]
     assert repr(kids[np.int64(2)]) == repr(kids[2])

@@ -70,7 +70,7 @@ def test_check_prints_counts_if_there_are_no_problems() -> None:
     )
 
 
-def test_check_says_whether_threads_run_in_parallel() -> None:
+def test_check_reports_whether_threads_run_in_parallel() -> None:
     line = call("check", "mine.py", file=ONE).stdout.splitlines()[1]
     assert ("in parallel on this CPython" in line) is not GIL
     assert line.startswith(f"threads run Python code {'one at a time' if GIL else 'in parallel'}")

@@ -78,7 +78,7 @@ def test_arguments_after_double_dash_reach_graph_of_record_and_replay(folder: Pa
     assert "9 = 9 out" in flowchan("replay", "words.py:made", "words", "items.rec", "--", "4").stdout
 
 
-def test_record_tells_that_a_limit_ended_the_recording(
+def test_record_reports_that_a_limit_ended_the_recording(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     result = flowchan("record", "words.py:made", "numbers", "--most", "4")

@@ -157,7 +157,7 @@ def on_two_nodes(rank: int, folder: Path) -> dict[str, str]:
     return LAUNCHERS["Slurm"](str(rank), "2") | more
 
 
-def test_slurm_nodes_meet_by_a_file_in_a_folder(tmp_path: Path) -> None:
+def test_slurm_nodes_meet_through_a_file_in_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     job = [scripts.start("-c", PROGRAM, env=on_two_nodes(rank, folder)) for rank in (1, 0)]
     assert ended(job) == ["1 2 3 [0, 1]", "0 2 3 [0, 1]"]
@@ -177,7 +177,7 @@ def test_slurm_file_is_secret_until_all_have_met(tmp_path: Path, monkeypatch: py
         assert (g.rank, other.rank) == (1, 0)
 
 
-def test_slurm_file_goes_when_rank_0_times_out(tmp_path: Path) -> None:
+def test_slurm_file_is_removed_when_rank_0_times_out(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[1\] have not arrived"):
         meet_in(tmp_path, "x", "127.0.0.1", 0, 2, 0.1, "")
     assert list(tmp_path.iterdir()) == []
@@ -257,7 +257,7 @@ for _ in range(2):
 
 
 @pytest.mark.parametrize("secret", ["", "sixteen letters."], ids=["one host", "address"])
-def test_processes_without_ranks_get_them_by_arrival(secret: str) -> None:
+def test_processes_without_ranks_get_ranks_by_order_of_arrival(secret: str) -> None:
     at = free_address()
     job = [scripts.start("-c", ARRIVES, at, secret) for _ in range(3)]
     lines = [text.splitlines() for text in ended(job)]

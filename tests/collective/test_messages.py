@@ -124,7 +124,7 @@ def test_started_receives_end_when_the_sender_leaves(run: Any) -> None:
     assert run(2, body)[0] == "done"
 
 
-def test_receive_any_waits_for_no_started_receive() -> None:
+def test_receive_any_does_not_wait_for_started_receives() -> None:
     def body(g: Any) -> Any:
         if g.rank:
             return g.receive(0)
@@ -166,7 +166,9 @@ def test_interrupted_wait_loses_no_message() -> None:
     assert handle.wait() == "kept"
 
 
-def test_interrupt_just_after_a_message_arrives_does_not_double_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_just_after_a_message_arrives_does_not_duplicate_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     first, second = members(2)
     second.send("once", 0)
     handle = first.receive(1, wait=False)

@@ -41,7 +41,7 @@ def test_float16_values_are_summed_in_float32_and_rounded_once(run: Any) -> None
                 assert (found[f"{dtype} {length}"] == total.to(dtype).float().numpy()).all()
 
 
-def test_complex_tensor_mean_has_equal_bits_on_one_and_several_hosts(run: Any) -> None:
+def test_complex_tensor_mean_has_equal_bits_on_several_hosts(run: Any) -> None:
     parts = [np.random.default_rng(rank).standard_normal(2000) for rank in range(3)]
 
     def body(g: Any) -> Any:

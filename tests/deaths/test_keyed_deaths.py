@@ -105,7 +105,7 @@ def test_counter_per_key_is_exact_despite_kills_at_arbitrary_instructions() -> N
 
 
 @pytest.mark.parametrize("max_deaths", [1, 2])
-def test_item_that_fails_over_deaths_leaves_the_state_unchanged(max_deaths: int) -> None:
+def test_item_that_fails_after_deaths_leaves_the_state_unchanged(max_deaths: int) -> None:
     def dies(item: int, state: KeyedState[int]) -> int:
         state.value += 1
         if item == 5:

@@ -80,7 +80,7 @@ def test_item_for_a_remote_worker_goes_to_its_replacement() -> None:
     assert stage_of(run, "work").restarts == deaths.total
 
 
-def test_worker_does_not_skip_an_output_that_another_worker_has_put() -> None:
+def test_worker_does_not_skip_outputs_that_another_worker_has_put() -> None:
     """Each of two workers puts an output for its second item, and the first of them dies after its put."""
     restarted: Channel[None] = Channel(1, across="processes")
     put: Channel[None] = Channel(1, across="processes")

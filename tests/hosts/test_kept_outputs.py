@@ -84,7 +84,7 @@ def test_small_items_and_items_for_the_program_pass_through_driver():
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_items_of_killed_hosts_are_made_again_exactly_once(tmp_path: Path, ordered: bool):
+def test_items_of_killed_hosts_are_recreated_exactly_once(tmp_path: Path, ordered: bool):
     graph, pool = Graph("deaths"), local(3)
     (tmp_path / "made").mkdir()
     (tmp_path / "checked").mkdir()
@@ -125,7 +125,7 @@ def test_reader_that_ends_early_ends_the_stage_that_makes_items():
     assert _core._references() == 0
 
 
-def test_function_that_makes_fewer_items_again_fails_the_run(tmp_path: Path):
+def test_function_that_makes_fewer_items_in_replay_fails_the_run(tmp_path: Path):
     graph, pool = Graph("fewer"), local(1)
     made = graph.source(range(40)).flat_map(FewerOnceKilled(tmp_path), on=pool, workers=2)
     made.map(CheckAndKill(tmp_path, frozenset({20})), on=pool, workers=2).collect()

@@ -90,7 +90,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "distributed#8393": (
         "the start parses an address in the output, and hangs with another log level",
-        ("hosts/test_reported_host_problems.py::test_agent_starts_whatever_is_printed",),
+        ("hosts/test_reported_host_problems.py::test_agent_starts_despite_printed_output",),
     ),
     "distributed#3420": (
         "close() leaves processes on the hosts",
@@ -246,7 +246,7 @@ class Printing(Local):
 
 
 @pytest.mark.parametrize("code", [LOUD, MUTE], ids=["loud", "mute"])
-def test_agent_starts_whatever_is_printed(code: str) -> None:
+def test_agent_starts_despite_printed_output(code: str) -> None:
     """The agent connects to the program without printing an address for it."""
     graph = Graph("printing")
     result = graph.source(range(9)).map(abs, on=pool_of("test", Printing(1, code)), workers=2).collect()

@@ -39,7 +39,7 @@ def test_large_item_arrives_over_several_short_connections() -> None:
 
 
 @pytest.mark.parametrize("to_the_host", [True, False], ids=["inputs", "outputs"])
-def test_host_is_given_up_when_connections_break_before_an_item(
+def test_run_abandons_host_that_loses_connections_before_an_item(
     to_the_host: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     size = 60_000

@@ -67,7 +67,7 @@ def test_arrays_in_items_keep_shape_type_and_contents(path: Path) -> None:
     assert all(one.ctypes.data % 16 == 0 for one in found[:2])
 
 
-def test_file_cut_off_anywhere_has_its_whole_records(path: Path) -> None:
+def test_truncated_file_still_has_its_complete_records(path: Path) -> None:
     items = [0, "one", [2, 2], numpy.arange(3)]
     data = write(path, items)
     lengths = []
@@ -126,7 +126,7 @@ def test_limit_on_items_ends_the_recording(path: Path) -> None:
     assert not Recording(path).stopped
 
 
-def test_limit_on_bytes_keeps_the_file_below_it(path: Path) -> None:
+def test_limit_on_bytes_bounds_the_size_of_the_file(path: Path) -> None:
     data = write(path, ITEMS, max_bytes=1_000)
     assert data.index(END.to_bytes(8, "little")) <= 1_000
     recording = Recording(path)

@@ -162,7 +162,7 @@ def test_items_and_outputs_are_exact_over_connections_cut_anywhere(seed: int) ->
         thread.join(WAIT_LIMIT_S)
 
 
-def test_link_reports_for_how_long_its_connections_carried_nothing() -> None:
+def test_link_reports_how_long_its_connections_carried_no_data() -> None:
     with Cut(*[20_000] * 6) as linked:
         source, results = channel(4), channel(4)
         thread = RemoteWorker(linked, 1, source, results).start(lambda item: [(0, bytes(60_000))])

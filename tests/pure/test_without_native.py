@@ -107,7 +107,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("call", REFUSED)
-def test_call_that_needs_the_native_module_says_so(tmp_path: Path, call: str) -> None:
+def test_call_that_needs_the_native_module_raises_with_the_reason(tmp_path: Path, call: str) -> None:
     program = f"""
     from flowchan import Channel, Graph, collective, hosts, pipelines
 

@@ -24,7 +24,7 @@ def outcomes(count: int) -> str:
     return f"{{'equal': {count - count // 10}, 'refused': {count // 10}}} fork 0\n"
 
 
-def test_failing_passes_leave_all_others_exact(long_walk: bool) -> None:
+def test_failing_passes_do_not_affect_other_passes(long_walk: bool) -> None:
     count = 10_000 if long_walk else 300
     assert in_any_order(scripts.run_python(PROGRAM, str(count))) == outcomes(count)
 

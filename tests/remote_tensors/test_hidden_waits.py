@@ -94,14 +94,14 @@ def test_explicit_wait_and_asynchronous_calls_pass_in_strict_mode(strict_nodes: 
         strict_nodes.sync(WAIT_S)
 
 
-def test_copy_to_another_node_is_no_wait(strict_nodes: Any) -> None:
+def test_copy_to_another_node_does_not_count_as_wait(strict_nodes: Any) -> None:
     strict_nodes.strict("error")
     x = torch.ones(3, device=strict_nodes[0])
     y = torch.zeros(3, device=strict_nodes[1]).copy_(x) + x.to(strict_nodes[1])
     assert y.cpu().tolist() == [2.0] * 3
 
 
-def test_strict_mode_concerns_the_nodes_that_set_it(strict_nodes: Any) -> None:
+def test_strict_mode_applies_only_to_the_nodes_that_set_it(strict_nodes: Any) -> None:
     from flowchan.pipelines import RemoteNodes
 
     strict_nodes.strict("error")
@@ -109,7 +109,7 @@ def test_strict_mode_concerns_the_nodes_that_set_it(strict_nodes: Any) -> None:
         assert torch.ones(2, device=others[0]).tolist() == [1.0, 1.0]
 
 
-def test_strict_refuses_unknown_modes(strict_nodes: Any) -> None:
+def test_strict_rejects_unknown_modes(strict_nodes: Any) -> None:
     with pytest.raises(ValueError, match="strict: mode must be 'off', 'warn' or 'error', got 'raise'"):
         strict_nodes.strict("raise")
 

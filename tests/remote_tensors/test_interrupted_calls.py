@@ -174,7 +174,7 @@ def test_interrupted_wait_leaves_program_and_node_usable(
 @pytest.mark.usefixtures("alarms")
 # a signal handler raises in a finaliser
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_alarms_at_random_times_mix_up_no_value(nodes: Any, long_walk: bool) -> None:
+def test_alarms_at_random_times_do_not_mix_up_values(nodes: Any, long_walk: bool) -> None:
     """Each operation is either issued or raises. Each fetched value belongs to its operation."""
     chance = random.Random(1)
     here, there = nodes
@@ -199,7 +199,7 @@ def test_alarms_at_random_times_mix_up_no_value(nodes: Any, long_walk: bool) -> 
 @pytest.mark.usefixtures("alarms")
 # a signal handler raises in a finaliser
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_alarms_while_issuing_lose_and_repeat_no_command(nodes: Any, long_walk: bool) -> None:
+def test_alarms_while_issuing_neither_lose_nor_repeat_commands(nodes: Any, long_walk: bool) -> None:
     """A command whose call was interrupted may or may not run. All others run once and in order."""
     chance = random.Random(2)
     total = torch.zeros((), dtype=torch.int64, device=nodes[0])
@@ -370,7 +370,7 @@ def test_failure_of_one_thread_is_not_raised_in_another(nodes: Any) -> None:
         nodes.sync()
 
 
-def test_threads_that_add_in_place_lose_no_command(nodes: Any) -> None:
+def test_threads_that_add_in_place_do_not_lose_commands(nodes: Any) -> None:
     total = torch.zeros((), dtype=torch.int64, device=nodes[0])
 
     def work(number: int) -> None:

@@ -56,7 +56,7 @@ def test_copy_has_the_values_from_before_later_changes(three_nodes: Any) -> None
     assert torch.equal(source.cpu(), numbers(ROW, 8))
 
 
-def test_change_of_the_copy_leaves_the_source_as_it_was(three_nodes: Any) -> None:
+def test_change_of_the_copy_does_not_change_the_source(three_nodes: Any) -> None:
     a, b, _ = three_nodes
     source = numbers(1000).to(a)
     copied = source.to(b)
@@ -66,7 +66,7 @@ def test_change_of_the_copy_leaves_the_source_as_it_was(three_nodes: Any) -> Non
 
 
 @pytest.mark.parametrize("megabytes", [1, pytest.param(16), pytest.param(256, marks=pytest.mark.long)])
-def test_copies_in_both_directions_at_once_end(three_nodes: Any, megabytes: int) -> None:
+def test_simultaneous_copies_in_both_directions_complete(three_nodes: Any, megabytes: int) -> None:
     a, b, _ = three_nodes
     size, rounds = megabytes * ROW, 40 // megabytes + 2
     there, back = torch.full((size,), 1.0, device=a), torch.full((size,), 2.0, device=b)
@@ -85,7 +85,7 @@ def test_many_unread_copies_in_both_directions_do_not_block(three_nodes: Any) ->
     assert all(torch.equal(one.cpu(), numbers(ROW, 5)) for _, one in made[::13])
 
 
-def test_many_small_copies_round_a_ring_keep_their_order(three_nodes: Any) -> None:
+def test_many_small_copies_around_a_ring_keep_their_order(three_nodes: Any) -> None:
     a, b, c = three_nodes
     total = torch.zeros(3, device=a)
     for _ in range(300):
@@ -115,7 +115,7 @@ def test_copies_that_arrive_in_another_order_are_not_mixed_up(three_nodes: Any) 
         assert copied.tolist() == [value] * 4
 
 
-def test_copy_to_the_same_node_is_as_in_torch(three_nodes: Any) -> None:
+def test_copy_to_the_same_node_behaves_like_torch(three_nodes: Any) -> None:
     a = three_nodes[0]
     source = numbers(4).to(a)
     assert source.to(a) is source
@@ -128,7 +128,7 @@ DTYPES = ("bool", "uint8", "int16", "int64", "float16", "bfloat16", "float32", "
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_copy_keeps_the_dtype_or_converts(three_nodes: Any, dtype: str) -> None:
+def test_copy_keeps_or_converts_the_dtype(three_nodes: Any, dtype: str) -> None:
     a, b, _ = three_nodes
     kind = getattr(torch, dtype)
     local = torch.tensor([[0, 1, 5], [1, 0, 2]]).to(kind)
@@ -172,7 +172,7 @@ def test_copy_of_a_conjugated_view_has_conjugated_values(three_nodes: Any) -> No
     assert torch.equal((local.to(a).conj().to(b) * 1j).cpu(), local.conj() * 1j)
 
 
-def test_copy_into_fills_views_converts_and_broadcasts(three_nodes: Any) -> None:
+def test_copy_into_a_tensor_fills_views_converts_and_broadcasts(three_nodes: Any) -> None:
     a, b, _ = three_nodes
     target = torch.zeros(3, 4, device=b)
     alias = target.view(12)
@@ -250,7 +250,7 @@ def test_gradient_flows_through_a_copy_into_another_node(three_nodes: Any) -> No
     assert x.grad.tolist() == [6.0, 8.0, 10.0]
 
 
-def test_failed_source_fails_the_copy_and_no_other(three_nodes: Any) -> None:
+def test_failed_source_fails_only_its_copy(three_nodes: Any) -> None:
     from flowchan.pipelines import RemoteError
 
     a, b, _ = three_nodes

@@ -207,7 +207,7 @@ def test_node_killed_during_a_large_transfer_raises_node_died(nodes: Any, way: s
 # --- copies between nodes ---
 
 
-def test_receiver_of_a_dead_sender_fails_and_goes_on(nodes: Any, latch: Latch) -> None:
+def test_receiver_of_a_dead_sender_fails_and_continues(nodes: Any, latch: Latch) -> None:
     kept = ones(nodes[1])
     received = latch.occupy(ones(nodes[0])).to(nodes[1])
     dependent = received + kept
@@ -222,7 +222,7 @@ def test_receiver_of_a_dead_sender_fails_and_goes_on(nodes: Any, latch: Latch) -
     check_others(nodes)
 
 
-def test_sender_to_a_dead_receiver_goes_on(nodes: Any) -> None:
+def test_sender_to_a_dead_receiver_continues(nodes: Any) -> None:
     source = torch.ones(MEGABYTES_16 // 4).to(nodes[1])
     os.kill(pid_of(nodes[0]), signal.SIGKILL)
     for _ in range(40):  # more than the receiver's inbox accepts

@@ -69,7 +69,7 @@ def test_operations_and_autograd_run_on_hosts(host_nodes: Any) -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_copies_between_hosts_in_both_directions_and_round_a_ring(host_nodes: Any) -> None:
+def test_copies_between_hosts_work_in_both_directions_and_around_ring(host_nodes: Any) -> None:
     a, b, c = host_nodes
     source = numbers(2 * ROW).to(a)
     there = source.to(b)
@@ -109,14 +109,14 @@ def received_and_sent() -> int:
     return int(fields["rchar"]) + int(fields["wchar"])
 
 
-def test_copies_between_nodes_on_hosts_and_on_this_machine(host_nodes: Any, two_nodes: Any) -> None:
+def test_copies_work_between_hosts_and_this_machine(host_nodes: Any, two_nodes: Any) -> None:
     source = numbers(ROW).to(two_nodes[0])
     there = (source.to(host_nodes[1]) + 1).to(host_nodes[2])
     back = (there * 2).to(two_nodes[1])
     assert torch.equal(back.cpu(), (numbers(ROW) + 1) * 2)
 
 
-def test_copies_between_nodes_on_two_pools(host_nodes: Any) -> None:
+def test_copies_work_between_nodes_on_two_pools(host_nodes: Any) -> None:
     from flowchan.pipelines import RemoteNodes
 
     with RemoteNodes(1, on=local(1)) as others:
@@ -158,7 +158,7 @@ def test_unreachable_inbox_is_replaced_by_a_channel_of_the_program(caplog: pytes
     receiver.relay.close()
 
 
-def test_nodes_are_dealt_out_to_all_hosts(host_nodes: Any) -> None:
+def test_nodes_are_distributed_over_all_hosts(host_nodes: Any) -> None:
     assert len({row.host for row in host_nodes.stats()}) == 3
 
 

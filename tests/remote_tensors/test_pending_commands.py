@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 WAIT_S = 60
 
 
-def test_command_runs_although_the_program_does_nothing_more(two_nodes: Any, tmp_path: Path) -> None:
+def test_command_runs_even_if_the_program_issues_no_more_commands(two_nodes: Any, tmp_path: Path) -> None:
     from node_support import SeenTensor
 
     seen = SeenTensor(tmp_path / "seen", two_nodes[0])
@@ -26,7 +26,7 @@ def test_command_runs_although_the_program_does_nothing_more(two_nodes: Any, tmp
         seen.wait_for(step)
 
 
-def test_command_runs_after_a_long_silence(two_nodes: Any, tmp_path: Path) -> None:
+def test_command_runs_after_a_long_pause(two_nodes: Any, tmp_path: Path) -> None:
     from node_support import SeenTensor
     from support.waiting import wait_until
 

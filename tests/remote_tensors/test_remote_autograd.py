@@ -252,7 +252,7 @@ def test_view_of_a_changed_tensor_counts_its_versions(nodes: RemoteNodes) -> Non
     assert view.cpu().tolist() == [2, 2]
 
 
-def test_in_place_on_a_leaf_raises(nodes: RemoteNodes) -> None:
+def test_in_place_operation_on_a_leaf_raises(nodes: RemoteNodes) -> None:
     x = torch.ones(3, device=nodes[0], requires_grad=True)
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         x.add_(1)

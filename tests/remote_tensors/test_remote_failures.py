@@ -82,7 +82,7 @@ def test_failed_operation_raises_both_tracebacks(nodes: Any) -> None:
     ],
     ids=["cpu", "item", "bool", "tolist", "print", "format", "nonzero", "unbind", "equal", "copy"],
 )
-def test_fetch_of_failed_tensor_raises_and_node_goes_on(nodes: Any, fetch: Any) -> None:
+def test_fetch_of_failed_tensor_raises_and_node_continues(nodes: Any, fetch: Any) -> None:
     x = ones(nodes[0])
     y = fail(x)
     with pytest.raises(RemoteError) as caught:
@@ -106,7 +106,7 @@ def test_thousand_dependents_are_skipped_with_the_root_cause(nodes: Any) -> None
     nodes.sync()
 
 
-def test_root_cause_crosses_nodes_and_both_go_on(nodes: Any) -> None:
+def test_root_cause_crosses_nodes_and_both_nodes_continue(nodes: Any) -> None:
     a, b = ones(nodes[0]), ones(nodes[1])
     there = fail(a).to(nodes[1])
     back = (there + b).to(nodes[0]) * a

@@ -42,7 +42,7 @@ def test_seeded_values_equal_local_ones(nodes: RemoteNodes, name: str) -> None:
     assert all(torch.equal(one, expected) for one in found)
 
 
-def test_draws_on_one_node_leave_the_other_generators(nodes: RemoteNodes) -> None:
+def test_draws_on_one_node_do_not_affect_other_generators(nodes: RemoteNodes) -> None:
     torch.manual_seed(5)
     torch.rand(100, device=nodes[0])
     other, local = torch.rand(3, device=nodes[1]), torch.rand(3)

@@ -53,7 +53,7 @@ def test_module_changes_its_dtype_on_a_node(nodes: RemoteNodes) -> None:
     assert module.half().weight.cpu().dtype is torch.float16
 
 
-def test_module_is_made_on_a_node(nodes: RemoteNodes) -> None:
+def test_module_can_be_created_on_a_node(nodes: RemoteNodes) -> None:
     torch.manual_seed(0)
     direct = torch.nn.Linear(3, 2, device=nodes[0])
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def test_state_loads_in_both_directions(nodes: RemoteNodes) -> None:
     assert_equal_states(other.state_dict(), local.state_dict(), nodes[0])
 
 
-def test_copied_module_is_independent(nodes: RemoteNodes) -> None:
+def test_copied_module_is_independent_of_the_original(nodes: RemoteNodes) -> None:
     module = made("mlp")[0].to(nodes[0])
     other = copy.deepcopy(module)
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_copy_of_a_tensor_with_a_graph_is_refused(nodes: RemoteNodes) -> None:
         copy.deepcopy(x)
 
 
-def test_buffers_and_parameters_are_seen_as_remote(nodes: RemoteNodes) -> None:
+def test_buffers_and_parameters_are_recognised_as_remote(nodes: RemoteNodes) -> None:
     x = torch.ones(2, device=nodes[1])
     assert x.is_remote
     assert not torch.ones(2).is_remote

@@ -143,7 +143,7 @@ def test_values_print_as_local_values_with_the_device(nodes: RemoteNodes) -> Non
     assert "device='remote:0'" in repr(torch.nn.Parameter(leaf))
 
 
-def test_numbers_come_from_single_values(nodes: RemoteNodes) -> None:
+def test_single_values_can_be_converted_to_numbers(nodes: RemoteNodes) -> None:
     x = torch.tensor(2.5, device=nodes[0])
     assert (float(x), int(x), bool(x), x.item(), complex(x)) == (2.5, 2, True, 2.5, 2.5)
     assert f"{x:.2f}" == "2.50"
@@ -155,7 +155,7 @@ def test_numbers_come_from_single_values(nodes: RemoteNodes) -> None:
         bool(torch.ones(2, device=nodes[0]))
 
 
-def test_reversed_mix_with_numpy_numbers(nodes: RemoteNodes) -> None:
+def test_tensors_can_be_combined_with_numpy_numbers(nodes: RemoteNodes) -> None:
     x = torch.ones(2, device=nodes[0])
     assert (x * np.float32(2)).tolist() == [2, 2]
     assert (x + np.int64(1)).tolist() == [2, 2]
@@ -204,7 +204,7 @@ def test_default_dtype_applies_from_the_moment_it_is_set(two_nodes: RemoteNodes)
         torch.set_default_dtype(torch.float32)
 
 
-def test_operation_without_meta_kernel_runs_there_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_operation_without_meta_kernel_runs_on_node_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     library = torch.library.Library("flowchan_no_meta", "DEF")
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", lambda x: x * 2, "CPU")

@@ -85,7 +85,7 @@ def test_statistics_of_a_batch_norm_fail_with_its_input(two_nodes: RemoteNodes) 
         norm.running_mean.cpu()
 
 
-def test_unusable_seed_leaves_the_node_alive(two_nodes: RemoteNodes) -> None:
+def test_node_survives_an_invalid_seed(two_nodes: RemoteNodes) -> None:
     torch.remote.set_rng_state(torch.get_rng_state()[:10], two_nodes[0])
     with pytest.raises(RemoteError, match="set_rng_state"):
         two_nodes.sync()

@@ -100,7 +100,7 @@ def add_in_place(tensor: Any) -> None:
     tensor += 1
 
 
-def test_stage_that_only_changes_a_tensor_loses_nothing(nodes: Any) -> None:
+def test_stage_that_only_changes_a_tensor_keeps_all_changes(nodes: Any) -> None:
     tensor = torch.zeros(1, device=nodes[0])
     for _ in range(3):
         graph = Graph()
@@ -205,7 +205,7 @@ def test_tensors_of_ended_nodes_are_rejected() -> None:
         channel.put(tensor)
 
 
-def test_two_groups_of_nodes_exchange_tensors_by_the_program(nodes: Any) -> None:
+def test_two_groups_of_nodes_exchange_tensors_through_the_program(nodes: Any) -> None:
     with RemoteNodes(1) as others:
         moved = torch.arange(3.0, device=nodes[1]).to(others[0])
         assert moved.device == others[0]

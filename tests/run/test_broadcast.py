@@ -63,7 +63,7 @@ async def later(value: Any) -> Any:
 
 
 @everywhere
-def test_coroutines_read_the_value_that_is_in_force(on: str) -> None:
+def test_coroutines_read_the_current_value(on: str) -> None:
     graph = Graph()
     value = graph.broadcast(0)
 
@@ -198,7 +198,7 @@ def test_flat_map_reads_one_version_for_each_item(on: str) -> None:
 
 
 @everywhere
-def test_retry_reads_the_version_in_force_when_it_begins(on: str) -> None:
+def test_retry_reads_the_version_that_is_current_at_its_start(on: str) -> None:
     graph = Graph()
     value = graph.broadcast("bad")
     gate = Gate()
@@ -381,7 +381,7 @@ def test_graph_that_a_worker_runs_has_its_own_values(on: str) -> None:
     assert graph.run()[answers] == [("outer", [("inner", 0)], [("new", 1)], "new")]
 
 
-def test_value_raises_in_a_process_that_is_no_worker() -> None:
+def test_value_raises_in_a_process_that_is_not_a_worker() -> None:
     value = pickle.loads(pickle.dumps(Graph("g").broadcast(1)))
     with pytest.raises(RuntimeError, match="<Broadcast 1 of graph 'g'> must be read in the program"):
         value.get()

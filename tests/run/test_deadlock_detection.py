@@ -172,7 +172,7 @@ def test_progress_between_two_snapshots_restarts_the_inspection() -> None:
     assert (count, found) == (2, [None] * 4)
 
 
-def test_other_hosts_are_asked_until_they_have_answered() -> None:
+def test_other_hosts_are_queried_until_they_have_answered() -> None:
     answers = iter([None, None, LOOP, None, LOOP])
     deadlocks, found = Deadlocks(0.0), []
     for now in (1, 2, 2.01, 2.02, 3, 3.01):

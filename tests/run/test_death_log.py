@@ -47,7 +47,7 @@ def test_deaths_of_one_worker_do_not_count_for_another() -> None:
     assert [log.died(worker, killed(0.1)).deaths for worker in (first, first, second)] == [1, 2, 1]
 
 
-def test_deaths_over_an_item_are_counted_for_the_item() -> None:
+def test_deaths_while_processing_an_item_are_counted_for_the_item() -> None:
     made = planned()
     log, (worker, _) = DeathLog(made), workers_in(made)
     ends = [killed(0.1), killed(0.1), killed(9.0, over_item=1), killed(9.0, over_item=2), killed(0.1)]

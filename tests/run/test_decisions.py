@@ -296,7 +296,7 @@ def test_failures_of_several_gang_workers_are_all_kept() -> None:
     assert state.failures == failures
 
 
-def test_normal_end_of_a_gang_worker_does_not_excuse_a_missing_member() -> None:
+def test_missing_member_fails_the_gang_despite_another_workers_normal_end() -> None:
     first, second, _ = GANG
     state, _ = decide(GANG_AT_WORK, Ended(first), 0.0)
     state, actions = decide(state, missing(second), 0.0)

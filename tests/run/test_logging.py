@@ -80,7 +80,7 @@ class Kept(logging.Handler):
         self.reported_all.append(record.getMessage())
 
 
-def test_failing_logging_filter_in_the_program_ends_no_run(
+def test_failing_logging_filter_in_the_program_does_not_end_run(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(record: logging.LogRecord) -> bool:

@@ -254,7 +254,7 @@ def test_r14_aiter_finishes_an_item_when_taking_the_next(path: Path) -> None:
     assert finished(path) == list(range(ITEMS))
 
 
-def test_r14_left_loop_does_not_finish_its_last_item(path: Path) -> None:
+def test_r14_loop_left_early_does_not_finish_its_last_item(path: Path) -> None:
     graph = Graph()
     numbers = graph.source(range(ITEMS)).collect()
     with graph.start(resume=path) as run:

@@ -55,14 +55,14 @@ def test_several_early_ends_in_a_gang_are_remembered() -> None:
 
 
 @pytest.mark.parametrize(("limit", "replaced"), [(0, False), (1, True), (2, True)])
-def test_death_over_an_item_needs_a_limit_above_zero(limit: int, replaced: bool) -> None:
+def test_worker_that_died_on_item_is_replaced_if_limit_positive(limit: int, replaced: bool) -> None:
     death = dataclasses.replace(died(WORK), over_item=1)
     _, actions = decide(dataclasses.replace(STATE, limits={"work": limit}), death, 0.0)
     assert (Replace(WORK, 0.0) in actions) == replaced
 
 
 @pytest.mark.parametrize(("unbegun", "replaced"), [(HOPELESS - 1, True), (HOPELESS, False), (99, False)])
-def test_worker_that_never_begins_is_given_up(unbegun: int, replaced: bool) -> None:
+def test_worker_that_never_begins_is_not_replaced_forever(unbegun: int, replaced: bool) -> None:
     death = dataclasses.replace(died(WORK), unbegun=unbegun)
     _, actions = decide(STATE, death, 0.0)
     assert (Replace(WORK, 0.0) in actions) == replaced

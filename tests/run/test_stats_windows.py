@@ -85,7 +85,7 @@ def test_stats_counters_are_separate_for_each_worker(on: Any) -> None:
 
 
 @everywhere
-def test_cpu_seconds_are_those_of_the_worker(on: Any) -> None:
+def test_cpu_seconds_include_work_but_not_sleep(on: Any) -> None:
     graph = Graph("cpu")
     graph.source(range(20)).map(burn, on=on, name="burn").map(slow, on=on, name="wait").sink(same)
     run = graph.start()

@@ -98,7 +98,7 @@ def test_stop_with_a_timeout_aborts_a_run_that_continues(on: str) -> None:
     accounts_for_every_item(run)
 
 
-def test_stop_drops_no_finished_results_and_failures() -> None:
+def test_stop_keeps_finished_results_and_failures() -> None:
     gate, begun = Gate(), Gate()
 
     def half(item: int) -> int:
@@ -128,7 +128,7 @@ def test_stop_drops_no_finished_results_and_failures() -> None:
     assert results[odd] == list(range(1, 20, 2))
 
 
-def test_stop_drops_no_items_that_a_zip_pairs() -> None:
+def test_stop_keeps_items_that_a_zip_pairs() -> None:
     gate = Gate()
     graph = Graph("stopped")
     left, right = graph.source(range(100), capacity=8).tee(2)

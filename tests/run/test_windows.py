@@ -43,7 +43,7 @@ def lists_of(items: Any, *args: Any, **options: Any) -> list[list[Any]]:
         (0, 3, 1, []),
     ],
 )
-def test_window_by_count_holds_the_items_with_its_numbers(
+def test_window_by_count_contains_items_with_its_numbers(
     items: int, size: int, every: int | None, expected: list[list[int]]
 ) -> None:
     assert lists_of(range(items), size, every=every) == expected
@@ -66,7 +66,7 @@ def test_tumbling_windows_begin_at_multiples_of_their_length() -> None:
     ]  # fmt: skip
 
 
-def test_item_is_in_every_sliding_window_over_its_time() -> None:
+def test_item_is_in_every_sliding_window_that_covers_its_time() -> None:
     assert windows_of([0, 4, 7, 12], seconds=10, every=5, time=float) == [
         Window(None, -5, 5, [0, 4]), Window(None, 0, 10, [0, 4, 7]), Window(None, 5, 15, [7, 12]),
         Window(None, 10, 20, [12]),

@@ -156,7 +156,7 @@ def test_layer_without_statistics_is_unchanged() -> None:
 
 @pytest.mark.parametrize("shape", [(40, 3), (40, 3, 5), (40, 3, 2, 2)])
 @pytest.mark.parametrize("pieces", [1, 3, 40])
-def test_moments_of_pieces_combine_to_those_of_the_whole(shape: tuple[int, ...], pieces: int) -> None:
+def test_combined_moments_of_pieces_equal_moments_of_the_whole(shape: tuple[int, ...], pieces: int) -> None:
     x = 1000 + torch.randn(shape, generator=torch.Generator().manual_seed(0))
     first, *others = (moments(piece) for piece in x.tensor_split(pieces))
     for other in others:
