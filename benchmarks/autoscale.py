@@ -61,8 +61,7 @@ def measure(effort: Effort) -> Report:
 
 
 class _Graph:
-    """A graph whose results are iterated over. Each stage has ``workers`` workers; if None, the run chooses
-    the number."""
+    """A graph to iterate over. Each stage has ``workers`` workers; if None, the run chooses the number."""
 
     def __init__(self, workers: int | None) -> None:
         self._workers = workers
@@ -90,7 +89,7 @@ def _arrivals(items: Iterable[Any], seconds: float) -> list[float]:
 
 
 def _reached(times: Sequence[float], goal: float) -> float:
-    """Return the end of the first second whose rate reaches ``goal``, or infinity."""
+    """Return when the rate first reaches ``goal``, as the end of a second, or infinity."""
     least = round(goal)
     return next(
         (at for past, at in zip(times, times[least:], strict=False) if at - past <= 1.0), float("inf")

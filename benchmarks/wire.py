@@ -1,4 +1,4 @@
-"""Long-delay connection whose delay TCP itself observes: acknowledgements are delayed as much as data.
+"""Connection whose long delay TCP itself observes: acknowledgements are delayed as much as data.
 
 There are two network namespaces, each with a TUN device. A process between them delays every packet.
 """

@@ -1,7 +1,7 @@
 """Ready-made patterns for concurrent programs, built only on flowchan's public names.
 
 - :func:`map`: run one function in n workers.
-- :func:`workqueue`: a queue on which one owner puts questions and many workers put answers.
+- :func:`workqueue`: a queue in which one owner puts questions and many workers put answers.
 - :class:`TaskPool` and :class:`BackgroundTask`: executors in the style of ``concurrent.futures``.
 - :class:`Server` and :class:`Client`: one program that serves many others, on any hosts.
 - :func:`marshal`: serialise an object once and read it many times.

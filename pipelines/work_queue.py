@@ -1,7 +1,7 @@
 """Work queue: one owner puts questions, and many workers take them and put answers.
 
 The queue consists of two channels. The owner is the thread that created the queue; every other thread, in any
-process, is a worker. Each call uses one of the two channels, depending on which thread makes it. Only the
+process, is a worker. Each call uses one of the two channels, depending on the calling thread. Only the
 question channel is bounded. A worker therefore never blocks when it puts an answer, so the two sides cannot
 deadlock. The number of unread answers is limited by the number of questions that the owner has put.
 """
@@ -328,7 +328,7 @@ def workqueue(name: str | None = None, capacity: int = 64, across: Across = "thr
     the call creates a new queue.
 
     Args:
-        name: Name of the queue (default: none; such a queue is always new).
+        name: Name of the queue (default: none, so the queue is new).
         capacity: Maximum number of questions that wait for a worker (default: 64). The number of waiting
             answers is not limited. Only the creator's value has an effect.
         across: ``"threads"`` (default): the name is valid in this process. ``"processes"``: the name is valid

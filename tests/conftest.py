@@ -58,7 +58,7 @@ LOADS = re.compile(
 )
 """Lines with which a file loads a large library into the process that runs the file."""
 PROGRAM = re.compile(r'"""(?:[^"\\]|"(?!"")|\\.)*"""', re.DOTALL)
-"""A string of several lines. It may be a program, whose imports happen in another process."""
+"""A string of several lines. It may be a program, which runs its imports in another process."""
 ENDING = ("thread ", "process ")
 """Kinds of leftovers that may end a moment after a test; descriptors and mappings have owners."""
 PORT_END_S = 5.0

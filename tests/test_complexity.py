@@ -17,7 +17,7 @@ PRODUCT = {
 
 @pytest.fixture
 def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write product code in which two functions are above a limit."""
+    """Write product code with two functions above a limit."""
     for name, text in PRODUCT.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

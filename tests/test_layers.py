@@ -59,7 +59,7 @@ FRONTS = {
     "flowchan.transport.sockets": "transport front",
 }
 WHOLE = ("pipelines",)
-"""Parts whose folders count as one."""
+"""Parts that count as one, including their subfolders."""
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 
@@ -163,7 +163,7 @@ PRODUCT = [*MODULES.values(), *(ROOT / "flowchan_torch").rglob("*.py")]
 
 
 def test_class_name_is_defined_in_one_file():
-    """A class name has one meaning in the product."""
+    """A class name has only one meaning in the product."""
     files: dict[str, set[str]] = {}
     for path in PRODUCT:
         for node in ast.walk(parsed(path)):
@@ -190,7 +190,7 @@ NAMES = {*OPERATORS, *PLACEMENTS, *TRANSPORTS}
 
 
 def compared_with(node: ast.AST) -> set[str]:
-    """Return the strings with which a comparison compares."""
+    """Return the strings in a comparison."""
     if not isinstance(node, ast.Compare):
         return set()
     sides = [node.left, *node.comparators]

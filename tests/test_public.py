@@ -96,7 +96,7 @@ def test_every_public_name_has_a_docstring(name):
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_has_flowchan_as_its_module(name):
-    """Messages and tracebacks show ``flowchan.X``, whichever file defines X."""
+    """Messages and tracebacks show ``flowchan.X``, no matter which file defines X."""
     value = getattr(flowchan, name)
     if not inspect.ismodule(value):
         assert value.__module__ == "flowchan", f"set flowchan.{name}.__module__ to 'flowchan'"

@@ -36,7 +36,7 @@ MOST_WORDS_OF_A_TEST = 10
 
 
 class Text(NamedTuple):
-    """Paragraph of one kind, such as ``docstring``, and the line where it begins."""
+    """Paragraph of one kind, such as ``docstring``, and its first line."""
 
     kind: str
     path: Path
@@ -242,7 +242,7 @@ def hits(text: Text) -> Iterator[Hit]:
 
 
 def tree() -> list[Path]:
-    """Return the files whose prose is checked."""
+    """Return the files to check for prose."""
     found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*"))]
     return [path for path in found if not path.name.endswith(".pyi")] + [ROOT / page for page in PAGES]
 

@@ -31,7 +31,7 @@ SIDE_BY_SIDE = ("-n", "5", "--dist", "loadfile", "--no-loadscope-reorder", "--ma
 MOST = 20
 """Maximum number of failed tests that are run again. More failures are caused by a change, not by load."""
 PASSED, FAILED = 0, 1
-"""Exit statuses with which pytest reports that all tests have run."""
+"""Exit statuses of pytest that mean that all tests have run."""
 
 
 @dataclass

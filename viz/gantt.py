@@ -63,7 +63,7 @@ class Gantt:
         left: Width of the area with the names, in pixels.
         row: Height of a row, in pixels.
         unit: Unit of the axis.
-        marks: Moments at which a line crosses all rows.
+        marks: Moments with a line across all rows.
     """
 
     title: str

@@ -227,7 +227,7 @@ def detail_text(stage: Stage, captions: Mapping[str, str]) -> str:
 
 
 def result_name(stage: Stage) -> str:
-    """Return the name of the variable to which a stage's result is assigned, or else the stage's name."""
+    """Return the name of the variable that holds a stage's result, or else the stage's name."""
     return _assigned(stage.where) or stage.name
 
 

@@ -1,8 +1,8 @@
 """Fix the width of each text in a picture, so that the layout also fits in viewers with other fonts.
 
-The layout is computed with the widths of Helvetica. A viewer without Helvetica or Arial uses a font that may
-be wider, such as DejaVu Sans. The SVG therefore specifies ``textLength``, and the viewer scales each text to
-the computed width.
+The layout is computed with the widths of Helvetica. A viewer without Helvetica or Arial uses another font,
+such as DejaVu Sans, which may be wider. The SVG therefore specifies ``textLength``, and the viewer scales
+each text to the computed width.
 """
 
 from __future__ import annotations

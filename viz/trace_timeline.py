@@ -35,7 +35,7 @@ LEFT_LEAST, LEFT_MOST = 90.0, 320.0
 """Minimum and maximum width of the area with the names, in pixels."""
 ROW = 30.0
 LONG_S = 10.0
-"""Length in seconds at which the axis changes from milliseconds to seconds."""
+"""Timelines longer than this many seconds have an axis in seconds instead of milliseconds."""
 
 
 @dataclass

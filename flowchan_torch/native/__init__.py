@@ -143,7 +143,7 @@ def start_engine() -> None:
 def _first_pass() -> None:
     import torch
 
-    # In a forked child of a process whose engine has threads, every backward pass raises this error.
+    # in a forked child of a process with engine threads, every backward pass raises this error
     with contextlib.suppress(RuntimeError):
         loss: Any = torch.ones(1, device="cpu", requires_grad=True).sum()
         loss.backward()

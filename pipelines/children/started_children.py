@@ -23,7 +23,7 @@ from flowchan.run.policy.decisions import GRACE, Decided, EndWorker
 from flowchan.run.policy.events import Death, Failure, WorkerId
 
 WAITING = 64
-"""Number of unreceived values in each direction at which ``send`` blocks."""
+"""Number of unreceived values in one direction that makes ``send`` block."""
 
 States = Mapping[int, ChildState]
 

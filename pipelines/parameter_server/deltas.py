@@ -4,7 +4,7 @@ The block consists of units of two bytes, the size of a ``bfloat16``. Each 65,53
 contains the position and the value of each changed unit, four bytes in total. If more than half of the units
 in a bucket have changed, the delta contains the whole bucket instead, because this takes less space.
 
-Units are compared as integers, so the delta preserves all bits, including those of NaNs.
+Units are compared as integers, so the delta preserves all bits, even in NaNs.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ contributions.
 
 *Closing.* One replica pulls this whole state, takes the outer step, and pushes the result with the sums reset
 to zero. The server drops this push if any other push came first (``max_staleness=0``). Each round is
-therefore closed exactly once and includes every counted contribution, whichever replica closes it. The last
-contributor closes the round at once. Earlier contributors close it only if the last one does not.
+therefore closed exactly once, by any replica, and includes every counted contribution. The last contributor
+closes the round at once. Earlier contributors close it only if the last one does not.
 """
 
 from __future__ import annotations

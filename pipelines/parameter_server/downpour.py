@@ -37,8 +37,8 @@ class Downpour(Replica):
         pull_every: Number of steps after which the replica adopts the server's parameters, at least 1
             (default
             10).
-        prefetch: Number of steps by which a pull starts before its result is used, less than ``pull_every``
-            (default 0).
+        prefetch: Number of steps between the start of a pull and the use of its result, less than
+            ``pull_every`` (default 0).
         start: Number of steps before the first interval begins (default 0). The first push includes the
             updates
             from these steps.
@@ -165,7 +165,7 @@ class Downpour(Replica):
                 self._unsent[name] = update if unsent is None else unsent.add_(update)
 
     def _send_updates(self) -> None:
-        if not self._unsent:  # always empty on members other than the leader
+        if not self._unsent:  # always empty, except on the leader
             return
         handle = self._send(self._unsent)
         if self._prefetch is not None:

@@ -32,9 +32,9 @@ class ElasticAveraging(Replica):
             ``ParameterServer(model.state_dict())``.
         model: Model that this worker trains.
         every: Number of steps between exchanges, at least 1 (default 10).
-        alpha: Fraction of the difference by which replica and centre move, between 0 and 1 (default 0.1).
-        prefetch: Number of steps by which the pull of the centre starts before the exchange, less than
-            ``every`` (default 0).
+        alpha: Fraction of their difference that replica and centre move, between 0 and 1 (default 0.1).
+        prefetch: Number of steps between the pull of the centre and the exchange, less than ``every``
+            (default 0).
         start: Number of steps before the first interval begins (default 0).
         **options: Options that all algorithms accept:
             group (Group): Group whose members have identical replicas and average their gradients (default:

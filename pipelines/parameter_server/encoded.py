@@ -44,7 +44,7 @@ class Encoded:
         return out
 
     def joined(self, others: Iterable[Encoded]) -> Encoded:
-        """Combine these encodings with those of other workers."""
+        """Combine these encodings with the encodings of other workers."""
         values = [value for one in (self, *others) for value in one.values]
         return Encoded(self._codes, values, self.shape, self.dtype)
 
@@ -58,7 +58,7 @@ class Encoder:
     def encode(self, values: Mapping[str, Any], codes: Codes) -> dict[str, Encoded]:
         """Encode each tensor with its code object.
 
-        The encoder keeps its code objects as long as ``codes`` is the same object.
+        The encoder keeps its code objects while ``codes`` is the same object.
 
         Args:
             values: The tensors by name.

@@ -159,7 +159,7 @@ class ParameterClient(RowClient):
             rule: ``"add"`` (default), ``"copy"``, ``"zero"``, ``"gradient"`` for a step of the server's
                 optimizer, or a function ``(current, given) -> new`` that the server calls for each tensor.
             scale: Factor that multiplies the values (default: 1).
-            at: Version from which the values were computed (default: the version of the last pull).
+            at: Version on which the values are based (default: the version of the last pull).
             max_staleness: Largest allowed number of versions between ``at`` and the version that the push
                 changes (default: no limit).
             stale: ``"drop"`` (default): the server drops a push whose values are too old. ``"wait"``: the
@@ -290,7 +290,7 @@ class ParameterClient(RowClient):
             timeout: Maximum seconds to wait (default: no limit).
 
         Returns:
-            ``out`` if given; otherwise the tensors by name, the one tensor, or the object.
+            ``out`` if given. Otherwise, the tensors by name, the one tensor, or the object.
 
         Raises:
             Broken: The program that runs the server was killed.
@@ -372,7 +372,7 @@ class ParameterClient(RowClient):
         return PullHandle(lambda: self._copied(names=names), self._taken)
 
     def _taken(self, pulled: tuple[int, Any], out: Any) -> Any:
-        """Return the result of a prefetch, whose version is now the last that this client has pulled."""
+        """Return the result of a prefetch. Its version becomes the client's last pulled version."""
         self._pulled, found = pulled
         return found if out is None else self._filled(found, out)
 

@@ -61,7 +61,8 @@ class Replica:
         self._parameters = trainable(self._call, model)
         self._push: PushHandle | None = None  # the pending push, if any; there is never more than one
         self._prefetch: PullHandle | None = None  # the pending pull, if a prefetch has started
-        self._version = 0  # server version that includes each push for which this replica has waited
+        # server version that includes all pushes of this replica up to the last awaited one
+        self._version = 0
         self._adopt(self._pull)
 
     def _due(self, every: int, lead: int = 0) -> bool:

@@ -40,9 +40,9 @@ class RowClient(ABC):
     def encode(self, values: Mapping[str, Any], codes: Codes) -> dict[str, Encoded]:
         """Encode tensors without sending them, for example to gather the encodings of several workers.
 
-        ``push`` accepts encoded tensors. A client keeps one code object per tensor as long as ``codes`` is
-        the same object, because a code may store unsent elements.
-        If a push raises an error, the attributes of its code objects get back the values they had before.
+        ``push`` accepts encoded tensors. A client keeps one code object per tensor while ``codes`` is the
+        same object, because a code may store unsent elements. If a push raises an error, the attributes of
+        its code objects get back the values they had before.
 
         Args:
             values: Mapping from names to tensors.

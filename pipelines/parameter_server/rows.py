@@ -15,7 +15,7 @@ class RowOptimizer:
     """Optimizer for the rows of a table, such as an embedding table.
 
     The server stores each row's optimizer state. A push changes only the pushed rows and their state. The
-    results are bit-for-bit equal to those of the torch optimizer with sparse gradients. Create a
+    results are bit-for-bit equal to the torch optimizer's results with sparse gradients. Create a
     ``RowOptimizer`` with one of its class methods.
 
     Args:

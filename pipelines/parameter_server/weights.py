@@ -2,8 +2,8 @@
 
 Readers on the trainer's machine copy the latest version from the trainer's memory (``weights_memory.py``).
 Readers on other machines send requests over a channel, and a thread of the trainer answers them
-(``weights_answers.py``). Such a reader keeps its own copy of the weights. It applies each delta to this copy,
-and then copies the result into the model.
+(``weights_answers.py``). A remote reader keeps its own copy of the weights. It applies each delta to this
+copy, and then copies the result into the model.
 """
 
 from __future__ import annotations
@@ -302,8 +302,7 @@ class WeightsReader:
 
         Args:
             model: The ``nn.Module`` or mapping to overwrite, on any device. Its names, dtypes and shapes must
-                match
-                those of the weights (default: :attr:`values`).
+                match the weights (default: :attr:`values`).
             timeout: Maximum seconds to wait for ``at_least`` and for a trainer on another machine (default:
                 no
                 limit).

@@ -1,4 +1,4 @@
-"""Answers to readers on machines other than the trainer's.
+"""Answer readers on machines other than the trainer's.
 
 A thread in the trainer's process answers one request at a time. It keeps the version of its last answer
 pinned, and compares that version with the latest one. A comparison has one bit per two bytes of the weights.

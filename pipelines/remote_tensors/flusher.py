@@ -21,7 +21,7 @@ class Flushable(Protocol):
 
     Attributes:
         buffer: Position of the buffer in the stream, and the unsent commands.
-        frees: References to handles that are gone, whose ids can be freed.
+        frees: References to deleted handles, whose ids can be freed.
         idle: True while the thread does not check this client's buffer every millisecond.
     """
 

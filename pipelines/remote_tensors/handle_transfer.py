@@ -45,7 +45,7 @@ REPLIES = 64
 
 
 class Route:
-    """Addresses at which processes reach one node.
+    """Addresses of one node, for other processes.
 
     Args:
         nodes: Identifier of the ``RemoteNodes`` object.
@@ -73,7 +73,7 @@ class Route:
         """Return the route for the item that this thread is pickling.
 
         Raises:
-            TypeError: The item goes to another host, from which the node cannot be reached.
+            TypeError: The item goes to another host, which cannot reach the node.
         """
         if not descriptors.is_for_another_host() or self.commands.transport.reached_by:
             return self

@@ -23,7 +23,7 @@ from flowchan.remote.orphans import OrphanMemory, Orphans
 CHECK_INTERVAL_S = 0.05
 """Seconds between checks for leases that have ended."""
 WAITING = 64
-"""Number of messages in a channel at which the sender blocks."""
+"""Maximum number of messages in a channel; then the sender blocks."""
 
 
 class LeaseWatch:

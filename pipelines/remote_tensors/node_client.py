@@ -26,9 +26,9 @@ from flowchan.pipelines.remote_tensors.sent_commands import SentCommands
 from flowchan.transport.interrupts import append_result
 
 MAX_TEMPLATES = 20_000
-"""Number of templates for one node at which the client discards all of them."""
+"""Maximum number of templates for one node. When it is reached, the client discards all of them."""
 LIMIT = 512
-"""Length of the command buffer, in numbers, at which the client sends it."""
+"""Length of the command buffer, in numbers, that makes the client send it."""
 POLL_INTERVAL_S = 0.1
 """Seconds between checks whether the node is alive, while the client waits for an answer."""
 NO_OPERATION = 0, ""
@@ -304,7 +304,7 @@ class NodeClient:
                 while True:
                     reply = self._reply(what, until)
                     if reply.question == question:
-                        break  # a lower number belongs to an earlier question whose wait was interrupted
+                        break  # a lower number answers an earlier question whose wait was interrupted
                     self._note(reply)
                 self.finished = max(self.finished, number)
                 self._sent.answered(count)

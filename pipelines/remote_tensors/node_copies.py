@@ -26,7 +26,7 @@ from flowchan.remote.channel_server import ChannelServer
 from flowchan.transport.tcp import joined, route_to
 
 WAITING = 64
-"""Number of tensors in an inbox at which a put blocks."""
+"""Maximum number of tensors in an inbox; then a put blocks."""
 NODE_DIED = ""
 """Key of a message that reports a dead node. The value is the node's place and failure."""
 log = logging.getLogger("flowchan.remote_tensors")

@@ -39,7 +39,7 @@ from flowchan.pipelines.remote_tensors.templates import only_strided
 MAX_UNFETCHED = 1000
 """Number of failures that a node keeps for ``sync``."""
 LSTM_LAYER = "aten::mkldnn_rnn_layer"
-"""Operator whose kernel depends on the grad mode. The client sends the mode as the last argument."""
+"""This operator's kernel depends on the grad mode. The client sends the mode as the last argument."""
 
 
 class Compiled:

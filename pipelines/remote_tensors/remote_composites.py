@@ -6,7 +6,7 @@ differ in the last bits. The functions here issue the same operations in the sam
 tensors. Forward and backward values are therefore equal bit for bit. On a node with another device, torch
 makes its usual choice for devices.
 
-Sources: the cell equations are those of ``torch.nn.LSTM``, ``torch.nn.GRU`` and ``torch.nn.RNN``.
+Sources: the cell equations come from ``torch.nn.LSTM``, ``torch.nn.GRU`` and ``torch.nn.RNN``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ aten = torch.ops.aten
 State = tuple[Tensor, ...]
 """State of one layer in one direction: (h,) or, for an LSTM, (h, c)."""
 LSTM_MODE = 2
-"""Number by which oneDNN identifies an LSTM."""
+"""oneDNN's number for an LSTM."""
 FLASH = 1
-"""Number by which torch identifies flash attention."""
+"""torch's number for flash attention."""
 
 
 class LayerWeights(NamedTuple):

@@ -29,7 +29,7 @@ from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteErro
 from flowchan.transport.interrupts import interrupts_deferred
 
 WAITING = 64
-"""Number of messages in a command channel at which the client blocks."""
+"""Maximum number of messages in a command channel; then the client blocks."""
 GRACE_S = 2.0
 """Maximum seconds for the last commands after an exception has left the ``with`` block."""
 

@@ -166,7 +166,7 @@ def _key_of(
 
 
 def exact(value: float) -> float | str:
-    """Return a key that distinguishes 0.0 from -0.0, and in which NaN equals itself."""
+    """Return a key that distinguishes 0.0 from -0.0 and treats all NaNs as equal."""
     return str(value) if value == 0 or value != value else value
 
 

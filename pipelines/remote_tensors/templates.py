@@ -259,7 +259,7 @@ class Evaluated:
         self.kept: list[int] = []
         self.outputs: list[TensorMeta] = []
         places = {id(meta): place for place, meta in enumerate(metas)}
-        # some results are the modified argument itself
+        # some results are the modified argument
         places |= {id(metas[place]): place for place in mutated}
         leaves = flat_results(result)
         for place, leaf in enumerate(leaves):

@@ -269,7 +269,7 @@ class _Through:
     def _raise_if_changed(self) -> None:
         """Raise the error that torch raises if a saved tensor has been modified.
 
-        The graphs in the processes cannot detect such a change.
+        The graphs in the processes cannot detect such changes.
         """
         for parameter, version in self._versions:
             if parameter._version != version:

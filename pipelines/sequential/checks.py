@@ -107,7 +107,7 @@ def _check_skips(module: nn.Sequential) -> None:
 
     Raises ``ValueError`` for a ``Pop`` without a ``Stash``, a ``Stash`` without a ``Pop``, and two ``Stash``
     layers without a ``Pop`` between them. A layer that is not an ``nn.Sequential`` may contain such layers
-    and use them in any order. After such a layer, the names that it uses are not checked.
+    and use them in any order. Names in such a layer are not checked afterwards.
     """
     stashed: dict[str, str] = {}  # stashed names, each with the path of its Stash layer
     unknown: set[str] = set()
@@ -138,7 +138,7 @@ def _check_skips(module: nn.Sequential) -> None:
 
 
 def _in_a_row(module: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers in the order in which they run.
+    """Yield the layers in execution order.
 
     This includes the layers of nested ``nn.Sequential`` containers.
     """

@@ -1,4 +1,4 @@
-"""Synchronise the caller's CUDA streams with the default streams, on which worker threads compute.
+"""Synchronise the caller's CUDA streams with the workers' streams, which are the default streams.
 
 A program may call a pipe under ``torch.cuda.stream(…)``. Without these waits, a worker could read a tensor
 before the caller's stream has computed it. The caller's stream could also read an output too early. The waits
@@ -32,7 +32,7 @@ def from_workers(value: Any) -> None:
 
 
 def _on_other_streams(value: Any) -> Iterator[tuple[Tensor, torch.cuda.Stream, torch.cuda.Stream]]:
-    """Yield each CUDA tensor for whose device the current stream is not the default stream."""
+    """Yield each CUDA tensor whose device has a current stream other than its default stream."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     for tensor in tensors(value):

@@ -26,9 +26,9 @@ MOST_DRAWN = 6
 class Part:
     """Consecutive layers of a module.
 
-    ``number`` is the part's number, from 0. ``device`` is the device on which the layers compute; if it is
-    ``None``, they compute where their parameters are. ``remote`` is true if the part runs on another host,
-    with copies of the tensors.
+    ``number`` is the part's number, from 0. The layers compute on ``device``; if it is ``None``, they compute
+    where their parameters are. ``remote`` is true if the part runs on another host, with copies of the
+    tensors.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""``Sequential``: a module whose parts run at the same time, each on its own thread or in its own process."""
+"""Define ``Sequential``, a module that runs its parts at the same time, on threads or in processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from flowchan.pipelines.sequential.training import Training, TrainingOptions
 
 
 class Sequential(nn.Module):
-    """Module whose parts work on different micro-batches at the same time.
+    """Module that runs its parts at the same time, on different micro-batches.
 
     A pipe replaces the plain module: it has the same layers, parameters and ``state_dict``, and ``pipe(x)``
     returns the output of ``module(x)``. Gradients flow back through the parts. Workers start with the first
@@ -57,8 +57,8 @@ class Sequential(nn.Module):
 
     Args:
         module: An ``nn.Sequential``, a list of layers, or a module that ``torch.fx`` can trace.
-        parts: The number of parts, the number of layers in each part, or the names of the layers with which
-            parts 1, 2, … begin.
+        parts: The number of parts, the number of layers in each part, or the names of the first layers of
+            parts 1, 2, ….
         **options: Keyword options of the pipe:
             on (str or pool): ``"thread"`` (default), ``"process"`` (with shared parameters), or a host pool
                 (with synchronised copies).

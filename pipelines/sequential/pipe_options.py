@@ -25,7 +25,7 @@ class SequentialOptions(TypedDict, total=False):
     param_scale: float
     """With ``"memory"``: factor by which the bytes of parameters are multiplied (default: 1)."""
     devices: Sequence[torch.device | str] | None
-    """One device per part, to which its inputs are moved (default: where the layers are)."""
+    """One device per part. Inputs are moved to the part's device (default: where the layers are)."""
     recompute: bool
     """Whether the backward pass recomputes activations instead of keeping them (default: False)."""
     deferred_batch_norm: bool

@@ -132,7 +132,7 @@ def _block_of(tensor: Tensor) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class SharedModule:
-    """Wrapper in which a module is pickled for another process.
+    """Wrapper that pickles a module for another process.
 
     The process maps the module's tensors. If ``remote`` is true, the process is on another host and copies
     them.
@@ -142,7 +142,7 @@ class SharedModule:
     remote: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the module so that unpickling returns the module itself, not the wrapper."""
+        """Pickle the module so that unpickling returns the module instead of the wrapper."""
         if self.remote:
             return _with_settings, (self.module, settings())
         out = io.BytesIO()

@@ -105,7 +105,7 @@ def simulate(
         forward: Time of a forward step, either one for all parts or one per part.
         backward: Time of a backward step, either one for all parts or one per part.
         capacity: Number of messages that fit into a channel between two workers; ``None``: no limit.
-        weights: Part of the ``backward`` time that the gradients of the weights take (default: half of it).
+        weights: Fraction of the ``backward`` time for the gradients of the weights (default: half).
 
     Returns:
         The events and the peak memory of all workers.
@@ -173,7 +173,7 @@ class _Link:
         return len(self.taken) == len(self.sent)
 
     def put(self, message: Step, now: float) -> float:
-        """Send a message; return the time of sending: ``now``, or the time at which the channel had room."""
+        """Send a message. Return the time of sending: ``now``, or the time when the channel had room."""
         if self.capacity is not None and len(self.sent) >= self.capacity:
             now = max(now, self.taken[len(self.sent) - self.capacity])
         self.sent.append((message, now))
@@ -232,7 +232,7 @@ class _Network:
     def _receive(
         self, worker: int, step: Step, needed: Step, done: set[Step], now: float
     ) -> Generator[str, None, float]:
-        """Return the time at which ``worker`` has received ``needed``, an input of ``step``."""
+        """Return when ``worker`` received ``needed``, an input of ``step``."""
         name = replace(needed, op="B") if (step.op, needed.op) == ("B", "I") else needed
         owner = self._owners.get(needed.part)
         if owner is None:
@@ -270,7 +270,7 @@ class _Network:
 
 
 def _done_by(step: Step) -> list[Step]:
-    """Return both halves of a backward pass; for any other step, return the step itself."""
+    """Return both halves of a backward pass. For any other step, return the step."""
     return [replace(step, op="I"), replace(step, op="W")] if step.op == "B" else [step]
 
 

@@ -1,9 +1,9 @@
 """Skip connections: one layer stashes a tensor, and a later layer in any part pops it.
 
 The two layers use the same skip store. In a pipeline, each micro-batch has its own store, which travels with
-it from part to part. In the plain module, each thread has one store, which no batch resets, because nothing
-marks the end of a batch. A tensor that is not popped, for example because a layer raised, therefore stays
-until the next ``Stash`` with the same name. ``Sequential`` checks that each ``Stash`` has a ``Pop``.
+it from part to part. In the plain module, each thread has one store. The store is never reset, because
+nothing marks the end of a batch. A tensor that is not popped, for example because a layer raised, therefore
+stays until the next ``Stash`` with the same name. ``Sequential`` checks that each ``Stash`` has a ``Pop``.
 
 Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", section 3.3,
 describe sending a skip directly to the part that pops it. This module sends a skip through the parts in

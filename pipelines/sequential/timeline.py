@@ -99,7 +99,7 @@ class Timeline:
         return max((event.end for event in self.events), default=0.0) - self._zero
 
     def busy(self) -> dict[int, float]:
-        """Return, for each worker, the share of :attr:`seconds` for which it was busy."""
+        """Return, for each worker, the fraction of :attr:`seconds` during which it was busy."""
         spent = dict.fromkeys(sorted({event.worker for event in self.events}), 0.0)
         for event in self.events:
             spent[event.worker] += event.end - event.begin

@@ -68,7 +68,7 @@ def optimizer_name(parts: Sequence[Part], create: Optimizers | None) -> str | No
 def parts_for(
     state: Any, module: nn.Sequential, parts: Sequence[Part], is_open: bool, create: Optimizers | None
 ) -> Sequence[Part] | None:
-    """Check a state, and return the parts to which it applies.
+    """Check a state, and return the parts that it applies to.
 
     If the cut into ``parts`` is undecided, the state decides it. The result is ``None`` if the state was
     saved before its cut was decided. Raises ``TypeError`` or ``ValueError`` if the state does not fit.

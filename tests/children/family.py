@@ -1,4 +1,4 @@
-"""Program whose children a test kills, and the class through which the test controls the program.
+"""Program with children that a test kills, and the class through which the test controls the program.
 
 The program reads orders, one JSON object per line, and prints answers in the same format. For each order, the
 program starts children and repeats a call to them until the call raises an exception. The program then closes

@@ -50,7 +50,7 @@ def call(*words: str, file: str = "", name: str = "mine.py") -> Result:
 
 
 def refused(result: Result) -> str:
-    """Return the one-line message with which a call was rejected."""
+    """Return the one-line message of a rejected call."""
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("flowchan: ")

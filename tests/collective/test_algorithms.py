@@ -313,7 +313,7 @@ def test_set_algorithm_error_lists_allowed_algorithms() -> None:
 
 
 def test_started_gathers_run_in_the_background() -> None:
-    """The test gathers arrays whose sizes the members do not know in advance, and other values."""
+    """The test gathers arrays of sizes that the members do not know in advance, and other values."""
 
     def body(g: Any) -> Any:
         handles = [

@@ -1,4 +1,4 @@
-"""Test the errors in a group whose member dies, leaves, is late, or makes a different call.
+"""Test the errors that a group raises if a member dies, leaves, is late, or makes a different call.
 
 tests/native/test_group_walk.py checks that all survivors agree after a death at any point.
 """

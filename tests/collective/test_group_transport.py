@@ -1,4 +1,4 @@
-"""Test groups over hosts whose connections go over a transport that the user registered."""
+"""Test groups over hosts that use a transport registered by the user."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_shrink_keeps_the_order_of_the_survivors(victims: set[int]) -> None:
 def test_shrink_survives_a_death_during_the_call(
     victim: int, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The member that dies during the call is the one that creates the new group, or another one.
+    """Either the member that creates the new group dies during the call, or another member.
 
     It dies before the offer, before it joins, or before all have joined.
     """

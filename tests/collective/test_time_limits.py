@@ -51,7 +51,7 @@ def steps_of(g: Any, call: Calls) -> list[float]:
 
 @pytest.fixture
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the clock with one that advances each time it is read."""
+    """Replace the clock with one that advances at each reading."""
     ticks = itertools.count(0.0, 0.001)
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
 

@@ -402,7 +402,7 @@ def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.Monkey
 
 
 class Mpi(RecordingBackend):
-    """A backend that imitates the one under mpirun with a single process."""
+    """A backend that imitates mpirun's backend with a single process."""
 
     def rank(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""Test what torch's users expect of a process group besides the results: limits, errors and events."""
+"""Test a process group's other features that torch's users expect: limits, errors and events."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ SLOW = (0, 3)
 
 @pytest.fixture
 def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the measurement with one that finds the connection ``SLOW`` slow."""
+    """Replace the measurement with a function that reports the connection ``SLOW`` as slow."""
 
     def measure(links: Links, timeout: float | None) -> None:
         hosts = len(links.sockets) + 1

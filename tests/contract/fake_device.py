@@ -220,7 +220,7 @@ class FakeDevice:
 
 
 def kept() -> int:
-    """Return the number of items for which this process keeps blocks."""
+    """Return the number of items that keep blocks in this process."""
     transfer._state.sweep()
     return sum(len(channel.blocks) for channel in transfer._state.kept.values())
 

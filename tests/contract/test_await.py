@@ -22,7 +22,7 @@ from flowchan.channel import awaiting
 
 
 def run(coroutine):
-    """Run a coroutine in a new loop, with a time limit in case it hangs."""
+    """Run a coroutine in a new loop, with a time limit."""
 
     async def limited():
         return await asyncio.wait_for(coroutine, WAIT_LIMIT_S)

@@ -211,7 +211,7 @@ def fail_to_build():
 
 @pytest.mark.copying
 def test_error_raised_by_pickling_an_item_is_chained(make):
-    """C13: the put raises the user's exception, or one that is chained to it."""
+    """C13: the put raises the user's exception or an exception that is chained to it."""
     ch = make()
     with pytest.raises(Exception, match="no way to write me down"):
         ch.put(FailsToPickle())

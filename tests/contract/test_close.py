@@ -38,7 +38,7 @@ def test_close_may_be_called_any_number_of_times(make, spawn_peer):
 
 @pytest.mark.parametrize("put", PUTS)
 def test_put_after_close_raises_closed_and_puts_nothing(make, put):
-    """C3: the error is Closed itself. Only readers get its subclass Drained."""
+    """C3: the error is plain ``Closed``. Only readers get its subclass Drained."""
     ch = make()
     ch.put("before")
     ch.close()

@@ -306,8 +306,7 @@ def _take_and_stay(ch: Channel, taken: Channel, port: bool) -> None:
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.parametrize("copied", [False, True])
 def test_c11_item_and_memory_of_a_killed_receiver_are_returned(make, spawn_peer, port, copied):
-    """A leased item is delivered again, whether or not its copy was made. An unleased item's block is
-    free."""
+    """A leased item is delivered again, even if its copy was made. An unleased item's block is free."""
     ch, taken = make(4), make(4)
     with FAKE.held():
         ch.put(FakeTensor(np.full(10, 3)))

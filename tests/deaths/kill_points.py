@@ -1,4 +1,4 @@
-"""Points in the user's code at which the crash tests kill a worker."""
+"""Points in the user's code where the crash tests kill a worker."""
 
 from __future__ import annotations
 

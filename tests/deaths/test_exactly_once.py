@@ -18,7 +18,7 @@ from flowchan.run.crew.process import WorkerProcess
 
 ITEMS = 60
 PLACEMENTS = [0, 7, 8, ITEMS - 1]
-"""Items at which a worker is killed: the first, two consecutive ones, and the last."""
+"""Items during which a worker is killed: the first, two consecutive ones, and the last."""
 
 anyhow = pytest.mark.parametrize(("workers", "ordered"), [(1, True), (3, True), (3, False)])
 

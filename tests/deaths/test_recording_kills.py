@@ -1,4 +1,4 @@
-"""Test recordings of runs whose workers are killed, and of programs that are killed."""
+"""Test recordings by runs with killed workers, and by killed programs."""
 
 from __future__ import annotations
 

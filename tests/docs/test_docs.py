@@ -35,7 +35,7 @@ PAGES = [
 ALL = [*PAGES, *(page for pages in TOGETHER.values() for page in pages)]
 RUNS = {page.relative_to(ROOT).as_posix(): [page] for page in PAGES} | TOGETHER
 STARTS = re.compile(r"\.(run|start|pool|trainer|join)\(|\b(Sequential|TaskPool|BackgroundTask|dataset)\(")
-"""Calls with which a sample starts workers."""
+"""Calls that start workers in a sample."""
 PUBLIC = {
     "flowchan": "flowchan/__init__.py",
     "flowchan.pipelines": "pipelines/__init__.py",

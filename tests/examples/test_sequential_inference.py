@@ -1,4 +1,4 @@
-"""Run the inference example as a user would, and compare its output with that of the plain network."""
+"""Run the inference example as a user would, and compare its output with the plain network's output."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Test remote tensors with the master-worker part of THD, PyTorch's first ``torch.distributed``.
 
-The first tests are the samples of the proposal from 2016. The name of each test begins with the name of the
-function that the sample shows, such as ``dist_send``. THD never delivered most of these functions. The other
-tests have the names of the tests in C++, but none of their code. A node here is what THD called a worker.
+The first tests are the samples of the proposal from 2016. Each test's name begins with the sample's function,
+such as ``dist_send``. THD never delivered most of these functions. The other tests have the names of the
+tests in C++, but none of their code. A node here is what THD called a worker.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python torch_suite.py FOLDER BACKEND,… [TEST…]
 
-The tests are those of ``torch.testing._internal.distributed.distributed_test`` in the installed torch. All
-tests run if none is named. Each test runs on three ranks. The last line of the output is a JSON object. For
-each backend, it has the outcome of each test: "passed", "skipped: REASON" or "failed: ERROR".
+The tests come from ``torch.testing._internal.distributed.distributed_test`` in the installed torch. All tests
+run if none is named. Each test runs on three ranks. The last line of the output is a JSON object. For each
+backend, it has the outcome of each test: "passed", "skipped: REASON" or "failed: ERROR".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RANKS = 3
 SECONDS = 120
 """Time limit of one test."""
 GATE = "gloo"
-"""Backend for which the suite selects its tests, whichever backend runs them."""
+"""Backend that the suite selects its tests for. Other backends can run these tests."""
 
 
 def suite_in(folder: Path) -> type[unittest.TestCase]:

@@ -31,7 +31,7 @@ from tests.support.local_agents import agents_of
 from tests.support.network_proxy import Wire, wired
 
 HANG = 120.0
-# maximum number of agents killed or cut off per run, because a run gives up on a host whose agents die too
+# maximum number of killed or disconnected agents per run, because a run abandons hosts whose agents die too
 # often
 MOST_AGENTS = 8
 PEER_TIMEOUT_S = 2.0

@@ -1,7 +1,7 @@
 """Test deadlock detection over hosts.
 
-A run in which no worker can continue ends with the reason, as on one machine. A remote worker that is
-working, or waiting for an item on a slow wire, does not count as stuck.
+If no worker can continue, the run ends with the reason, as on one machine. A remote worker that is working,
+or waiting for an item on a slow wire, does not count as stuck.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def test_broken_connection_is_not_a_deadlock(looks: list[Waits]) -> None:
     def then(run: Run) -> None:
         cut()
 
-    # wait for a report from a moment at which no worker could continue
+    # wait for a report that no worker could continue
     while not looks or all(one.moves for one in looks):
         assert round_and_round(Wire(delay=0.005), 60, then) == [0]
 

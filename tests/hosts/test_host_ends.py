@@ -1,4 +1,4 @@
-"""Test that a run over hosts leaves no agent, worker or other resource behind, however it ends."""
+"""Test that a run over hosts releases all agents, workers and other resources, no matter how it ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Test gangs over hosts (R11): workers on any hosts become members of one group; the rendezvous is at the
 driver.
 
-``allreduce`` also tells workers on different hosts apart.
+``allreduce`` also distinguishes workers on different hosts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test that commands and pictures show on which hosts stages run."""
+"""Test that commands and pictures show the hosts of stages."""
 
 from __future__ import annotations
 

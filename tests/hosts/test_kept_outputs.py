@@ -41,7 +41,7 @@ def kill_agent_once(folder: Path, number: int) -> None:
 
 
 class CheckAndKill:
-    """Check items; at some of them, kill the agent that made the latest item, or that of the caller."""
+    """Check items. At some of them, kill the agent that made the latest item, or the caller's agent."""
 
     def __init__(self, folder: Path, at: frozenset[int]) -> None:
         self.folder, self.at = folder, at

@@ -85,7 +85,7 @@ def test_probe_reports_an_unusable_host_and_measures_the_others(program, problem
 
 
 def test_probe_reports_an_unknown_name_next_to_other_hosts():
-    """A host with an unknown name is reported in the same way as one that refuses to start."""
+    """A host with an unknown name is reported like a host that refuses to start."""
     one, two, three = probe.check_hosts(odd("", ""))
     assert (one.problem, two.problem) == ("", "local-2 is closed today")
     assert one.rate > 0

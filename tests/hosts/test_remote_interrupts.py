@@ -1,4 +1,4 @@
-"""Test Ctrl-C at every point of a remote call at which Python checks for signals (C9).
+"""Test Ctrl-C at every point where a remote call checks for signals (C9).
 
 The item goes to the next call in this process, and the owner counts no waiting reader afterwards.
 """

@@ -162,7 +162,7 @@ def test_put_of_a_channel_that_cannot_leave_its_machine_raises(local):
 
 
 def test_ports_cannot_be_sent_to_other_hosts():
-    """The channel itself can be sent, and its ports opened on the other host."""
+    """The channel can be sent, and its ports can be opened on the other host."""
     channel = make()
 
     def put_ports():

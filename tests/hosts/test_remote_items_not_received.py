@@ -92,7 +92,7 @@ def raise_timeout(*_):
 
 
 class Slow:
-    """Item whose unpickling is interrupted by a signal ``times`` times."""
+    """Item that a signal interrupts ``times`` times while it is unpickled."""
 
     times = 0
 
@@ -318,7 +318,7 @@ def test_reply_is_sent_again_after_a_lack_of_memory(scarce, monkeypatch):
 
 
 def test_items_with_channels_are_returned_when_their_receiver_dies():
-    """C11, C12: the channels live as long as the items that contain them."""
+    """C11, C12: the channels live until the items that contain them are gone."""
     channel, inner, received = make(), make(), make()
     server = channel._reached.server
     channel.put_many([(Arrives(), inner), (inner, inner), inner])

@@ -17,7 +17,7 @@ def take(go_on: Channel[int]) -> int:
 
 
 def started(workers: int) -> tuple[Run, Any, Channel[int]]:
-    """Start a run whose workers, each on its own host, wait for an item from the channel."""
+    """Start a run with one worker per host, each of which waits for an item from the channel."""
     go_on: Channel[int] = Channel(workers, across="hosts")
     graph = Graph("hosted")
     items = graph.source([go_on] * workers)

@@ -75,7 +75,7 @@ MUNGE_FILES = ("socket", "key-file", "pid-file", "seed-file", "log-file")
 
 @dataclass(frozen=True)
 class Sshd:
-    """An sshd on loopback. All host names resolve to it, except ``down``, on which no server listens."""
+    """An sshd on loopback. All host names except ``down`` resolve to it. No server listens on ``down``."""
 
     servers: Servers
 

@@ -49,7 +49,7 @@ def end_of(one: StartedAgent) -> str:
 
 
 def assert_agents_run_and_report_their_ends(driver: Driver, python: str) -> dict[int, dict[str, Any]]:
-    """Start agents on two hosts, let one exit, kill the other, and return what they reported about
+    """Start agents on two hosts, let one exit, kill the other, and return their descriptions of
     themselves."""
     for number in (0, 1):
         driver.start(number)

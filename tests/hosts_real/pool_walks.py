@@ -1,4 +1,4 @@
-"""Run graphs over hosts in which one worker does damage once, at item ``AT`` or a later one."""
+"""Run graphs over hosts. One worker does damage once, at item ``AT`` or a later one."""
 
 from __future__ import annotations
 

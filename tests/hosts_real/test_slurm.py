@@ -1,4 +1,4 @@
-"""Test agents in a Slurm allocation, on a cluster whose two nodes are both this machine."""
+"""Test agents in a Slurm allocation, on a cluster with two nodes that are both this machine."""
 
 from __future__ import annotations
 

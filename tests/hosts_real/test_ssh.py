@@ -60,8 +60,8 @@ def test_output_reaches_stderr_with_the_host_name(capfd):
 
 
 def test_agent_keeps_running_when_its_ssh_is_killed():
-    """An agent whose ssh has ended runs until its ``peer_timeout`` expires. Here, the driver tells the agent
-    to exit."""
+    """After its ssh has ended, an agent runs until its ``peer_timeout`` expires. Here, the driver tells the
+    agent to exit."""
     with Driver(ssh("gpu1", python=sys.executable)) as driver:
         one = driver.start(0)
         agent = psutil.Process(driver.receive()["pid"])

@@ -1,4 +1,4 @@
-"""Test the port on which a run serves its metrics: when the port is open, and which requests it accepts."""
+"""Test the port that serves a run's metrics: when the port is open, and which requests it accepts."""
 
 from __future__ import annotations
 

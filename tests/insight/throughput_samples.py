@@ -25,7 +25,7 @@ def stage(
         cpu: CPU seconds per item.
         ready: Seconds that each item waits for a core.
         out: Number of outputs for each item.
-        wait: Reason for which workers wait: "input", "place" or "turn".
+        wait: Reason for waiting: "input", "place" or "turn".
         **values: Other attributes.
     """
     items = rate * WINDOW

@@ -20,7 +20,7 @@ REQUIRED = {
     "t": {"name", "ts", "id", "cat", "bp"},
     "f": {"name", "ts", "id", "cat", "bp"},
 }
-"""Fields of each kind of event, apart from the process and the thread."""
+"""Fields of each kind of event, except for the process and the thread."""
 
 
 def read_trace(path: Path) -> list[Event]:

@@ -162,7 +162,7 @@ class Machine(RuleBasedStateMachine):
             self.held.append((array, taken[0]))
 
     def give_back(self, hand: list[tuple[int, int, int]]) -> None:
-        """Return the items to the front, in the order in which they were put."""
+        """Return the items to the front, in the order of their puts."""
         self.inside = deque(sorted([*hand, *self.inside], key=lambda item: item[2]))
 
     @precondition(lambda self: self.readers)

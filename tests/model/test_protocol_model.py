@@ -27,7 +27,7 @@ needs_spin = pytest.mark.skipif(
 
 CALM = "SPURIOUS=0 QUITS=0"
 
-# Each model, with the parameters whose full search is fastest. Unchanged models give the same results, so
+# Each model, with the parameters that make a full search fastest. Unchanged models give the same results, so
 # only `make soak` runs the other searches.
 WHOLE = [
     ("ring", "ITEMS=1 DEATHS=1"),
@@ -119,7 +119,7 @@ FAULTS = [
     ("line", "ITEMS=2 RECALLS=1", "PLANT_recall_begun"),
     ("line", "ITEMS=2 RECALLS=1", "PLANT_stale_answer"),
     ("line", "ITEMS=2 RECALLS=1", "PLANT_send_on"),
-    # each request is answered once, and a channel exists as long as a process or an item holds it
+    # each request is answered once, and a channel exists while a process or an item holds it
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_forget"),
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_cancel_taken"),
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_drained_at_once"),

@@ -112,10 +112,11 @@ ONCE |= {
     "put a loan, parked",
     "cut memory again between used blocks",
 }
-"""Operations in which only one process dies, because other operations cover their recovery."""
+"""Operations that kill only one process, because other operations cover their recovery."""
 
 Points = tuple[int, int]
-"""Numbers of points at which a process died in an operation, and a second process during the recovery."""
+"""Number of points in an operation that killed a process, and number of points in the recovery that killed
+another."""
 
 
 @pytest.fixture(scope="module")

@@ -52,8 +52,8 @@ struct Scenario {
 };
 
 struct Walked {
-    long points = 0;      // steps of the operation at which a process died
-    long recoveries = 0;  // steps of the recovery at which a second process died
+    long points = 0;      // number of the operation's steps that killed a process
+    long recoveries = 0;  // number of the recovery's steps that killed a second process
 };
 
 inline long fault_left = 0;  // fault points until this process dies; 0: it survives

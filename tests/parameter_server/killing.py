@@ -57,7 +57,7 @@ class Pusher:
 
     Args:
         client: Client of the parameter server.
-        places: Shared dictionary whose entry ``used`` is the last assigned place.
+        places: Shared dictionary. Its entry ``used`` is the last assigned place.
     """
 
     def __init__(self, client: Any, places: SharedDict[str, int]) -> None:

@@ -1,6 +1,6 @@
 """Simulate the training algorithms from their definitions, in one thread and in float64.
 
-The simulations share no code with the product. Workers step in turn: all workers take step 1, then all take
+The simulations share no code with the product. Workers take turns: all workers take step 1, then all take
 step 2.
 """
 

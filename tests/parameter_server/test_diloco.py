@@ -142,7 +142,7 @@ def test_round_closes_once_if_two_replicas_close_it() -> None:
     server, turns, dropped = PlainServer(DiLoCo.tensors(simulations.model())), Turns([0, 1]), []
 
     class BeatenOnce(PlainClient):
-        """Client whose round another replica closes between the client's pull and push."""
+        """Client that loses a race: another replica closes the round between the client's pull and push."""
 
         def push(self, values: Any, rule: Any = "add", **options: Any) -> Any:
             handle = super().push(values, rule, **options)

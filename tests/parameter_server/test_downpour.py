@@ -54,7 +54,7 @@ def test_prefetch_begins_three_steps_before_integration() -> None:
 
 
 def steps_of_calls(steps: int, **schedule: Any) -> dict[str, list[int]]:
-    """Return the steps in which a replica calls the server, grouped by kind of call."""
+    """Return the steps that make a replica call the server, grouped by kind of call."""
     server, (data,) = PlainServer(simulations.initial()), simulations.batches(workers=1, steps=steps)
     model = simulations.model()
     training = Downpour(server.client(), model, lr=0.001, **schedule)

@@ -18,7 +18,7 @@ from flowchan.pipelines.parameter_server.shard import Push, Shard
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 STRIDE = 5
-"""Number of lines between two points at which workers are killed."""
+"""Number of lines between two points that kill workers."""
 PUSHES = 60
 
 

@@ -75,7 +75,7 @@ def test_weights_preserve_all_bits_of_torch_dtypes(where: str, name: str) -> Non
 
 @everywhere
 def test_refresh_preserves_nan_payloads(where: str) -> None:
-    """The weights contain all 16-bit values, and thus every NaN of ``bfloat16``."""
+    """The weights contain all 16-bit values, including every NaN of ``bfloat16``."""
     every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     trained = {"w": torch.zeros(2**16, dtype=torch.bfloat16)}
     with Weights(trained) as weights:

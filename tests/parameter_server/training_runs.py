@@ -45,7 +45,7 @@ def plain_step(model: nn.Module, lr: float) -> None:
 def in_turn(
     start: Callable[[nn.Module], Any], data: Sequence[Sequence[Batch]], inner_lr: float | None = None
 ) -> list[list[State]]:
-    """Let the workers step in turn and finish. Return each worker's parameters after each step.
+    """Let the workers take turns, and finish them. Return each worker's parameters after each step.
 
     Args:
         start: Function that creates a worker's algorithm for a model.
@@ -69,7 +69,7 @@ def in_turn(
 
 
 class Turns:
-    """Order in which the workers may push, as a list of worker numbers."""
+    """Order of the workers' pushes, as a list of worker numbers."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self.order, self.place, self.moved = order, 0, threading.Condition()

@@ -437,7 +437,7 @@ def owner_of_all(reported: Channel[Any]) -> None:
 
 
 def test_waiters_raise_after_death_of_creating_process() -> None:
-    """C11: the calls fail in the same way as calls on a channel whose owner has died."""
+    """C11: the calls fail like calls on a channel whose owner has died."""
     reported: Channel[Any] = Channel(across="hosts")
     owner = PEERS["hosts"](owner_of_all, reported)
     barrier, event, condition, shared = reported.get()

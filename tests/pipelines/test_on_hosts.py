@@ -1,4 +1,4 @@
-"""Test patterns whose workers run on other hosts, with a pool as their placement."""
+"""Test patterns with workers on other hosts, using a pool as their placement."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_call_on_lost_host_fails_and_is_not_repeated(tmp_path: Path, kind: str) 
 
 
 def lose_host(folder: Path) -> None:
-    """Kill the agent on which a call has started, once this process knows that it has started."""
+    """Kill the agent of a started call, once this process knows that the call has started."""
     wait_until(lambda: [*folder.glob("held *")] != [])
     wait_until(lambda: any(map(has_begun, gc.get_objects())))
     (held,) = folder.glob("held *")

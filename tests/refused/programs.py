@@ -19,7 +19,7 @@ import seccomp
 
 from flowchan import Channel, Graph, GraphError, select
 
-BLOCKED = 1.0  # seconds over which CPU time is measured
+BLOCKED = 1.0  # duration of the CPU time measurement in seconds
 
 
 def waiting(channels: list[Channel]) -> bool:

@@ -49,7 +49,7 @@ def end(how: str) -> None:
 
 
 def fail(x: Any, how: str) -> Any:
-    """Fail in the way that ``how`` names."""
+    """Fail as requested by ``how``."""
     end(how)
     return x.clone()
 

@@ -125,7 +125,7 @@ def test_copies_work_between_nodes_on_two_pools(host_nodes: Any) -> None:
 
 
 class UnreachableNode:
-    """Client of a node to whose inbox no other node can connect."""
+    """Client of a node with an inbox that no other node can connect to."""
 
     def __init__(self, id: str, reach: Any) -> None:
         from flowchan.pipelines.remote_tensors.node_copies import NodePlace

@@ -1,9 +1,9 @@
 """Test each operator of torch's database on a remote device against the CPU.
 
-``op_differences.txt`` lists the operators whose results are not equal, with reasons. An operator whose
-results improve must be removed from the list. ``make test`` runs one sample for one in twelve operators, and
-all samples for the listed operators. ``make soak`` runs all samples, and compares the metadata after each
-operation.
+``op_differences.txt`` lists the operators with unequal results, and the reasons. If an operator's results
+improve, the operator must be removed from the list. ``make test`` runs one sample for one in twelve
+operators, and all samples for the listed operators. ``make soak`` runs all samples, and compares the metadata
+after each operation.
 """
 
 from __future__ import annotations

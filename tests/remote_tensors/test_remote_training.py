@@ -26,7 +26,7 @@ def misses(nodes: RemoteNodes) -> int:
 
 
 class CountedSteps:
-    """Context in which waiting is an error and each step's template misses are counted."""
+    """Context that forbids waiting and counts the template misses of each step."""
 
     def __init__(self, nodes: RemoteNodes) -> None:
         self.nodes, self.misses = nodes, [0]

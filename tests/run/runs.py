@@ -35,7 +35,7 @@ def waits(run: Run, channel: str, readers: int = 0, writers: int = 0) -> None:
 
 
 def feedback(first: Callable[..., Any]) -> Graph:
-    """Return a graph with a loop in which each of two stages waits for items from the other."""
+    """Return a graph with a loop of two stages, each of which waits for items from the other."""
 
     async def second(numbers: In[int], back: Out[int]) -> None:
         async for number in numbers:

@@ -1,4 +1,4 @@
-"""Test requests whose items are in a batch when the batch fails or is in several branches."""
+"""Test requests for items in a batch that fails or is in several branches."""
 
 from __future__ import annotations
 

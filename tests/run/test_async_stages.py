@@ -100,7 +100,7 @@ def test_two_async_stages_work_concurrently() -> None:
 
 
 def overtaking(ordered: bool) -> list[int]:
-    """Return the outputs of a run in which item 0 is finished after item 1."""
+    """Return the outputs of a run that finishes item 0 after item 1."""
     passed = asyncio.Event()
 
     async def overtake(item: int) -> int:

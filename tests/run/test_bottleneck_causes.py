@@ -1,8 +1,8 @@
 """Test the cause that is reported for the speed of a run.
 
-The tests cover simple cases, and nine cases in which shares over the whole run pointed to the wrong cause.
-The nine cases run real graphs and check only which cause is named. Other tests pass snapshots to the pure
-function, because a loaded machine could hide some effects.
+The tests cover simple cases. They also cover nine cases in which fractions of the whole run suggested the
+wrong cause. The nine cases run real graphs and check only which cause is named. Other tests pass snapshots to
+the pure function, because a loaded machine could hide some effects.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def load(
     name: str, work: float = 0.0, waits: float = 0.0, place: float = 0.0, turn: float = 0.0,
     cpu: float | None = 0.0, ready: float = 0.0, **values: Any,
 ) -> tuple[StageStats, WorkSeconds]:  # fmt: skip
-    """Return a stage whose worker spent these seconds in a window of one second."""
+    """Return a stage with a worker that spent these seconds in a window of one second."""
     worked = WorkSeconds(work + waits + place + turn, waits, place, turn, cpu, None if cpu is None else ready)
     whole = worked.working or 1.0
     known = {

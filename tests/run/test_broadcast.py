@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 
 
 class Asked:
-    """A graph whose workers answer one item at a time with ``function``."""
+    """Graph with workers that answer one item at a time with ``function``."""
 
     def __init__(self, graph: Graph, function: Callable[[Any], Any], **options: Any) -> None:
         self._items = graph.input()

@@ -18,11 +18,11 @@ from support.waiting import wait_until
 from flowchan import Broken, Graph, In, Out, RunError, StageError
 
 TIMES = 10
-"""Number of repetitions, because the order in which ends are reported is random."""
+"""Number of repetitions, because ends are reported in random order."""
 
 
 class Lost(Exception):
-    """Exception with which a stage breaks its channel."""
+    """Exception that a stage uses to break its channel."""
 
 
 def same(item: Any) -> Any:

@@ -44,7 +44,7 @@ def observation(*edges: EdgeStats, stages: tuple[StageStats, ...] | None = None,
 
 
 LOOP = observation(edge("first", "second", readers=1), edge("second", "first", readers=1))
-"""View in which each stage waits for items of the other."""
+"""Snapshot of two stages that wait for each other's items."""
 FULL = observation(edge("first", "second", writers=1), edge("second", "first", writers=1))
 
 

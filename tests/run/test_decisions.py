@@ -63,7 +63,7 @@ def at(phase: Phase, **values: Any) -> PolicyState:
 
 
 def restarted(stage: str, times: int) -> dict[str, Any]:
-    """Return the fields of a state in which a stage was restarted ``times`` times at time 0."""
+    """Return the fields of a state after a stage was restarted ``times`` times at time 0."""
     return {"restarts": {stage: times}, "recent_restarts": {stage: (0.0,) * times}}
 
 

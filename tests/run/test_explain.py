@@ -1,4 +1,4 @@
-"""Test ``run.explain()``: which stage is waiting at which channel, and which stage can end the wait.
+"""Test ``run.explain()``: which stage waits at which channel, and which stage can end the wait.
 
 A deadlocked run fails with this explanation. A run that only looks deadlocked for some time continues.
 """

@@ -1,4 +1,4 @@
-"""Test R11 for gangs: stages whose function has a parameter ``group: Group``.
+"""Test R11 for gangs: stages with a function that has a parameter ``group: Group``.
 
 The workers of a gang start together and are the members of one group.
 """

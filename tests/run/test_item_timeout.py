@@ -50,7 +50,7 @@ def stage_with_timeout(operator: str, timeout: float) -> Stage:
 
 
 def test_elements_of_one_item_share_its_time_limit(clock: ScriptedClock, timer: Timer) -> None:
-    """The time for which the caller keeps an element does not count."""
+    """The time that the caller keeps an element does not count."""
 
     def pour(number: int) -> Iterator[int]:
         clock.now += 1

@@ -1,4 +1,4 @@
-"""Test that the log contains the stack of a worker whose item exceeds the time limit."""
+"""Test that the log contains the worker's stack if an item exceeds the time limit."""
 
 from __future__ import annotations
 

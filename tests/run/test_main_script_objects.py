@@ -12,7 +12,7 @@ METHODS = pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 
 
 def run_on(place: str, tmp_path: Path, definitions: str, main: str) -> str:
-    """Return the output of a script in which ``on`` is the placement of its pools."""
+    """Return the output of a script. In the script, ``on`` is the placement of its pools."""
     method, on = ("fork", "hosts.local(1)") if place == "hosts" else (place, "'process'")
     text = (
         "import dataclasses, functools, multiprocessing\n"

@@ -1,4 +1,4 @@
-"""Test R10 with ``max_deaths=1``: no item is processed twice, no matter when a worker dies."""
+"""Test R10 with ``max_deaths=1``: whenever a worker dies, no item is processed twice."""
 
 from __future__ import annotations
 

@@ -140,7 +140,8 @@ def test_coroutines_use_a_shared_instance_at_the_same_time() -> None:
 
 @shared
 def test_abort_does_not_cancel_a_close_that_has_begun(share: bool) -> None:
-    """The second stage is cancelled after the first stage, whose instance is being closed."""
+    """The second stage is cancelled after the first stage, while the first stage's instance is being
+    closed."""
     gate = Gate()
     closed: list[str] = []
 

@@ -36,7 +36,7 @@ class TimedInput:
 
 
 class TimedOutput:
-    """Output that records its items, and the time at which each was put."""
+    """Output that records its items and the times of their puts."""
 
     def __init__(self, clock: ScriptedClock) -> None:
         self._clock = clock

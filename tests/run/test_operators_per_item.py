@@ -23,7 +23,7 @@ from flowchan import Failed, Graph
 
 
 def held_first(gate: Gate, function: Any) -> Any:
-    """Return ``function``, with the difference that item 0 waits until the gate opens."""
+    """Wrap ``function`` so that item 0 waits until the gate opens."""
 
     def held(item: int) -> Any:
         if item == 0:

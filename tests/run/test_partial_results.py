@@ -1,7 +1,6 @@
 """Test R3 and R5 for results: a run that fails or is aborted never presents a partial result as complete.
 
-This must hold for every order in which the channels break, and for every way in which the stages leave their
-ports.
+This must hold for every order of breaking the channels, and for every way of leaving the ports.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def before_the_break(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sup
 
 
 class Lost(Exception):
-    """Exception that stages and programs raise, or with which they break channels."""
+    """Exception that stages and programs raise, or that breaks channels."""
 
 
 def same(item: Any) -> Any:

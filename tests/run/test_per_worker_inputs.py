@@ -1,4 +1,4 @@
-"""Test inputs for which the writer chooses the worker for each item."""
+"""Test inputs that let the writer choose the worker for each item."""
 
 from __future__ import annotations
 

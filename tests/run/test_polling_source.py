@@ -26,7 +26,7 @@ def same(item: Any) -> Any:
 
 
 class Log:
-    """Source that follows a log file to which no process writes any more.
+    """Source that follows a log file that no longer grows.
 
     ``cancels`` records each request to cancel a stage's tasks.
     """

@@ -1,4 +1,4 @@
-"""Test watching worker processes: the end of each is reported exactly once, however it is detected."""
+"""Test watching worker processes: each end is reported exactly once, however it is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test every way in which a program with a run can exit (R5, R6, R7).
+"""Test all ways for a program with a run to exit (R5, R6, R7).
 
 Each program exits under each start method, as a script and as ``python -c``. Afterwards, no process or
 temporary file may be left, and Python's resource tracker must report nothing. There must be one readable

@@ -12,7 +12,7 @@ VARIANTS = ("raise", "break the input", "break the output")
 
 
 class Fault(Exception):
-    """Exception with which a stage fails."""
+    """Exception that a failing stage raises."""
 
 
 class Harm:

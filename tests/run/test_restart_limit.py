@@ -9,7 +9,7 @@ from flowchan.run.policy.transitions import PolicyState
 
 
 def limited(limit: int, *recent: float) -> PolicyState:
-    """Return a state in which the stage ``map`` was restarted at the times ``recent``."""
+    """Return a state after the stage ``map`` was restarted at the times ``recent``."""
     return PolicyState(
         alive=frozenset(), processes=frozenset(), sources=frozenset(), ends=frozenset(),
         limits={"map": limit}, recent_restarts={"map": recent},

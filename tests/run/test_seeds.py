@@ -31,7 +31,7 @@ def ask(_: Any) -> Worker:
 
 
 def each(items: In[int], out: Out[Any]) -> None:
-    """Put one value in each worker, whichever items the worker gets."""
+    """Put one value in each worker, no matter which items the worker gets."""
     out.put((flowchan.worker(), random.random(), float(np.random.rand())))
     for _ in items:
         pass

@@ -1,4 +1,4 @@
-"""Test how Python stacks are formatted, and the file to which a worker process writes its stacks."""
+"""Test the format of Python stacks, and the file that a worker process writes its stacks to."""
 
 from __future__ import annotations
 

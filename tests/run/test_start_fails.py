@@ -41,7 +41,8 @@ async def for_ever(item: Any) -> Any:
 
 
 def mixed() -> Graph:
-    """Return a graph with workers of every kind: threads, processes, tasks, and one that collects results."""
+    """Return a graph with workers of every kind: threads, processes, tasks, and a thread that collects
+    results."""
     graph = Graph("starts")
     numbers = graph.source(itertools.count).map(identity, on="process", workers=2)
     numbers.map(same, workers=2).map(for_ever).collect()

@@ -58,7 +58,7 @@ def test_sample_stats_set_every_field_with_a_default() -> None:
 
 
 def test_json_names_change_only_with_the_schema() -> None:
-    """Users' programs depend on these names. If you remove one or change its meaning, increment SCHEMA."""
+    """Users' programs depend on these names. If you remove a name or change its meaning, increment SCHEMA."""
     document = to_json(STATS)
     assert set(document) >= {
         *("graph", "state", "elapsed", "stages", "edges", "bottleneck", "seed", "memory", "hosts"),

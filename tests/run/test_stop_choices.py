@@ -21,7 +21,7 @@ def same(item: Any) -> Any:
 
 
 def in_progress(gate: Gate, on: Any, **options: Any) -> tuple[Graph, Any]:
-    """Return a graph whose first stage holds its items until the gate opens, and the graph's result."""
+    """Return a graph and its result. The graph's first stage holds its items until the gate opens."""
 
     def hold(item: int) -> int:
         gate.wait()

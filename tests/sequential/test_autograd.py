@@ -369,7 +369,7 @@ def test_parameter_change_before_the_backward_pass_raises(on: Any) -> None:
 
 
 class Bad(nn.Module):
-    """Layer whose forward or backward pass raises if a value is large."""
+    """Layer with a forward or backward pass that raises if a value is large."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.abs().max() > 100:

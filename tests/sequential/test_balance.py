@@ -122,7 +122,7 @@ def test_memory_for_training_includes_saved_tensors() -> None:
 
 
 class Expand(nn.Module):
-    """Layer whose output is as large as its input, and whose graph holds ``times`` tensors of this size."""
+    """Layer with an output as large as its input, and with ``times`` tensors of this size in its graph."""
 
     def __init__(self, times: int) -> None:
         super().__init__()

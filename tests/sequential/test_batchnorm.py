@@ -17,7 +17,7 @@ from flowchan.pipelines.sequential.batchnorm import DeferredBatchNorm, moments
 
 
 def normalised(momentum: float | None = 0.1) -> nn.Sequential:
-    """Return five layers that start with a batch norm layer, whose input depends on no parameter."""
+    """Return five layers that start with a batch norm layer. Its input does not depend on any parameter."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.BatchNorm1d(6, momentum=momentum),
@@ -37,8 +37,8 @@ def batches(sizes: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
 def in_micro_batches(
     module: nn.Sequential, data: Iterable[tuple[Tensor, Tensor]], chunks: int
 ) -> nn.Sequential:
-    """Train a copy in the way that a pipe should: sum the gradients of micro-batches, and use the statistics
-    of whole batches."""
+    """Train a copy like a pipe should: sum the gradients of micro-batches, and use the statistics of whole
+    batches."""
     module = copy.deepcopy(module)
     optimizer = OPTIMIZERS["sgd"](module.parameters())
     for x, target in data:
@@ -81,7 +81,7 @@ def test_training_on_processes_matches_the_reference() -> None:
 @pytest.mark.parametrize("momentum", [0.1, 0.5, None])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_running_statistics_match_the_plain_module(on: Any, momentum: float | None, recompute: bool) -> None:
-    """Compare only the first layer, whose input is the same in the pipe and in the plain module."""
+    """Compare only the first layer, because its input is the same in the pipe and in the plain module."""
     module = normalised(momentum)
     plain = copy.deepcopy(module)
     with in_parts(module, 2, on, recompute=recompute) as training:

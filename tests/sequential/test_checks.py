@@ -154,7 +154,7 @@ def test_cuda_in_forked_processes_raises_before_any_use(
 
 
 class UnprintableValue:
-    """Object whose ``repr`` fails."""
+    """Object with a ``repr`` that fails."""
 
     def __repr__(self) -> str:
         raise LookupError("no repr")

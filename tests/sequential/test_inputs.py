@@ -151,7 +151,7 @@ def test_join_function_combines_outputs(on: Any) -> None:
 
 
 class Sometimes(nn.Module):
-    """Layer whose second return value is ``None`` for large inputs."""
+    """Layer that returns ``None`` as its second value for large inputs."""
 
     def forward(self, x: Tensor) -> Any:
         return x, None if x.device.type != "meta" and x.max() > 10 else x

@@ -143,7 +143,7 @@ def test_each_step_occurs_once_and_backward_follows_forward(
 
 
 def halves(step: Step) -> list[Step]:
-    """Return both halves of a backward pass; for any other step, return the step itself."""
+    """Return both halves of a backward pass. For any other step, return the step."""
     return [Step(op, step.chunk, step.part) for op in ("I", "W")] if step.op == "B" else [step]  # type: ignore[arg-type]
 
 

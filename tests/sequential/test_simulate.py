@@ -44,7 +44,7 @@ def plans(draw: st.DrawFn) -> list[list[Step]]:
 def test_bubble_of_gpipe_and_1f1b_matches_the_formula(
     schedule: Any, workers: int, chunks: int, forward: float, backward: float
 ) -> None:
-    """The bubble is (W - 1) / (M + W - 1), no matter how long the steps take."""
+    """The bubble is (W - 1) / (M + W - 1) for all durations of the steps."""
     found = simulate(plan(schedule, workers, workers, chunks), forward, backward)
     assert found.makespan == pytest.approx((chunks + workers - 1) * (forward + backward))
     assert found.bubbles == pytest.approx([(workers - 1) / (chunks + workers - 1)] * workers)

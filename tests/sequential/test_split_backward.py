@@ -33,7 +33,7 @@ class Residual(nn.Module):
 
 
 class Bare(nn.Module):
-    """Layer whose parameters do not depend on its input; some outputs depend on only one of them."""
+    """Layer with parameters that do not depend on its input. Some outputs depend on only one parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -166,7 +166,7 @@ def test_step_does_not_change_the_batch() -> None:
 
 
 class Added(nn.Module):
-    """Layer whose weight's gradient is the incoming gradient tensor itself."""
+    """Layer with a weight whose gradient is the incoming gradient tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,11 +18,11 @@ from collections.abc import Iterable
 import pytest
 
 MARKERS = {"each_value": 1, "each_pair": 2}
-"""Number of parameters whose values are combined, by marker."""
+"""Number of parameters to combine, by marker."""
 ALTERNATIVE = "alternative"
 COSTLY = ("forkserver", "spawn")
 MOST = 6
-"""Number of combinations up to which unmarked tests with several parameters run all of them."""
+"""Maximum number of combinations for which unmarked tests with several parameters run all of them."""
 
 
 def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:

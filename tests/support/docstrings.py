@@ -1,7 +1,7 @@
 """The public names, their docstrings, and the examples in these docstrings.
 
 The pages of ``docs/reference`` list the public names. The public members of a class are the methods and
-properties that the class itself or one of its base classes in flowchan defines.
+properties defined in the class or in its base classes in flowchan.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ def started(file: str, given: socket.socket, *arguments: str, **environment: str
 
 
 class ForkingProgram:
-    """A running program: ``file`` from this folder. Its first argument is the descriptor on which it receives
-    orders.
+    """A running program: ``file`` from this folder. Its first argument is the descriptor for orders.
 
     ``close()`` ends it after all its children have ended.
     """

@@ -41,7 +41,7 @@ class ScriptedCrew(CrewPart):
     Attributes:
         calls: The supervisor's calls, each with its name and arguments.
         report: The run's report, once the run has started.
-        refuses: The error with which all starts of workers fail, if set.
+        refuses: The error of all starts of workers, if they should fail.
         all_heard: True if all reports of workers have arrived.
         answer: Waiting workers that no channel knows.
     """

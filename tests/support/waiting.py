@@ -47,7 +47,7 @@ def wait_freed(reference: weakref.ref[Any]) -> None:
 
 
 def merge_counts() -> None:
-    """Free objects whose last reference was dropped by a thread other than the one that created them.
+    """Free objects that lost their last reference in a thread other than their creator.
 
     A free-threaded interpreter frees such objects late: in the garbage collector, or when the thread that
     created them next runs Python code.

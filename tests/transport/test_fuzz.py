@@ -151,7 +151,7 @@ def from_one_that_knows(chance: random.Random) -> int:
 
 
 def from_a_foreign_peer(chance: random.Random) -> int:
-    """Send arbitrary bytes to one end for as long as it receives them."""
+    """Send arbitrary bytes to one end until it stops receiving."""
     dialled = chance.random() < 0.5
     end = End(authentication.handshake(SECRET, {}, dialled=dialled))
     greeting = authentication.greeting(LISTENS if dialled else DIALLED)

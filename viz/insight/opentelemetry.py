@@ -22,7 +22,7 @@ __all__ = ["instrument"]
 
 NAME = "flowchan"
 MOST_ITEMS_PER_S = 100
-"""Maximum number of items per second for which spans are created. A span costs tens of microseconds."""
+"""Maximum number of items per second that get spans. A span costs tens of microseconds."""
 STATS_EVERY_S = 1.0
 """Seconds between updates of the statistics that all instruments share."""
 

@@ -29,7 +29,7 @@ class ElementIds:
     stages: Mapping[str, str]
     edges: Mapping[str, str]
     ends: frozenset[str]
-    """Names of the stages at which items leave the graph, except stages that only take failed items."""
+    """Names of the stages where items leave the graph, except stages that only take failed items."""
 
 
 def ids_of(graph: Blueprint) -> ElementIds:
@@ -142,7 +142,7 @@ def _decision(ids: ElementIds, decision: ScalingDecision) -> Json:
 
 
 def _progress(progress: Progress, now: RunStats) -> Json:
-    """Return the progress of the end of the graph that has the largest fraction of its items left."""
+    """Return the progress of the graph's end with the largest fraction of items left."""
     shown = progress.bars(now)
     known = [bar for bar in shown if bar.total is not None]
     if not known:
@@ -228,7 +228,7 @@ class _Point:
 
 
 class RateHistory:
-    """Counters of a run at regular intervals, from which its rates over time are computed."""
+    """Counters of a run at regular intervals, used to compute its rates over time."""
 
     def __init__(self) -> None:
         self._points: list[_Point] = []

@@ -68,7 +68,7 @@ class Progress:
 def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
     """Return one progress bar for each end of the graph.
 
-    The bar shows the nearest stage before the end whose total is known. Without such a stage, the bar shows a
+    The bar shows the nearest stage with a known total before the end. Without such a stage, the bar shows a
     stage that combines many items into one. Later stages have little to do until that stage ends. Otherwise,
     the bar shows the end.
     """

@@ -68,14 +68,14 @@ _LAST = 1.0
 
 
 _PRINTS_ONLY = ("dumb", "unknown")
-"""Values of TERM for terminals on which rich draws only at the end."""
+"""Values of TERM for terminals that make rich draw only at the end."""
 
 
 _drawing = threading.Lock()
 
 
 def claim(stream: TextIO, ends: contextlib.ExitStack) -> bool:
-    """Return True if the stream is a terminal on which no other view of this process is drawing.
+    """Return True if the stream is a terminal and no other view of this process is drawing on it.
 
     In that case, the terminal is reserved for the caller until ``ends`` closes.
     """
@@ -137,8 +137,8 @@ class Captured:
     """Capture of the standard streams of this process and its children, if these streams are terminals.
 
     While it is open, each line is passed to ``show``. Overwritten parts of a line, such as earlier states of
-    a progress bar, are omitted. An exception in ``show`` is ignored. ``terminal`` writes to the terminal
-    itself.
+    a progress bar, are omitted. An exception in ``show`` is ignored. ``terminal`` writes directly to the
+    terminal.
     """
 
     def __init__(self, show: Callable[[str], None]) -> None:
@@ -260,7 +260,7 @@ class LiveView:
             program's output). If the stream is a terminal, the output of this process and its children
             appears above the drawing.
         clock: Clock that determines when a line is due (default: ``time.monotonic``).
-        graph: Graph whose progress is shown (default: none; the view then shows the activity of the stages).
+        graph: Graph to show the progress of (default: none; the view then shows the activity of the stages).
     """
 
     def __init__(

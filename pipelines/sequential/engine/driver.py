@@ -41,7 +41,8 @@ from flowchan.pipelines.sequential.tensor_trees import mapped
 class PipelineRun:
     """One run of a graph that a subclass declares.
 
-    The run's threads refer to this object, so it must not refer to an object whose finalizer closes the run.
+    The run's threads refer to this object, so it must not refer to any object that closes the run in its
+    finalizer.
     """
 
     run: Run

@@ -272,7 +272,7 @@ def may_draw(module: nn.Module) -> bool:
 
 
 def _roots(held: _Forward, gradients: tuple[Tensor | None, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs from which a backward pass starts, and their gradients."""
+    """Return the outputs to start a backward pass from, and their gradients."""
     pairs = zip(held.outputs, gradients, strict=True)
     roots = [(output, given) for output, given in pairs if given is not None and output.requires_grad]
     return [output for output, _ in roots], [given.to(output.device) for output, given in roots]

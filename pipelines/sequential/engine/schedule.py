@@ -4,8 +4,8 @@ A batch is split into ``chunks`` micro-batches, and a model into ``parts``. Work
 + W, w + 2W, …; in a V it holds w and 2W - 1 - w. A step is the forward (``F``) or backward (``B``) pass of
 one micro-batch through one part. ``F`` needs ``F`` of the previous part. ``B`` needs ``F`` of the same part
 and ``B`` of the next part. Each worker runs its steps in the given order and waits for missing inputs. In the
-drawings, time runs from left to right, and a dot means that the worker is waiting. There, a backward pass
-takes as long as a forward pass, but the durations do not affect the order.
+drawings, time runs from left to right, and a dot means that the worker is waiting. The drawings assume equal
+durations for forward and backward passes, but durations do not affect the order.
 
 *gpipe*: all forward passes, then all backward passes. At its peak, each worker holds all micro-batches. Huang
 et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism". ::
@@ -38,9 +38,9 @@ steps.
 
 *Zero bubble*: a backward pass has two halves. The previous part waits only for the gradients of the inputs
 (``I``). The gradients of the weights (``W``) can be computed at any time before the update, so they can fill
-idle time. In the drawings below, each half takes as long as a forward pass, as in a linear layer. No worker
-waits for the first part, so its adjacent ``I`` and ``W`` become one ``B``. Qi et al. 2023, "Zero Bubble
-Pipeline Parallelism".
+idle time. The drawings below assume that each half takes as long as a forward pass, as in a linear layer. No
+worker waits for the first part, so its adjacent ``I`` and ``W`` become one ``B``. Qi et al. 2023, "Zero
+Bubble Pipeline Parallelism".
 
 *zbh1*: 1f1b in which worker w computes its weight gradients w micro-batches later. Each worker holds at most
 as much as the first worker in 1f1b, and is idle for a third as long. ::
@@ -84,7 +84,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zbh1", "zbv", "dualpipev"]
 
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 IN_A_V = "zbv", "dualpipev"
-"""Schedules in which each worker has one part on the way down and one on the way up."""
+"""Schedules that give each worker one part on the way down and one on the way up."""
 
 STEP = re.compile(r"(?:(?P<part>[0-9]+):)?(?P<op>[FBIW])(?P<chunk>[0-9]+)")
 

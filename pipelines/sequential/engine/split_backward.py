@@ -182,7 +182,7 @@ def _weights(nodes: Iterable[Node | None]) -> list[Tensor]:
 
 
 def _variable(node: Node) -> Tensor | None:
-    """Return the leaf into whose ``grad`` a node accumulates; ``None`` for other kinds of nodes."""
+    """Return the leaf that a node accumulates gradients for; ``None`` for other kinds of nodes."""
     return getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
 
 

@@ -117,8 +117,7 @@ class TrainingWorker(PipelineWorker):
     def _check_mean(self) -> None:
         """Check after the first step that the loss is a mean over the samples.
 
-        Raises ``ValueError`` unless the loss of the whole batch equals the mean of the losses of its
-        micro-batches.
+        Raises ``ValueError`` unless the batch's loss equals the mean of its micro-batches' losses.
         """
         if not self.first:
             return

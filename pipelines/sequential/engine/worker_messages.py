@@ -115,7 +115,7 @@ class Forward(NamedTuple):
 
     ``keeps_graph`` means that a backward pass may follow. For each of the worker's parts, ``modes`` lists
     whether each module is in training mode and whether each parameter requires grad; ``None`` means no
-    change. ``dropped`` holds the calls whose graphs are not needed any more.
+    change. ``dropped`` lists the calls whose graphs are no longer needed.
     """
 
     number: int
