@@ -190,7 +190,7 @@ class _Link:
 class _Network:
     """Workers and the channels between them. A worker is a coroutine that yields the operation it waits for.
 
-    ``moves`` counts completed operations, which serves to detect a deadlock.
+    ``moves`` counts completed operations, to detect a deadlock.
     """
 
     def __init__(

@@ -372,7 +372,7 @@ class Training:
         To measure memory, the first call runs copies of the layers on a micro-batch from the first step.
 
         Returns:
-            The report, which prints as a table.
+            The report. Printing it shows a table.
         """
         if self._kept is None and self._first_micro is not None:
             self._kept = measured(self._parts, self._first_micro)

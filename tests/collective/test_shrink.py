@@ -245,7 +245,7 @@ def test_shrink_timeout_names_missing_members(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_group_can_shrink_until_one_member_is_left() -> None:
-    """Members are killed at any time. All survivors complete the same operations with each other."""
+    """Members are killed at any time. All survivors complete the same operations together."""
     chance = random.Random(3)
 
     def body(g: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Test that each operator has the same results over two hosts as on one machine."""
+"""Test that each operator gives the same results on two hosts as on one machine."""
 
 from __future__ import annotations
 

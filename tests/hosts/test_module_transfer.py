@@ -26,7 +26,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def other_folder(packed: bytes, folder: Path, call: str) -> str:
-    """Return the output of ``call``, applied to the stage in a program that lacks the module."""
+    """Apply ``call`` to the stage in a program that lacks the module, and return the output."""
     (folder / "packed").write_bytes(packed)
     program = f"import cloudpickle, sys\nstage = cloudpickle.load(open('packed', 'rb'))\nprint({call})"
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)

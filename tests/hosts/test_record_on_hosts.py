@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 def killed_once(path: Path, number: int) -> int:
-    """For some numbers, kill this worker at the first call."""
+    """Kill this worker at the first call for one in twenty numbers."""
     mark = path / str(number)
     if number % 20 == 7 and not mark.exists():
         mark.touch()
