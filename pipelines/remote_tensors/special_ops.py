@@ -160,7 +160,7 @@ def _pack_padded_sequence(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, A
 
 
 def _checked(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Wait for a check of values, which raises its error here, as on other devices."""
+    """Wait for a check of values, and raise its error here, as on other devices."""
     client, args, kwargs = on_one_node(plan, args, kwargs)
     return run_and_ask(client, plan, args, kwargs)
 

@@ -158,7 +158,7 @@ def _durations(parts: int, forward: Times, backward: Times, weights: Times | Non
 class _Link:
     """Messages from one worker to another, in order, with the times at which each was sent and received.
 
-    ``kept`` holds the messages that the receiver has received.
+    ``kept`` contains the messages that have been received.
     """
 
     capacity: int | None

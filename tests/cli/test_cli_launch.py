@@ -1,4 +1,4 @@
-"""Test ``flowchan launch``: ranks form a group, their lines have their rank, and no process is left over."""
+"""Test ``flowchan launch``: ranks form a group, prefix their output, and leave no process behind."""
 
 from __future__ import annotations
 

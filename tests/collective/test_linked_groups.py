@@ -196,7 +196,7 @@ def test_subgroup_on_one_host_uses_shared_memory() -> None:
 
 
 def test_close_ends_started_operations() -> None:
-    """Started operations that are waiting for another host end on the leader and on other members.
+    """On the leader and on other members, operations that wait for another host end.
 
     Rank 0 can still complete the first barrier, because all data for it has already arrived.
     """

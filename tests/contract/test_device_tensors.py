@@ -115,7 +115,7 @@ def test_c11_sender_does_not_see_writes_by_the_receiver(make):
 def _put_held(ch: Channel, got: Channel) -> None:
     with FAKE.held():
         ch.put(FakeTensor(np.full(1000, 5)))
-        got.get()  # the receiver has the item, but the copy was not made yet
+        got.get()  # the receiver has the item, but the copy has not been made yet
     assert FAKE.counts["finish"] == 0
 
 
@@ -238,7 +238,7 @@ def test_failed_put_uses_no_block(make):
 
 
 def test_block_is_not_reused_before_its_write_has_finished(make):
-    """The item is gone, but the copy into its block was not made yet."""
+    """The item is gone, but the copy into its block has not been made yet."""
     ch = make(1)
     with FAKE.held():
         with pytest.raises(TypeError, match="can't send"):
@@ -272,7 +272,7 @@ def test_unreferenced_channel_releases_its_blocks(make):
 
 @pytest.mark.other_process
 def test_second_reader_of_an_item_copies_the_item_at_once(make, spawn_peer):
-    """The first reader's copy was not made yet, so that reader still holds the item."""
+    """The first reader's copy has not been made yet, so that reader still holds the item."""
     ch, got = make(1), make(2)
     peer = spawn_peer(_put_held, ch, got)
     first, second = ch.reader(), ch.reader()

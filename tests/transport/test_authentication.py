@@ -201,7 +201,7 @@ def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]
 
 @pytest.mark.parametrize("from_dialled", [True, False])
 def test_changed_byte_of_the_handshake_is_detected(from_dialled: bool, long_walk: bool) -> None:
-    """The receiver of this message or of the next one must detect the change. No changed hello is accepted."""
+    """The receiver of this message or of the next must detect the change. No changed hello is accepted."""
     for number, place in some_of(PLACEMENTS, long_walk):
 
         def change(dialled: bool, n: int, message: bytes, number: int = number, place: int = place) -> bytes:
