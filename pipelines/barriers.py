@@ -4,8 +4,8 @@ If ``across`` is ``"hosts"``, they also work across machines, while the process 
 All three make threads wait at a gate, a channel that is almost always empty. A :class:`SharedDict` holds the
 current gate. Closing the gate releases all waiting and later threads; putting an item releases one thread.
 Each phase has its own gate, so a late thread cannot take an item that was meant for another phase. If
-``across`` is ``"hosts"``, the process that created the first gate owns all gates, so a gate does not
-disappear when some other process exits.
+``across`` is ``"hosts"``, the process that created the first gate owns all gates, so gates survive the exits
+of other processes.
 """
 
 from __future__ import annotations

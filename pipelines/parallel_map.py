@@ -60,7 +60,7 @@ class Workers:
             The results in worker order, including any ``None``.
 
         Raises:
-            RunError: Workers failed. The exception holds one ``StageError`` for each failure that has not
+            RunError: Workers failed. The exception contains one ``StageError`` for each failure that has not
                 been raised yet. A later call returns the results of the other workers.
             TimeoutError: ``timeout`` expired. The workers keep running.
         """

@@ -41,8 +41,8 @@ class RowClient(ABC):
         """Encode tensors without sending them, for example to gather the encodings of several workers.
 
         ``push`` accepts encoded tensors. A client keeps one code object per tensor while ``codes`` is the
-        same object, because a code may store unsent elements. If a push raises an error, the attributes of
-        its code objects get back the values they had before.
+        same object, because a code may store unsent elements. If a push raises an error, the client restores
+        the attributes of its code objects.
 
         Args:
             values: Mapping from names to tensors.

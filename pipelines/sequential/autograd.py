@@ -84,7 +84,7 @@ class _Workers:
     def backward(self, back: Backward, gradients: Sequence[tuple[Tensor | None, ...]]) -> _Answers:
         """Run a backward pass.
 
-        The answers hold the gradients of the parameters, and the items hold the gradients of the inputs.
+        The answers contain the parameters' gradients, and the items contain the inputs' gradients.
         """
         with self._using() as run:
             for job in run.jobs:
@@ -293,8 +293,8 @@ def _applied(through: _Through, call: Forward, pieces: Sequence[Any]) -> list[An
 class _Passage:
     """One call of the pipe, and the data that its two autograd functions exchange.
 
-    ``outputs`` are the outputs of the micro-batches. ``gradients`` are the gradients of the output tensors
-    and the thread that received them, by the number of the backward pass.
+    ``outputs`` are the outputs of the micro-batches. ``gradients`` maps the number of a backward pass to the
+    output tensors' gradients and the thread that received them.
     """
 
     def __init__(self, through: _Through) -> None:

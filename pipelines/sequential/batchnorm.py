@@ -43,7 +43,7 @@ class Moments:
 
 
 def moments(x: Tensor) -> Moments:
-    """Compute the moments of a batch norm layer's input, whose dimension 1 holds the channels."""
+    """Compute the moments of a batch norm layer's input. Its dimension 1 is the channel dimension."""
     variance, mean = torch.var_mean(x.double(), [0, *range(2, x.dim())], correction=0)
     count = x.numel() // x.shape[1]
     return Moments(count, mean, variance * count)

@@ -143,7 +143,7 @@ def divided(
 ) -> list[Part]:
     """Divide a module into parts with ``counts`` layers each.
 
-    The parts hold the module's own layers, not copies.
+    The parts contain the module's own layers, not copies.
     """
     layers = list(module._modules.items())  # named_children() would skip the second occurrence of a layer
     ends = list(accumulate(counts, initial=0))

@@ -170,7 +170,7 @@ class Sequential(nn.Module):
 
     @property
     def parts(self) -> list[Part]:
-        """Return the parts, which hold the module's own layers."""
+        """Return the parts, which contain the module's own layers."""
         return self._cut.parts
 
     # --- module interface ---

@@ -2,10 +2,10 @@
 
 The program owns the parameters. Its optimizer, ``load_state_dict``, ``tensor.data`` and wrappers that reduce
 gradients all change the program's tensors, and the processes must compute with the current values. Therefore,
-the memory of the tensors is moved once, in place, into a memfd that each part's process maps. The tensors
-stay the same objects, and the memory of any other tensors that share it is moved as well. A change is
-immediately visible on both sides without copying. When a layer in a process writes to its buffers, the
-program also sees the change.
+this module moves the memory of the tensors once, in place, into a memfd that each part's process maps. The
+tensors stay the same objects. If other tensors share their memory, it moves as well. A change is immediately
+visible on both sides without copying. When a layer in a process writes to its buffers, the program also sees
+the change.
 
 Another process opens the memory through ``/proc`` while this process is alive. The kernel frees the memory
 when the last process that maps it has ended, even if that process was killed.

@@ -25,9 +25,9 @@ from flowchan.pipelines.sequential.timeline import Timeline, TimelineEvent
 class Simulated:
     """Result of a simulation. Times start at 0, in the unit of ``forward`` and ``backward``.
 
-    ``events`` are grouped by worker, in order. ``peaks`` holds, for each worker, the largest number of
-    micro-batches that it held at once, counted once per part. A worker holds a micro-batch from the forward
-    pass until the end of the backward pass.
+    ``events`` are grouped by worker, in order. ``peaks`` lists the maximum number of micro-batches that each
+    worker held at once, counted once per part. A worker holds a micro-batch from the forward pass until the
+    end of the backward pass.
     """
 
     events: tuple[tuple[TimelineEvent, ...], ...]

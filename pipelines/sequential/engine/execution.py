@@ -144,9 +144,9 @@ class Execution:
     def backward(self, key: Key, gradients: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass of a micro-batch.
 
-        It starts from ``gradients``, which holds the gradients of the outputs that require one, or from the
-        loss if ``gradients`` is ``None``. It adds to the ``grad`` of the part's parameters, and returns the
-        gradients of the inputs that require one.
+        It starts from ``gradients``, which has one gradient for each output that requires grad. If
+        ``gradients`` is ``None``, it starts from the loss. It adds to the ``grad`` of the part's parameters,
+        and returns the gradients of the inputs that require grad.
         """
         held = self._held.pop(key)
         assert isinstance(held, _Forward)

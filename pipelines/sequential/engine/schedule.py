@@ -49,10 +49,10 @@ as much as the first worker in 1f1b, and is idle for a third as long. ::
     1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-*zbv*: two parts per worker, the first on the way down a V and the second on the way up, so that the first
-worker computes the loss. If all three kinds of steps take the same time and there are at least twice as many
-micro-batches as workers, no worker waits after its first step. Each worker holds as much as the first worker
-in 1f1b. ::
+*zbv*: two parts per worker, the first on the way down a V and the second on the way up. The first worker
+therefore computes the loss. If all three kinds of steps take the same time and there are at least twice as
+many micro-batches as workers, no worker waits after its first step. Each worker holds as much as the first
+worker in 1f1b. ::
 
     0  0:F0 0:F1 0:F2 3:F0 3:I0 3:W0 3:F1 3:I1 3:W1 0:B0 -    3:F2 3:I2 3:W2 0:B1 -    0:B2 -    .
     1  .    1:F0 2:F0 1:F1 2:F1 2:I0 2:W0 1:F2 1:I0 1:W0 2:F2 2:I1 2:W1 1:I1 2:I2 1:I2 1:W1 2:W2 1:W2
@@ -109,7 +109,7 @@ class Step:
 def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int) -> Iterator[Step]:
     """Return the steps of ``worker`` in order, for a batch of ``chunks`` micro-batches.
 
-    For each part and micro-batch, ``F`` occurs exactly once, and so does either ``B`` or both of its halves.
+    For each part and micro-batch, there is exactly one ``F``, and either one ``B`` or both of its halves.
     Raises ``ValueError`` or ``TypeError`` immediately if the schedule is unknown or the worker does not
     exist. The numbers are also checked: each worker needs at least one part, and at most as many as the
     schedule allows.

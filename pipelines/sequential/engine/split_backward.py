@@ -5,9 +5,9 @@ computes the gradients of the weights.
 
 In autograd's graph, a linear layer ``y = x @ w.T + b`` is one node. It receives the gradient of ``y`` and
 computes only those gradients of ``x``, ``w`` and ``b`` that are requested. The first half requests only the
-inputs. At each fork, a node with one path to the inputs and another to weights, it records the gradient that
-arrives there. The second half starts at the forks with the recorded gradients, and requests the weights that
-can be reached without passing through another fork. Nothing is computed twice. ::
+inputs. A fork is a node with one path to the inputs and another to weights. At each fork, the first half
+records the arriving gradient. The second half starts at the forks with the recorded gradients, and requests
+the weights that can be reached without passing through another fork. Nothing is computed twice. ::
 
     loss ──> [node] ──────────> [node] ─────────> inputs      first half: along here
                 └──> weights       └──> weights               second half: from each node down
@@ -35,7 +35,7 @@ Gradients = tuple[Tensor | None, ...]
 class SplitBackward:
     """Backward pass from ``roots`` to the leaves ``inputs`` and to all weights, in two halves.
 
-    ``given`` holds the gradients of the roots, or is ``None`` if the roots are losses. :meth:`first` adds to
+    ``given`` lists the gradients of the roots, or is ``None`` if the roots are losses. :meth:`first` adds to
     the ``grad`` of the inputs, and :meth:`second` adds to the ``grad`` of the weights.
     """
 

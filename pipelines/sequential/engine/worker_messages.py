@@ -64,13 +64,13 @@ class Assignment:
         return [parameter for part in self.parts for parameter in part.module.parameters()]
 
 
-# Commands. ``changed`` holds the program's changes since the last command, for each of the worker's parts.
+# Commands. ``changed`` lists the program's changes since the last command, for each of the worker's parts.
 
 
 class Train(NamedTuple):
     """Command to run training step ``number`` in the order of ``plan``.
 
-    ``sizes`` holds the number of samples in each micro-batch.
+    ``sizes`` lists the number of samples in each micro-batch.
     """
 
     number: int
@@ -165,9 +165,9 @@ class WorkerAnswer(NamedTuple):
 
     Only the worker of the last part reports the ``loss`` of a step. ``square`` is the sum of squares of all
     gradients. ``gradients`` are the gradients of the parameters. ``communication`` is the CPU time spent
-    sending and receiving, in seconds. ``changed`` holds the changes made by a worker on another host, for
+    sending and receiving, in seconds. ``changed`` lists the changes made by a worker on another host, for
     each of its parts.
-    ``optimizers`` holds the saved states of its optimizers, for each part.
+    ``optimizers`` lists the saved states of its optimizers, for each part.
     """
 
     worker: int
