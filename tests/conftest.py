@@ -275,7 +275,7 @@ def by_fork() -> Iterator[None]:
 
 @pytest.fixture
 def impatient() -> Iterator[None]:
-    """Let channels across hosts give up on a silent peer after two seconds."""
+    """imported here, because only some tests need it"""
     from flowchan.hosts import serve  # not needed by every test
 
     serve(peer_timeout=2)
@@ -287,7 +287,7 @@ def impatient() -> Iterator[None]:
 def no_agent_stays() -> Iterator[None]:
     """Check that a test's agents have exited by the end of the test."""
     yield
-    from hosted import agents  # not needed by every test
+    from hosted import agents  # imported here, because only some tests need it
 
     assert not agents()
 
@@ -325,7 +325,7 @@ def forked_programs() -> Iterator[None]:
 def one_compute_thread() -> Iterator[None]:
     """Let torch compute with one thread. Its additional threads would count as leftovers and do not survive a
     fork."""
-    torch = optional("torch")  # not needed by every test
+    torch = optional("torch")  # imported here, because only some tests need it
     if not torch:
         yield
         return

@@ -138,7 +138,7 @@ class Differentiable:
     ) -> None:
         self.cut, self._name, self._options = cut, name, (recompute, deferred)
         self._numbers, self._events = numbers, events
-        self._lock = threading.Lock()  # protects the starting and ending of workers
+        self._lock = threading.Lock()  # protects the start and end of workers
         self._workers: _Workers | None = None
         self._every: weakref.WeakSet[_Workers] = weakref.WeakSet()
         self._seen: Any = None  # state of the modules in the worker processes

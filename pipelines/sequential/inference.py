@@ -249,7 +249,7 @@ class Inference:
         self.cut, self.name = cut, name
         self._numbers, self.events = numbers, events
         self._most = 2 * len(cut.parts) + 2
-        self._lock = threading.Lock()  # protects the starting, ending and input of runs
+        self._lock = threading.Lock()  # protects the start, the end and the input of runs
         self._seen: object = None  # state of the module in the worker processes
         self._closed = False
         self.run = self._declared()

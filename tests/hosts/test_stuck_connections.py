@@ -56,7 +56,7 @@ def test_run_abandons_host_that_loses_connections_before_an_item(
     assert "its connections broke for" in text
     assert "before any item arrived" in text
     logged = [record for record in caplog.records if "broke before any item arrived" in record.message]
-    assert len(logged) == MAX_UNCONNECTED  # one for each agent
+    assert len(logged) == MAX_UNCONNECTED  # one message for each agent
     # with pauses that double, an agent dials about ten times in its peer timeout
     assert wire.connections < 30 * MAX_UNCONNECTED
 

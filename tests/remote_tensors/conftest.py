@@ -14,7 +14,7 @@ from support.waiting import wait_until
 @pytest.fixture(autouse=True, scope="session")
 def _lasting_threads() -> None:
     """Start torch's backward threads, and the thread that sends waiting commands."""
-    torch = optional("torch")  # import torch here, not when the files are collected
+    torch = optional("torch")  # imported here, because the import must not happen during collection
     if torch:
         from flowchan.pipelines import RemoteNodes
 

@@ -171,7 +171,8 @@ def test_ctrl_c_ends_a_training_program(torch_programs: Template, tmp_path: Path
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "going\n", process.communicate()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    # send the signal to the whole process group, like Ctrl-C at a terminal
+    os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, out) == (130, "interrupted\n"), err
     assert err.count("\n") == 1

@@ -159,7 +159,7 @@ def undocumented_errors(one: Documented) -> set[str]:
     function = inspect.unwrap(function.fget if isinstance(function, property) else function)
     if not inspect.isfunction(function) or function.__module__.split(".")[0] != "flowchan":
         return set()
-    if function.__code__.co_filename == "<string>":  # the constructor of a dataclass
+    if function.__code__.co_filename == "<string>":  # a dataclass's generated constructor has no source
         return set()
     named = tuple(exception(name) for name in one.raises())
     found = set()

@@ -304,7 +304,7 @@ def test_listener_drops_the_socket_of_a_tls_peer() -> None:
         peer_sock, _ = peer.result()
         with own_sock, peer_sock:
             seen = Path(f"/proc/self/fdinfo/{listener.fileno()}").read_text()
-            assert seen.count("tfd:") == 1  # only the dialling end's socket
+            assert seen.count("tfd:") == 1  # the listener watches only its listening socket
 
 
 def test_missing_cryptography_package_raises_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
