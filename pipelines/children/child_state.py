@@ -90,7 +90,7 @@ class ChildState:
         return self.links.number
 
     def is_ours(self) -> bool:
-        """Return False in a fork of the program that started the child."""
+        """Return False in a process forked from the program that started the child."""
         return self.owner == os.getpid()
 
     # --- outcome ---

@@ -66,8 +66,8 @@ def costs(
 
     ``balance="time"`` returns seconds with ``threads`` compute threads. ``backward`` includes the backward
     pass (default: in training mode). ``balance="memory"`` returns bytes: parameters times ``param_scale``,
-    buffers, and activations. In training mode, the activations are the tensors that autograd saves, otherwise
-    all outputs. ``skips`` are stashed tensors that come with the micro-batch.
+    buffers, and activations. In training mode, the activations are the tensors that autograd saves;
+    otherwise, they are all outputs. ``skips`` are stashed tensors that come with the micro-batch.
     """
     with torch.random.fork_rng(devices=[]), _compute_threads(threads):
         layers = list(_alone(module, micro, skips))
