@@ -32,7 +32,7 @@ class Alive:
         self._ends = itertools.count(1)
         self._count, self._reports = count, reports
         # A signal handler that raises in Condition.__enter__() would leave the lock locked.
-        # Entering a lock is native code, which it cannot interrupt.
+        # Entering a lock is native code, and a signal handler cannot interrupt it.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
 

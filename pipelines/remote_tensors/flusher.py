@@ -40,7 +40,7 @@ class Flusher:
     def __init__(self) -> None:
         self._clients: set[Flushable] = set()
         # A signal handler that raises in Event.set() would leave the event's lock locked.
-        # SimpleQueue.put() is native code, which it cannot interrupt.
+        # SimpleQueue.put() is native code, and a signal handler cannot interrupt it.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._changing = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -89,7 +89,7 @@ class Flusher:
                 quiet = 0
 
     def _sleep(self) -> bool:
-        """Wait until the frees are due; return early, and True, after ``wake()``."""
+        """Wait until the frees are due or ``wake()`` is called, and return whether it was called."""
         with contextlib.suppress(queue.Empty):
             self._wakes.get(timeout=FREE_INTERVAL_S)
             return True

@@ -18,13 +18,13 @@ def instructions(code: CodeType) -> dict[int, str]:
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the given check for signals, counted from 1.
+    """Raises KeyboardInterrupt at a given check for signals; checks are counted from 1.
 
     Python checks for signals when a Python function begins, when it has called native code, and when it jumps
     backwards. Only the checks in functions whose files begin with one of ``files`` count.
 
     Attributes:
-        where: Function and line of the check at which this raised; empty if it did not.
+        where: Function and line of the check that raised; empty if none did.
     """
 
     def __init__(self, number: int, files: tuple[str, ...]) -> None:
