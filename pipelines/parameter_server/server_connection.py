@@ -93,7 +93,7 @@ class ServerConnection:
     """Connection of one client in one process, with its mapped memory and its slot.
 
     Args:
-        memories: Memory of each shard.
+        memories: Shared memory of each shard.
         inbox: Channel that carries the pushes.
         ended: Channel that closes when the server shuts down.
     """

@@ -75,7 +75,7 @@ class NodeClient:
         buffer: Position of the first unsent command in the client's stream, followed by the unsent commands.
         refs: References to the living handles, by id.
         frees: References to handles that are gone. The next batch frees their ids.
-        freed: Callback of the references.
+        freed: Callback for dropped references to tensors.
         numbers: Counter of command numbers and ids.
         sites: Lines of the program that issued the most recent commands.
         idle: True while the background thread does not check the buffer every millisecond.

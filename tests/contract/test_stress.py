@@ -27,7 +27,7 @@ def write(ch, gate, number, count, how):
 
 
 def read(ch, gate, how, in_order=True):
-    """Take items until the channel ends. Return how many came from each writer, and their sum.
+    """Take all items. Return the number of items from each writer, and the sum of the items.
 
     Unless ``in_order`` is false, the order of each writer's items is checked.
     """

@@ -4,7 +4,7 @@ Closing the last ``writer()`` corresponds to dropping the last sender. Each test
 test but none of its code. The original files are ``array.rs``, ``list.rs`` and ``iter.rs``; the cases from
 ``select.rs`` and ``ready.rs`` are in ``test_crossbeam_select.py``.
 
-The following cases look different here:
+The following cases differ from the originals:
 
 ``list.rs``
     An unbounded channel is one with ``capacity=None``, between threads.

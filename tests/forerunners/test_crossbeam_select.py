@@ -3,7 +3,7 @@
 Each test has the name of the original test but none of its code. The original files are ``select.rs`` and
 ``ready.rs``; the cases for channels are in ``test_crossbeam.py``.
 
-The following cases look different here:
+The following cases differ from the originals:
 
 ``ready.rs``
     ``select(ready=…)`` reports a channel from which ``get`` would not wait. ``put_nowait`` checks for room

@@ -3,7 +3,7 @@
 The original files are ``runtime/chan_test.go`` and ``test/chan``. Each test has the name of the original test
 but none of its code.
 
-The following cases look different here:
+The following cases differ from the originals:
 
 ``TestChan``
     A closed channel raises ``Drained`` instead of yielding zeros, and a capacity is at least 1.

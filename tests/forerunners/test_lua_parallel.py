@@ -2,7 +2,7 @@
 
 Each test is named after a section of lua---parallel's README or a file in ``examples``, but contains none of
 the original code. Arrays replace Torch's tensors. Endless examples end here after a fixed number of rounds,
-so the tests can check their results. The following samples look different here:
+so the tests can check their results. The following samples differ from the originals:
 
 ``parallel.children``, ``parallel.nchildren``
     ``start`` returns the children, and ``len(kids)`` and ``kids.alive`` replace the count.

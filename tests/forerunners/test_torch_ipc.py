@@ -5,7 +5,7 @@ Each test has the name of the original test but none of its code. Tensors are in
 ``test_torch_ipc_tensors.py``, trees in ``test_torch_ipc_trees.py``, clients and servers in
 ``tests/pipelines/test_client_server.py``.
 
-The following cases look different here:
+The following cases differ from the originals:
 
 ``map``: ``testMultiple``, ``testMultipleWithN``
     A worker returns one value, for example a tuple; ``join()`` returns a list of these values.

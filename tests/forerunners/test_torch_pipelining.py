@@ -3,7 +3,7 @@
 One ``Sequential`` with its ``trainer(schedule=…)`` corresponds to ``pipeline`` with its split points,
 ``PipelineStage`` and a ``Schedule``. Each test has the name of the original test but none of its code.
 
-The following cases look different here:
+The following cases differ from the originals:
 
 ``test_grad_with_manual``, ``test_manual``
     Modules that were split by hand are the layers of an ``nn.Sequential``.

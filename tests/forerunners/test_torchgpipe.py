@@ -4,7 +4,7 @@
 has the name of the original test but none of its code. A pipe's results are in
 ``test_torchgpipe_results.py``; balance and skips are in ``test_torchgpipe_balance.py``.
 
-The following cases look different here:
+The following cases differ from the originals:
 
 ``test_public_attrs``
     ``parts`` holds ``balance`` and ``devices``; numbers must not be strings, and they are checked.

@@ -3,7 +3,7 @@
 ``balance="time"`` and ``"memory"`` with ``sample=`` correspond to ``balance_by_time`` and
 ``balance_by_size``. Each test has the name of the original test but none of its code.
 
-The following cases look different here:
+The following cases differ from the originals:
 
 ``test_blockpartition_non_positive_partitions``, ``_short_sequence``
     They raise when the pipe is created.

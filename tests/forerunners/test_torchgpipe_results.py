@@ -3,7 +3,7 @@
 They cover transparency, checkpoints, in-place changes, deferred batch norm and former bugs. Each test has the
 name of the original test but none of its code.
 
-The following cases look different here:
+The following cases differ from the originals:
 
 ``test_inplace_*``
     Inputs are not changed, so all three cases give the same results as the plain module.

@@ -55,7 +55,7 @@ class Template(ForkingProgram):
 
 
 class SharedTemplate:
-    """A template for several processes that run tests.
+    """Template shared by several processes that run tests.
 
     When the first process needs the modules, they are imported once for all processes.
     """

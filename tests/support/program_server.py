@@ -4,8 +4,8 @@ Usage: ``python program_server.py DESCRIPTOR MODULE …``. The descriptor is a c
 listening socket. If a socket is given, each connecting process gets its own child of the server, which
 executes its orders. Except for the imports, a program behaves as in a fresh Python interpreter. It has the
 arguments, folder, environment, streams and session that the caller has chosen, a separate ``__main__``, and
-the interpreter's usual shutdown. Missing imports go unnoticed. For example, a program that does not import
-``flowchan.pipelines`` still finds it as an attribute of its package.
+the interpreter's usual shutdown. A program without a needed import does not fail here. For example, a program
+that does not import ``flowchan.pipelines`` still finds it as an attribute of its package.
 """
 
 from __future__ import annotations
