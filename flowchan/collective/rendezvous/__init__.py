@@ -1,4 +1,4 @@
-"""Rendezvous: several methods by which processes form a group.
+"""Form groups by rendezvous, in several ways.
 
-Each method only needs a way to exchange a few short values.
+Each of them only needs a way to exchange a few short values.
 """

@@ -1,4 +1,4 @@
-"""Rendezvous of a gang's workers on several hosts, arranged by the driver of their run."""
+"""Form the group of a gang's workers on several hosts; the driver of the run arranges it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flowchan.transport.rendezvous import Participant, RendezvousEnded
 from flowchan.transport.tcp import route_to, split
 
 WITHIN = 60.0
-"""Seconds within which a member must reach the driver, and within which the members must reach each other
-once all have arrived. The driver waits for late members without a time limit, because it notices deaths."""
+"""Seconds in which a member must reach the driver and, once all have arrived, the other members. The driver
+waits for late members without a limit, because it notices deaths."""
 
 
 @dataclass
 class Membership:
-    """A rank in a group that the driver forms, for a process on ``host``.
+    """Rank in a group that the driver forms, for a process on ``host``.
 
-    If ``elastic`` is true, the driver may end the group. The driver is reached at ``at`` with ``secret``, and
-    with TLS if ``tls`` is true.
+    If ``elastic`` is true, the driver may end the group. The driver is reached at ``at`` with ``secret``,
+    over TLS if ``tls`` is true.
     """
 
     group: int
@@ -44,7 +44,7 @@ class Membership:
     def reached(self, at: str, secret: bytes, tls: bool) -> Membership:
         """Return a copy that knows how to reach the driver.
 
-        The worker's host adds the address and the secret, so the secret is not sent with the membership.
+        The worker's host adds the address and the secret, so the secret does not travel with the membership.
         """
         return dataclasses.replace(self, at=at, secret=secret, tls=tls)
 
@@ -52,11 +52,11 @@ class Membership:
         """Join the group.
 
         Returns:
-            The member of this process.
+            This process's member.
 
         Raises:
-            MemberDied: Another member ended before all members had met.
-            OSError: The driver cannot be reached.
+            MemberDied: Another member ended before all had met.
+            OSError: The driver is unreachable.
         """
         why = f"rank {self.rank} of group {self.name!r} cannot reach the driver"
         hello = {"group": self.group, "rank": self.rank}
@@ -80,13 +80,13 @@ class Membership:
         return self._member
 
     def close(self) -> None:
-        """Leave the group, if it was joined."""
+        """Leave the group, if it has been joined."""
         self._stop_listener()
         if self._member is not None:
             self._member.close()
 
     def _abandon(self) -> None:
-        """Leave the group after a failure; the other members raise ``MemberDied``."""
+        """Leave the group after a failure; the other members then raise ``MemberDied``."""
         self._stop_listener()
         if self._member is not None:
             self._member._abandon()
@@ -98,9 +98,9 @@ class Membership:
 
 
 class _Listener:
-    """Ends the group of a member when the driver requests it or is lost.
+    """Ends a member's group when the driver asks for it or is lost.
 
-    Otherwise, members might not notice that a member on another host has died, or that a new member is to
+    Otherwise, members might not notice that a member on another host has died, or that a new one wants to
     join.
     """
 
