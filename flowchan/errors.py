@@ -3,7 +3,7 @@
 A channel call ends in one of five ways:
 
 - It succeeds.
-- It is not possible at the moment: :class:`Full` or :class:`Empty`.
+- It is impossible at the moment: :class:`Full` or :class:`Empty`.
 - The channel is closed: :class:`Closed`, or :class:`Drained` if it ended cleanly.
 - The channel failed: :class:`Broken`.
 - An argument is wrong: ``TypeError`` or ``ValueError``.
@@ -32,7 +32,7 @@ class ChannelError(FlowchanError):
 class Closed(ChannelError):
     """The channel is closed and accepts no more items.
 
-    A channel closes when ``close()`` is called, or when its last reader or last writer has closed its end.
+    A channel closes when ``close()`` is called, its last reader closes, or its last writer closes.
 
     Example:
         >>> from flowchan import Channel, Closed
@@ -314,8 +314,8 @@ class Mismatch(GroupError, ValueError):
 class LateItem(FlowchanError):
     """An item arrived too late for its windows, or for its partners in a join.
 
-    If another stage reads the ``errors`` stream of the stage, the item goes there. Otherwise the run ends
-    with this error.
+    If another stage reads this stage's ``errors`` stream, the item goes there. Otherwise the run ends with
+    this error.
 
     Example:
         >>> from flowchan import Graph
@@ -418,7 +418,7 @@ class GraphError(FlowchanError):
 class StageError(FlowchanError):
     """A stage failed.
 
-    ``__cause__`` is the exception that the user's function raised; its note contains the worker's traceback.
+    ``__cause__`` is the exception that the user's function raised, with the worker's traceback as a note.
 
     Attributes:
         stage: Name of the stage.
@@ -460,8 +460,8 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM ended a run.
 
     Attributes:
-        results: The complete results, as from ``run.wait()``, with the items that ``run.iter()`` had not yet
-            yielded.
+        results: The complete results, as ``run.wait()`` returns them. For a stream that ``run.iter()`` was
+            reading, only the items not yielded yet.
         report: Report of the run, as text.
         signal: Number of the signal: ``signal.SIGINT`` or ``signal.SIGTERM``.
         __cause__: The :class:`RunError` if a stage failed before the run ended.
@@ -504,7 +504,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class RunError(ExceptionGroup[StageError], FlowchanError):
-    """A run failed; ``exceptions`` has one :class:`StageError` for each failure, the first failure first.
+    """A run failed; ``exceptions`` has one :class:`StageError` for each failure, in order.
 
     Example:
         >>> from flowchan import Graph, RunError
@@ -521,7 +521,7 @@ class RunError(ExceptionGroup[StageError], FlowchanError):
 
         @property
         def exceptions(self) -> tuple[StageError, ...]:
-            """One :class:`StageError` for each failure, the first failure first."""
+            """One :class:`StageError` for each failure, in order."""
 
     def derive(self, excs: Sequence[StageError]) -> RunError:  # type: ignore[override]
         """Return a run error with the same message but these failures; ``except*`` calls this.

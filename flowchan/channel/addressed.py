@@ -1,4 +1,4 @@
-"""Writing end of a ``per_worker`` input, with one port for each worker."""
+"""Define the writing end of a ``per_worker`` input, which has one port for each worker."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Addressed:
 
     def _ended(self, port: Out[Any], end: Closed) -> None:
         """Report an item whose channel is closed."""
-        # pickling the item raised this error, because of another channel
+        # pickling the item raised this error, which is about another channel
         of_user = not port.channel.closed
         if self._unwanted is None or of_user or self.closed:
             raise end

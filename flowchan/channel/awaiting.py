@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MOST = 127  # waits per thread: the limit of futex_waitv, minus the one that wakes the watcher itself
+MOST = 127  # number of waits per thread: the limit of futex_waitv, minus one for waking the watcher itself
 SLICE = 0.1
-"""Seconds between checks of whether the watcher's loop has ended, or a process that should have woken a
-waiter has died."""
+"""Seconds between checks for the end of the watcher's loop, and for the death of a process that should have
+woken a waiter."""
 LONG = 1.0
 """Seconds between these checks if only this process uses the channels."""
 
@@ -113,7 +113,7 @@ class Watcher:
             wait.leave(True)
 
     def _take(self, changed: list[tuple[asyncio.Future[None], Await]]) -> list[asyncio.Future[None]]:
-        """Remove the woken waits, and return the futures of those that have not been cancelled."""
+        """Remove the woken waits, and return the futures of those that were not cancelled."""
         futures = []
         with self._lock:
             for future, wait in changed:
@@ -159,7 +159,7 @@ def _watcher(loop: asyncio.AbstractEventLoop) -> Watcher:
 
 
 async def _changed(wait: Await) -> None:
-    """Sleep until ``wait`` is woken and has thereby left the channel's wait queue."""
+    """Sleep until ``wait`` is woken, which also removes it from the channel's wait queue."""
     loop = _running_loop()
     watcher = _watcher(loop)
     future: asyncio.Future[None] = loop.create_future()

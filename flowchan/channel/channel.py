@@ -56,7 +56,7 @@ _MOST_BY_DEFAULT = 16 << 30
 class Holder:
     """Process that keeps memory of a channel in use through arrays, tensors or memory views.
 
-    The process still refers to objects that it received, or it has them on loan.
+    It still refers to objects that it received, or it has objects on loan.
 
     Attributes:
         pid: Process id.
@@ -97,8 +97,8 @@ class ChannelStats:
         writers: Open writing ends.
         read_wait: Total time that readers have waited.
         write_wait: Total time that writers have waited.
-        turn_wait: Part of ``write_wait`` in which ordered writers waited for their turn although the channel
-            was empty.
+        turn_wait: Part of ``write_wait``: ordered writers waited for their turn although the channel was
+            empty.
         readers_waiting_for: How long at least one reader has been waiting without interruption.
         writers_waiting_for: How long at least one writer has been waiting without interruption.
         selecting: Waiters that another event may also wake (``select``, ``await``, a timeout).
@@ -161,8 +161,8 @@ def most_bytes() -> int:
 class Channel(_core.Channel[T]):
     """Bounded FIFO of items with any number of writers and readers.
 
-    A channel is open, then closed, then drained; if it fails, it is broken. All transports fulfil the same
-    contract (docs/explanation/contract.md).
+    A channel is first open, then closed and finally drained, unless it fails: then it is broken. All
+    transports fulfil the same contract (docs/explanation/contract.md).
 
     Args:
         capacity: Number of items at which ``put`` waits (default: 4,096 for threads, otherwise 64). ``None``
@@ -262,7 +262,7 @@ class Channel(_core.Channel[T]):
         return Channel(capacity, across=self.across)
 
     def reader(self) -> In[T]:
-        """Open a reading end, which is counted.
+        """Open a reading end; the channel counts its open ends.
 
         Puts raise ``Closed`` once the last reading end is closed.
 
@@ -280,7 +280,7 @@ class Channel(_core.Channel[T]):
         return In(self)
 
     def writer(self) -> Out[T]:
-        """Open a writing end, which is counted.
+        """Open a writing end; the channel counts its open ends.
 
         The channel closes when the last writing end is closed.
 
@@ -362,7 +362,7 @@ class Channel(_core.Channel[T]):
         The values are read under the channel's lock, so they are consistent with each other.
 
         Returns:
-            Counts of items, bytes and waiters, and waiting times.
+            The counts of items, bytes and waiters, and the waiting times.
 
         Example:
             >>> from flowchan import Channel
@@ -446,7 +446,7 @@ def _arrive(handle: Handle, name: str) -> Channel[Any]:
 
 
 def beside_packed(channel: Channel[Any]) -> tuple[Any, ...] | None:
-    """Keep a cross-host channel alive with the packed value, and return what to pickle in its place.
+    """Keep a cross-host channel alive along with the packed value, and return what to pickle for it.
 
     The channel lives as long as the packed value, which can be unpacked any number of times. Return None if
     the current value is not being packed in this way.

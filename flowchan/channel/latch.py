@@ -11,8 +11,8 @@ from flowchan.errors import Drained, Empty
 class Latch:
     """Event that can be set once, implemented as a channel that closes.
 
-    ``threading.Event`` does not suffice: Ctrl-C during ``Event.wait`` can leave its lock held, and Ctrl-C
-    just before goes unnoticed until the wait ends.
+    ``threading.Event`` does not suffice. Ctrl-C during ``Event.wait`` can leave its lock held, and Ctrl-C
+    just before it goes unnoticed until the wait ends.
     """
 
     def __init__(self) -> None:

@@ -145,7 +145,7 @@ def moved(port: In[Any] | Out[Any]) -> tuple[Any, ...]:
         port: The port.
 
     Returns:
-        The port's class, and the arguments with which the other process recreates the port.
+        The port's class, and the arguments to recreate the port in the other process.
 
     Raises:
         TypeError: The channel is across hosts, so its ports cannot move.

@@ -1,4 +1,4 @@
-"""Define ``select``, which performs exactly one of several channel operations when one is possible (C10)."""
+"""Define ``select``, which performs exactly one of several channel operations (C10)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def select(
     gets: Iterable[Readable[T]], puts: Iterable[tuple[Writable[U], U]], timeout: float | None = None
 ) -> Selected[T | U]: ...
 @overload
-# the only overload that fits a list of channels with different item types, for which mypy infers one type
+# the only overload for channels of different item types, because mypy infers one type for such a list
 def select(
     gets: Iterable[Readable[object]],
     puts: Iterable[tuple[Writable[U], U]] = (),
@@ -149,7 +149,7 @@ def _pair(pair: Any) -> tuple[Writable[Any], Any]:
 def _channels(ready: Iterable[Channel[Any]]) -> list[Channel[Any]]:
     """Check ``ready`` and return its channels as a list.
 
-    Ports are rejected, because the next get from a port also finishes the item before.
+    Ports are rejected, because the next get from a port also finishes the previous item.
     """
     looking: list[Channel[Any]] = [] if isinstance(ready, Channel | In) else list(ready)
     if isinstance(ready, Channel | In) or not all(isinstance(channel, Channel) for channel in looking):

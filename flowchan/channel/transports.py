@@ -12,7 +12,7 @@ Across = Literal["threads", "processes", "hosts"]
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """Medium through which a channel carries its items, with its properties.
+    """Transport of a channel: how it carries items between its users.
 
     Attributes:
         name: Value for ``across=``.

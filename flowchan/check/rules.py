@@ -150,8 +150,8 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """Yield a problem for each set of stages that wait for each other.
 
-    Skip stages with duplicate names, which another rule reports: edges refer to stages by name, so unrelated
-    stages would appear connected.
+    Skip stages with duplicate names, which another rule reports: edges refer to stages by name, so stages
+    with the same name would appear connected.
     """
     count = Counter(stage.name for stage in stages)
     indexes = {stage.name: index for index, stage in enumerate(stages) if count[stage.name] == 1}
@@ -246,7 +246,7 @@ def _capacities(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check that enough memory is free for the amount that a run reserves at its start.
+    """Check that the free memory suffices for the amount that a run reserves at its start.
 
     Large items need more.
     """
@@ -276,7 +276,7 @@ def free_memory() -> float:
 
 def _system(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     shared = next((edge for edge in graph.edges if edge.transport.copies), None)
-    # without the native module, the graph will run on another machine
+    # without the native module, the graph must run on another machine
     if shared is None or not is_compiled():
         return
     try:

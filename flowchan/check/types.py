@@ -3,7 +3,7 @@
 The checks use an annotation only if its meaning is certain. They compare classes and the origins of generic
 types. Unknown, unusually abstract and merely convertible types are accepted.
 
-beartype.door is not an option: it can prove that one type is a subtype of another, but not that two types
+beartype.door is not used here: it can prove that one type is a subtype of another, but not that two types
 might match. It also raises for protocols, TypedDicts and unresolved names. It takes 77 ms to import and would
 save only 35 lines.
 """

@@ -26,7 +26,7 @@ from flowchan.run.crew.process_exit import signal_name
 from flowchan.transport.tcp import joined, listen
 
 KILL_DELAY_S = 5.0  # seconds from asking a rank to end until SIGKILL
-_OWN_END = 1.0  # seconds that the other ranks get to end without help after a failure
+_OWN_END = 1.0  # seconds in which the other ranks may end by their own means after a failure
 _POLL_INTERVAL_S = 0.05
 _FOLLOWED = ("MemberDied", "MemberLeft")  # errors that a rank raises because another rank failed
 
@@ -41,7 +41,7 @@ for group in groups:
 """
 
 Tell = Callable[[int, str, bool], None]
-"""Receives a line that a rank wrote: the rank, the line, and whether it went to standard error."""
+"""Receives a line that a rank wrote: the rank, the line, and whether it was written to standard error."""
 
 
 def show(rank: int, line: str, is_error: bool) -> None:
@@ -194,7 +194,7 @@ class Rank:
             os.killpg(self.process.pid, number)
 
     def failure(self) -> str:
-        """Return one line that says why the rank failed; empty if it runs or succeeded."""
+        """Return one line that says why the rank failed; empty if it still runs or succeeded."""
         code = self.code()
         if not code:
             return ""

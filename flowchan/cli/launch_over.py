@@ -21,7 +21,7 @@ from flowchan.cli.launch import LaunchJob, Tell, first_of, free_address, variabl
 from flowchan.hosts.host_pool import Pool
 from flowchan.transport.tcp import route_to
 
-LATER = 1.0  # seconds that ranks on other hosts get to end without help after a failure
+LATER = 1.0  # seconds in which ranks on other hosts may end by their own means after a failure
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class OutputLine:
 
 @dataclass(frozen=True)
 class RankEnded:
-    """All ranks on a host have ended; has the host's first failure."""
+    """All ranks on a host have ended; carries the host's first failure."""
 
     failure: str
 
@@ -156,7 +156,7 @@ def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: 
         count: Number of ranks.
         script: Program and its arguments.
         tell: Prints a rank's output.
-        pin: Pin each rank to a share of the cores.
+        pin: Give each rank a share of the cores.
 
     Returns:
         The same as from ``launch``.

@@ -65,7 +65,7 @@ def load(target: str, args: Sequence[str] = ()) -> Blueprint:
 def split_target(target: str) -> tuple[Path, str | None]:
     """Split ``FILE:NAME`` into the file and the name; the name is None if omitted.
 
-    The first part may be ``-``, a module name, or a file whose own name contains a colon.
+    The file may also be ``-`` or a module name, and its own name may contain a colon.
     """
     file, colon, name = target.rpartition(":")
     if not colon or Path(target).exists():
@@ -266,7 +266,7 @@ def _candidates(module: ModuleType) -> Iterator[str]:
 
 
 def _graph_behind(value: Any) -> Blueprint | None:
-    """Return the value if it is a graph; otherwise the graph that it has."""
+    """Return the value if it is a graph; otherwise the graph in its ``graph`` property."""
     if not isinstance(value, Blueprint) and _has_graph(type(value)):
         value = value.graph
     return value if isinstance(value, Blueprint) else None

@@ -27,7 +27,7 @@ SOURCE = "recorded items"
 
 
 def open_recording(path: str) -> Recording:
-    """Open a recording. Raise ``LoadError`` if it cannot be read."""
+    """Open a recording. Raise ``LoadError`` if the file cannot be read."""
     find_in(os.getcwd())  # items may be instances of classes from modules in this folder
     try:
         return Recording(path)
@@ -119,7 +119,7 @@ def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Grap
         graph: Graph that contains the stage.
         name: Name of the stage.
         path: Path of the recording.
-        number: Number of the only item to feed; ``None`` for all.
+        number: Number of the one item to feed; ``None`` for all items.
 
     Returns:
         The graph.

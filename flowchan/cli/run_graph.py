@@ -70,7 +70,7 @@ def run_graph(load: Callable[[], Any], as_json: bool = False, debug: bool = Fals
 
 
 def width() -> int:
-    """Return the terminal's width; a very large number if standard output is not a terminal."""
+    """Return the terminal's width, or a very large number if standard output is not a terminal."""
     shown = sys.stdout is not None and sys.stdout.isatty()  # stdout is None if it is closed
     return shutil.get_terminal_size().columns if shown else 10**6
 
@@ -96,8 +96,8 @@ class Interrupts:
     r"""Handles Ctrl-C and SIGTERM while the command runs.
 
     While the file is being loaded, these signals raise ``KeyboardInterrupt``. Once ``hold`` is set, they are
-    only counted for :func:`_follow`, but a third one still raises. SIGQUIT (Ctrl-\) asks for an explanation
-    of which channel each stage waits for.
+    only counted for :func:`_follow`, but a third one still raises. SIGQUIT (Ctrl-\) prints which channel each
+    stage waits for.
     """
 
     def __init__(self) -> None:

@@ -62,7 +62,7 @@ def group(
 
     Args:
         rank: Rank of this member, from 0. If all members pass only ``size`` and ``at``, ranks follow the
-            order of arrival: the first to listen is rank 0.
+            order of arrival: the first member to listen is rank 0.
         size: Number of members, at most 1024.
         at: With ``secret``, the address where rank 0 listens, such as ``"10.0.0.1:4711"``. Otherwise, any
             string that is the same on all members, which must then be on one host. If the port is 0, rank 0
@@ -70,8 +70,8 @@ def group(
         secret: At least 16 bytes that all members share. Required for members on several hosts.
         name: Name of the group, for messages.
         timeout: Seconds to wait for the other members (default 300).
-        publish: Rank 0 calls this function with its address once it listens; pass that address to the other
-            members.
+        publish: Function that rank 0 calls with its address once it listens, in order to pass that address to
+            the other members.
 
     Returns:
         This member. Use it as a context manager, or close it.
@@ -148,7 +148,7 @@ def _number(job: str, rank: int) -> int:
 def members(size: int, *, name: str = "") -> list[Group]:
     """Create all members of a new group for threads or processes.
 
-    Pass each member to one thread or process, which then uses it. A member joins the group when it arrives in
+    Pass each member to the thread or process that will use it. A member joins the group when it arrives in
     another process, enters its ``with`` block, or begins its first operation.
 
     Args:

@@ -1,4 +1,4 @@
-"""Choose the algorithm of each operation, or let the user choose it."""
+"""Choose the algorithm of each operation, or let the user select it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def algorithms_of(operation: str) -> tuple[str, ...]:
 
 
 class AlgorithmChoice:
-    """Methods with which a group chooses algorithms."""
+    """Methods by which a group chooses algorithms."""
 
     if TYPE_CHECKING:
 
@@ -83,7 +83,7 @@ class AlgorithmChoice:
                 ``"gather"`` or ``"alltoall"``.
             name: The algorithm; None selects the fastest one. ``allreduce`` and ``reduce`` accept
                 ``"exchange"`` and ``"slices"``. The other operations accept ``"chunks"``. If members can read
-                each other's memory, these also accept ``"direct"``, except for ``reduce_scatter``. All
+                each other's memory, they also accept ``"direct"``, except for ``reduce_scatter``. All
                 operations also accept torch's ``"gloo"``, ``"mpi"`` and ``"nccl"``.
 
         Raises:
@@ -112,13 +112,13 @@ class AlgorithmChoice:
             self._chosen_backends.pop(doing, None)
         else:
             self._chosen_backends[doing] = backend
-        # while any backend is selected, the core leaves all calls to Python
+        # while a backend is selected, the core leaves all calls to Python
         self._queue(bool(self._chosen_backends) - before)
 
     def _backend_for(self, doing: int, x: Any) -> str | None:
         """Return the torch backend for the operation, or None.
 
-        Unless the user selected another one, a tensor on a device uses that device's backend.
+        Unless the user selected another backend, a tensor on a device uses that device's backend.
         """
         chosen = self._chosen_backends.get(doing)
         if chosen is None and not array_access.is_here(x):

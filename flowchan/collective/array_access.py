@@ -97,7 +97,7 @@ def described(x: Any) -> str:
 
 
 def kind(x: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the element type and shape, spelled alike for arrays and tensors."""
+    """Return the element type and shape, spelled in the same way for arrays and tensors."""
     return _type_of(x), tuple(x.shape)
 
 
@@ -219,7 +219,7 @@ def memory(x: Any) -> memoryview:
             raise TypeError(f"{described(x)} must be in main memory; copy it, for example with .cpu()")
         if not x.nbytes:
             return memoryview(bytearray())
-        # A view from numpy() would block later resizing, but FSDP resizes tensors.
+        # A view from numpy() would prevent later resizing, which FSDP needs.
         lent: Any = (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
         lent.tensor = x
         return memoryview(lent).cast("B")
@@ -265,8 +265,8 @@ def empty_like(x: Any) -> Any:
 def divide(x: Any, by: int) -> None:
     """Divide the elements of the contiguous array ``x`` in place.
 
-    Divide both parts of a complex number separately, like the core. NumPy and torch would multiply them by
-    ``1 / by``, which rounds twice.
+    The two parts of a complex number are divided separately, as in the core. NumPy and torch would multiply
+    them by ``1 / by``, which rounds twice.
     """
     if is_tensor(x):
         (sys.modules["torch"].view_as_real(x) if x.is_complex() else x).div_(by)
@@ -290,7 +290,7 @@ def place_of(x: Any) -> Any:
 def finish(x: Any) -> None:
     """Wait until the device has finished the work on ``x`` queued in the current CUDA stream.
 
-    Another thread with another CUDA stream may use the tensor afterwards.
+    After that, another thread with another CUDA stream may use the tensor.
     """
     if is_tensor(x) and x.is_cuda:
         sys.modules["torch"].cuda.current_stream(x.device).synchronize()
@@ -303,7 +303,7 @@ def make(made: tuple[str, Any, tuple[int, ...]], device_text: Any = None) -> Any
     """
     library, dtype, shape = made
     if library == "torch":
-        import torch  # not imported yet if only another member has imported torch
+        import torch  # may not be imported yet, if only another member has imported torch
 
         return torch.empty(shape, dtype=getattr(torch, dtype), device=device_text)
     import numpy

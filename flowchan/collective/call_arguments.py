@@ -1,7 +1,7 @@
 """Check the arguments of group calls, and describe calls in messages.
 
-All checks come before anything is sent, so an invalid argument raises only on the member that passed it. The
-other members wait until this member makes its next call.
+All checks come before anything is sent, so an invalid argument raises an error only on the member that passed
+it. The other members wait until this member makes its next call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowchan.items.text import shown
 def called(call: str, x: Any, more: Any) -> str:
     """Describe a call, for example ``allreduce(float64[3], 'sum')``.
 
-    ``more`` is a further argument or a tuple of them.
+    ``more`` is one further argument or a tuple of several.
     """
     if isinstance(x, list):
         what = f"[{', '.join(map(array_access.described, x))}]"

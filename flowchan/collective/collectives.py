@@ -32,8 +32,8 @@ class Collectives(GroupSteps):
             x: Array or tensor, which is overwritten with the result, or any other value, which is combined
                 with Python's operators.
             op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"`` or
-                ``"xor"``. For values other than arrays, also a function of two values, which rank 0 runs for
-                all members.
+                ``"xor"``. For values other than arrays, it may also be a function of two values, which rank 0
+                runs for all members.
             out: Array for the result, with the element type and size of ``x``; ``x`` then stays unchanged.
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
@@ -62,8 +62,8 @@ class Collectives(GroupSteps):
         """Copy a value from ``root`` to all members.
 
         Args:
-            x: Array or tensor of the same type and shape on all members, or any other value on ``root``.
-                Members other than ``root`` have their array overwritten.
+            x: Array or tensor of the same type and shape on all members, or any other value on ``root``. On
+                members other than ``root``, the array is overwritten.
             root: Rank of the member that sends its value (default 0).
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
@@ -105,8 +105,8 @@ class Collectives(GroupSteps):
         Args:
             x: Any value. The shapes of arrays and tensors may differ between members. With ``out``, ``x``
                 must be an array or tensor with its element type.
-            out: For the result: one array with ``size`` times the elements of ``x``, or a list of one array
-                per member.
+            out: Where to put the result: one array with ``size`` times the elements of ``x``, or a list of
+                one array per member.
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
@@ -114,7 +114,7 @@ class Collectives(GroupSteps):
             ``out`` if given, otherwise the list of values in rank order.
 
         Raises:
-            ValueError: A member's array does not match its part of ``out``.
+            ValueError: A member's array does not fit into its part of ``out``.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -287,7 +287,7 @@ class Collectives(GroupSteps):
 
         The function is applied to each leaf of nested dictionaries, lists and tuples, in rank order. Rank 0
         runs it for all members; if it raises, all members raise. Members run it themselves, which saves a
-        step, if ``fn`` is ``min``, ``max``, or ``add``, ``mul``, ``and_``, ``or_`` or ``xor`` from
+        step, if ``fn`` is ``min`` or ``max``, or ``add``, ``mul``, ``and_``, ``or_`` or ``xor`` from
         ``operator``.
 
         Args:
@@ -312,7 +312,7 @@ class Collectives(GroupSteps):
     def join(
         self, fn: Callable[[Any, Any], Any], *, timeout: float | None = None
     ) -> Iterator[tuple[Any, int]]:
-        """Take part in ``allreduce_with`` without a value, until no member contributes any more.
+        """Take part in ``allreduce_with`` without a value, until no member contributes one any more.
 
         Args:
             fn: Function that the other members pass to :meth:`allreduce_with`.

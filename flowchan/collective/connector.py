@@ -19,13 +19,14 @@ from flowchan.transport.tcp import dial, joined, listen, split
 PAUSE_S, TRY_S = 0.01, 5.0
 """Seconds between attempts to connect, and time limit of one attempt."""
 REFUSED_QUICKLY_S, REJECTION_TIMEOUT_S = 1.0, 30.0
-"""A peer that rejects every attempt within ``REFUSED_QUICKLY_S`` seconds, for ``REJECTION_TIMEOUT_S``
-seconds, is another program. A member also rejects attempts, but only while too many peers dial at once."""
+"""A peer is another program if it rejects every attempt within ``REFUSED_QUICKLY_S`` seconds, for
+``REJECTION_TIMEOUT_S`` seconds. A member also rejects attempts, but only while too many peers dial at once.
+"""
 
 
 @dataclass(frozen=True)
 class Connector:
-    """Secret and listening address that connect members across hosts.
+    """Secret and listening address with which members on different hosts connect.
 
     Each member listens at ``listen_at`` on a free port, or through ``transport`` if that is not None.
     """
@@ -53,7 +54,7 @@ class Connector:
         return dial(address, timeout) if self.transport is None else self.transport.connect(address, timeout)
 
     def host_of(self, address: str) -> str:
-        """Return the IP address or name of this host, given the ``address`` at which it listens."""
+        """Return the IP address or name of this host, which listens at ``address``."""
         return split(address)[0] if self.transport is None else self.listen_at
 
     def connect(

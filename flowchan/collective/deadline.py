@@ -13,7 +13,8 @@ RemainingTime = Callable[[], float | None]
 def countdown(timeout: Any) -> RemainingTime:
     """Return a function that returns how many of the ``timeout`` seconds are left.
 
-    It returns an invalid ``timeout`` unchanged, so the next step of the call raises the error.
+    If ``timeout`` is invalid, the function returns it unchanged, and the next step of the call raises the
+    error.
     """
     try:
         give_up = time.monotonic() + timeout

@@ -68,7 +68,7 @@ def place(environ: Mapping[str, str] = os.environ) -> Launched:
 
 
 def _is_srun_with_pmi(launcher: Launcher, environ: Mapping[str, str]) -> bool:
-    """Return whether srun set the PMI variables, but not those for this host."""
+    """Return whether srun set the PMI variables; srun does not set those for this host."""
     return (
         launcher.name == "PMI"
         and not any(environ.get(name) for name in launcher.local)

@@ -1,8 +1,8 @@
 """Run one step of an operation, in which the leaders of a group's hosts exchange messages.
 
 In a step, each leader exchanges one message with every other, all at the same time, so leaders cannot
-deadlock. Each message identifies its sender's call, so all leaders detect a mismatch, and all notice a death.
-Data from one leader to all, or from all to one, follows a tree. Leaders that are not neighbours in the tree
+deadlock. Each message identifies its sender's call, so all leaders detect a mismatch and notice a death. Data
+from one leader to all, or from all to one, follows a tree. Leaders that are not neighbours in the tree
 exchange empty messages.
 """
 
@@ -71,7 +71,7 @@ class ConnectionStats:
 class Connections:
     """Connections from the leader of ``host`` to the other leaders.
 
-    ``sockets`` has the connection to each host's leader, and ``ranks`` that leader's rank.
+    ``sockets`` has the connection to each host's leader, and ``ranks`` has that leader's rank.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int], host: int) -> None:
@@ -85,7 +85,7 @@ class Connections:
             sock.setblocking(False)
 
     def death_error(self, host: int, call: str, why: str) -> MemberDied:
-        """Return the error for the loss of the leader of ``host``."""
+        """Return the error for the case that the leader of ``host`` is lost."""
         rank = self.ranks[host]
         return MemberDied(
             f"{call} failed: rank {rank}, which connects its host to the others, died, gave up, or is "
@@ -143,7 +143,7 @@ class LeaderPeer:
         self.waits = False
 
     def next_out(self) -> list[memoryview]:
-        """Return the buffers for the next system call: one piece, or a buffer's rest and the next piece."""
+        """Return the buffers for the next system call: one piece, or the rest of a buffer and a piece."""
         first = self.out[0]
         return [first[:PIECE]] if len(first) > PIECE else [first, *(part[:PIECE] for part in self.out[1:2])]
 
@@ -154,9 +154,9 @@ class LeaderPeer:
 
 
 def interrupts(error: BaseException) -> bool:
-    """Return whether the error came from outside the operation, such as Ctrl-C.
+    """Return whether the error came from outside the operation.
 
-    An exception from a signal handler is another example.
+    Examples are Ctrl-C and an exception from a signal handler.
     """
     return not isinstance(error, GroupError | TimeoutError | MemoryError) or is_interrupt(error)
 
@@ -253,9 +253,9 @@ class ExchangeStep:
                     del peer.out[0]
 
     def _receive_last_message(self, host: int, error: OSError) -> None:
-        """Receive the last message of a leader that no longer accepts data.
+        """Receive the last message of a leader that has stopped accepting data.
 
-        It may say why.
+        It may contain the reason.
         """
         peer = self.peers[host]
         while not (peer.has_come and peer.kind == FAILED):
@@ -289,7 +289,7 @@ class ExchangeStep:
         self._links.edges_by_host[host].received += count
 
     def _begin(self, host: int, keeps: bool) -> None:
-        """Handle a header that has arrived in full."""
+        """Handle a header that has arrived completely."""
         peer = self.peers[host]
         peer.kind, doing, key, length = HEADER.unpack(peer.header)
         if peer.kind == LEFT:
@@ -302,7 +302,7 @@ class ExchangeStep:
         self._pass_on(host, peer.into[:0])
 
     def _pass_on(self, host: int, piece: memoryview) -> None:
-        """Handle data from ``host``; if ``piece`` is empty, only the length is known yet."""
+        """Handle data from ``host``; an empty ``piece`` means that only the length is known so far."""
 
     # --- errors ---
 
@@ -360,8 +360,8 @@ class Gathering(ExchangeStep):
             return
         below = [self.peers[child] for child in self._children]
         parts = [*self._bundle, *(peer.into for peer in below)]
-        # After a failure further down the tree, the leader where it happened reports the error to all leaders
-        # itself.
+        # After a failure further down the tree, the leader at which it happened reports the error to all
+        # leaders directly.
         self.peers[self._parent].set_message(self.call, parts if all(peer.is_right for peer in below) else [])
         self._send(self._parent)
 
@@ -389,7 +389,7 @@ class Spreading(ExchangeStep):
         for child in self._children:
             peer = self.peers[child]
             if not parent.is_right:
-                if peer.waits:  # the leader where the error happened reports it to all leaders itself
+                if peer.waits:  # the leader at which the error happened reports it to all leaders directly
                     peer.set_message(self.call, [])
             elif piece:
                 peer.out.append(piece)

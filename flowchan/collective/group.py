@@ -1,4 +1,4 @@
-"""Define a group member: its messages to other members, its subgroups, and its end.
+"""Define a group member: its messages to other members, groups within the group, and its end.
 
 ``collectives.py`` has the collective operations.
 """
@@ -24,12 +24,12 @@ class Group(Collectives):
     """Member of a group of processes or threads, created by :func:`group` or :func:`members`.
 
     All members call the same operations in the same order. An operation returns once this member's part is
-    done. As a context manager, the member closes at the end of the block.
+    done. Used as a context manager, the member closes at the end of the block.
 
     Attributes:
         rank: Rank of this member, from 0.
         size: Number of members.
-        local_rank: Index of this member among those on its host, from 0, for choosing a device.
+        local_rank: Index of this member among those on its host, from 0, for example to choose a device.
         local_size: Number of members on the host of this member.
         name: Name of the group, for messages; may be empty.
         leaders: On rank 0 of a group made by :meth:`split`, the group of the first members of all new groups;
@@ -57,7 +57,7 @@ class Group(Collectives):
 
     name: str
     leaders: Group | None = None
-    """On rank 0 of a group made by ``split``: the group of the first members of all new groups, in rank
+    """On rank 0 of a group made by ``split``, the group of the first members of all new groups, in rank
     order; otherwise None. Closing this member also closes its member of that group."""
 
     def _begin(self, name: str) -> None:
@@ -104,8 +104,8 @@ class Group(Collectives):
     def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
         """Send a value to one member without waiting for its receipt.
 
-        The call blocks only while that member has 64 unread messages, or unread messages fill half of the
-        machine's memory.
+        The call blocks only while that member has 64 unread messages, or while its unread messages fill half
+        of the machine's memory.
 
         Args:
             x: Any value.
@@ -136,7 +136,7 @@ class Group(Collectives):
     def receive(
         self, source: int, *, out: Any = None, timeout: float | None = None, wait: bool = True
     ) -> Any:
-        """Receive the next value that a certain member sent to this one.
+        """Receive the next value that another member sent to this one.
 
         If Ctrl-C interrupts the call, the value is not lost: the next call returns it.
 
@@ -184,7 +184,7 @@ class Group(Collectives):
                     f"receive: timeout must be None with wait=False, got {timeout}; pass it to handle.wait()"
                 )
             return self._messages.start(source, use)
-        # Return the call itself: any statement after it would let Ctrl-C lose the message.
+        # Return the call itself: if a statement came after it, Ctrl-C could lose the message.
         return self._messages.receive(source, timeout, use)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
@@ -271,10 +271,10 @@ class Group(Collectives):
             ``leaders`` is a group of the first members of all new groups.
 
         Raises:
-            MemberDied: A member died during the call. If a survivor already has its part, that part raises
-                this error when first used.
+            MemberDied: A member died during the call. If a survivor already has its part, the part raises
+                this error at its first use.
             GroupError: A member cannot connect to another host. All members raise this error, which names
-                that member, and may call ``split`` again.
+                that member; they may call ``split`` again.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -304,8 +304,8 @@ class Group(Collectives):
     def shrink(self, *, name: str = "", timeout: float | None = None) -> Group:
         """Return a new group of the remaining members after others died or left.
 
-        All remaining members must make this call; their order stays the same. The old group is closed:
-        members that still use it get :class:`MemberDied`. A member that dies during the call is left out.
+        All remaining members must make this call; they keep their order. The old group is closed: members
+        that still use it get :class:`MemberDied`. A member that dies during the call is left out.
 
         In a group across hosts, members reconnect at the old group's address (``at=``), and rank 0 decides
         which members remain.

@@ -36,7 +36,7 @@ from flowchan.items.combining import OPERATIONS, combined, of_one_shape
 Op = str | Callable[[Any, Any], Any]
 
 _NUMBERS = {op: number for number, op in enumerate(OPERATIONS)}
-"""Numbers by which members compare named operations on values; the next higher ones stand for functions that
+"""Numbers by which members compare named operations on values. The next higher numbers are for functions that
 all members run."""
 
 

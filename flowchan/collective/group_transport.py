@@ -18,9 +18,9 @@ from flowchan.transport.tcp import Listener, accept_waiting
 class GroupTransport(Protocol):
     """Interface of a transport between hosts, for :func:`register_transport`.
 
-    Its sockets must be stream sockets of the kernel, for example from ``AF_UNIX``, ``AF_VSOCK`` or a proxy.
-    Other protocols need a thread that copies bytes to and from one end of ``socket.socketpair()``.
-    ``ssl.SSLSocket`` is not allowed, because it cannot send several buffers in parts.
+    Its sockets must be stream sockets of the operating system, for example from ``AF_UNIX``, ``AF_VSOCK`` or
+    a proxy. Other protocols need a thread that copies bytes to and from one end of ``socket.socketpair()``.
+    ``ssl.SSLSocket`` is not allowed, because it cannot send parts of several buffers at once.
 
     Attributes:
         name: Name in errors, equal on all members.
@@ -51,8 +51,8 @@ class GroupTransport(Protocol):
             host: IP address or name of this host on its route to rank 0.
 
         Returns:
-            The address to pass to ``connect``, as any text, and the listening socket. The group closes the
-            socket.
+            The address to pass to ``connect``, which may be any text, and the listening socket. The group
+            closes the socket.
         """
 
     def connect(self, address: str, timeout: float) -> socket.socket:
@@ -60,7 +60,7 @@ class GroupTransport(Protocol):
 
         Args:
             address: Address that ``listen`` returned on that member.
-            timeout: Seconds for this attempt. After a longer attempt, the group calls again.
+            timeout: Seconds for this attempt. If an attempt takes longer, the group calls again.
 
         Returns:
             The connected socket.
@@ -78,8 +78,8 @@ _registered: GroupTransport | None = None
 def register_transport(transport: GroupTransport | None) -> None:
     """Use a transport between hosts in all groups that this process joins from now on.
 
-    All members must register transports with the same name. Members on the same host share memory, without
-    the transport. Existing groups keep their transport.
+    All members must register transports with the same name. Members on the same host share memory and do not
+    use the transport. Existing groups keep their transport.
 
     Args:
         transport: Object with the methods of :class:`GroupTransport`; None for TCP, the default.

@@ -34,7 +34,7 @@ class Handle:
         self._future = future
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the operation and return its result. Repeated calls are allowed.
+        """Wait for the operation and return its result. It may be called repeatedly.
 
         Args:
             timeout: Seconds to wait; None means no limit.
@@ -77,7 +77,7 @@ class Later:
         """Queue a call and return its handle.
 
         ``given`` has the arrays of the call. For arrays on a device, the caller's stream finishes before the
-        call is queued, and the thread's stream before the call counts as done.
+        call is queued. The thread's stream finishes before the call counts as done.
         """
         on_devices = [x for x in given if not array_access.is_here(x)]
 
@@ -123,7 +123,7 @@ _ends: weakref.WeakKeyDictionary[Any, tuple[int, Callable[[Any], None]]] = weakr
 
 
 def end_before_threads(owner: T, end: Callable[[T], None]) -> None:
-    """Call ``end(owner)`` when the program exits, before Python joins the threads of its pools.
+    """Call ``end(owner)`` when the program exits, before Python joins its threads.
 
     A forked child does not have these threads, so it does not call ``end``.
     """
@@ -152,7 +152,7 @@ class Starting:
     def _do(
         self, call: Callable[[float | None], Any], timeout: float | None, wait: bool | None, *given: Any
     ) -> Any:
-        """Run ``call`` after all operations started before, or queue it and return its handle.
+        """Run ``call`` after all operations that were started before, or queue it and return its handle.
 
         ``call`` gets the remaining seconds; ``given`` has its arrays.
         """
@@ -171,7 +171,7 @@ class Starting:
         return self._later.start(call, given)
 
     def _settle(self, timeout: float | None = None) -> float | None:
-        """Wait for all operations started before, and return the remaining seconds.
+        """Wait for all operations that were started before, and return the remaining seconds.
 
         This keeps operations in order.
         """

@@ -46,8 +46,9 @@ from flowchan.errors import GroupError, MemberDied
 LAST = 1.0
 """Seconds to wait for the rest of a leader's last message."""
 WHOLE, WHOLE_OF_TWO = 64 * 1024, 1 << 20
-"""Up to this size in bytes, leaders exchange whole arrays; beyond it, each leader combines one slice. Between
-two hosts, the amount of data is the same, but exchanging whole arrays takes one step instead of two."""
+"""Up to this size in bytes, leaders exchange whole arrays; of larger ones, each leader combines one slice.
+Between two hosts, the amount of data is the same, but exchanging whole arrays takes one step instead of two.
+"""
 BLOCK = 8 << 20
 """Slice this many bytes at a time, to combine received data while it is still in the CPU's caches."""
 _BETWEEN_HOSTS = {
@@ -101,7 +102,7 @@ class Links(Connections):
         Args:
             call: This leader's call, to compare with those of the others.
             out: Returns the parts of the message for a host.
-            into: Returns the memory for the data from a host, or None for new memory (default).
+            into: Returns memory for the data from a host, or None for new memory (default).
             timeout: Seconds; None means no limit.
 
         Returns:
@@ -119,7 +120,7 @@ class Links(Connections):
     def combine(self, call: Call, total: Any, op: str, remaining: RemainingTime) -> None:
         """Combine ``total``, this host's result, with the results of the other hosts, in place.
 
-        Leaders exchange small arrays whole; for large ones, each leader combines one slice for all.
+        Small arrays are exchanged whole; of large ones, each leader combines one slice for all.
         """
         flat, size = total.reshape(-1), int(total.nbytes)
         if size <= whole(len(self.sockets) + 1):
@@ -236,7 +237,7 @@ class Links(Connections):
     def _go(self, step: ExchangeStep) -> None:
         """Run a step. After an error, the connections are closed, or another thread will close them.
 
-        It is unknown then how much of each message was transferred.
+        It is then unknown how much of each message was transferred.
         """
         with self._in_use:
             if self._closed:
@@ -282,7 +283,7 @@ class Links(Connections):
         return None
 
     def last_message(self, host: int, call: str) -> BaseException:
-        """Return the error with which the leader of ``host``, from :meth:`ended`, ended.
+        """Return the error with which a leader ended; ``host`` comes from :meth:`ended`.
 
         The connections are unusable afterwards.
         """

@@ -51,7 +51,7 @@ class LinkedGroup(Group):
     """Member of a group that spans several hosts.
 
     ``hosts`` has the ranks on each host, leaders first; ``host`` is the index of this host. ``links`` has the
-    leader's connections; None on other members. ``link_up`` connects the members of a subgroup.
+    leader's connections; it is None on other members. ``link_up`` connects the members of a subgroup.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LinkedGroup(Group):
 
     @property
     def rank(self) -> int:
-        """Number of this member, from 0."""
+        """Rank of this member, from 0."""
         return self._rank
 
     @property
@@ -104,7 +104,7 @@ class LinkedGroup(Group):
             self.leaders.close()
         if self._links is not None:
             self._links.interrupt()
-        self._node._leave()  # ends operations that were started and still wait
+        self._node._leave()  # ends started operations that are still waiting
         if self._later is not None:
             self._later.close()
             self._later = None
@@ -169,7 +169,7 @@ class LinkedGroup(Group):
             self.close()
 
     def _abandon(self) -> None:
-        """Leave the group after a failure, like a group on one host."""
+        """Leave the group after a failure; see :meth:`Group._abandon`."""
         self._let_go_of_all()
         self.close()
 
@@ -186,7 +186,7 @@ class LinkedGroup(Group):
         self._remote.close(wait=False)
 
     def _disbanding(self) -> Callable[[], None]:
-        """Return a function that ends the group while another thread is using it."""
+        """Return a function with which one thread ends the group while another uses it."""
         local_plan, links = self._node._disbanding(), self._links
 
         def disband() -> None:
@@ -387,8 +387,8 @@ class LinkedGroup(Group):
         """Run a step in the node. If it fails, the leader reports the error to the other hosts.
 
         If the ``first`` step finds that members made different calls, the group stays usable. In a later
-        step, other hosts have already completed the operation. Messages would no longer match operations, so
-        the group fails.
+        step, other hosts have already completed the operation. Their messages could no longer be matched to
+        operations, so the group fails.
         """
         if self._failure is not None:
             raise self._failed_before(call[0]) from self._failure

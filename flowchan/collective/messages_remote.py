@@ -4,8 +4,8 @@ Every member has a listening thread. A sent message waits in a channel until a t
 receiver and forwards it. At the receiver, a thread puts it into the channel that ``receive`` reads. A sender
 thus waits for the receiver only while these channels are full.
 
-A member *watches* a peer from which it expects a first message. Such a connection carries only one message:
-that the peer is leaving.
+A member *watches* a peer from which it expects a first message. Such a connection carries only one kind of
+message: that the peer is leaving.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flowchan.transport.interrupts import is_interrupt
 from flowchan.transport.listener import AuthenticatedListener
 
 SIZE = struct.Struct("<q")
-LEFT_WORD = -1  # sent in place of a message's size by a sender that leaves
+LEFT_WORD = -1  # sent in place of a message's size when the sender leaves
 # up to this size in bytes, the caller sends a message itself if no other is waiting
 SENT_AT_ONCE = 16 * 1024
 READ_AHEAD = 8  # number of messages that the receiving thread reads ahead
@@ -148,7 +148,7 @@ class RemotePeers:
                 os.eventfd_write(self._wake.fileno(), 1)
 
     def drop(self) -> None:
-        """Leave without waiting until sent messages have been received."""
+        """Leave without waiting for sent messages to be received."""
         for peer in [*self._peers.values()]:
             peer.send_no_more()
         self._stop()
@@ -212,7 +212,7 @@ class RemotePeer:
                 messages: Channel[Framed] = Channel(capacity=64)
                 writer = messages.writer()
                 sender = start("send", self._pass_on, messages)
-                # A single assignment. If Ctrl-C comes before it, the channel has no writer, and the thread
+                # A single assignment. If Ctrl-C comes before it, the channel lacks a writer, and the thread
                 # ends.
                 self._out = messages, writer, sender
             self._waiting += 1
@@ -249,7 +249,7 @@ class RemotePeer:
     def _pass_on(self, messages: Channel[Framed]) -> None:
         """Connect when the first message arrives, and send all queued messages.
 
-        It connects only once, because a second connection would confuse the receiver.
+        The thread connects only once, because a second connection would confuse the receiver.
         """
         try:
             first = messages.get()
@@ -312,7 +312,7 @@ class RemotePeer:
     # --- receiving ---
 
     def incoming(self) -> Channel[bytearray]:
-        """Return the channel of messages from this peer. If it has sent nothing yet, watch it."""
+        """Return the channel of messages from this peer. Watch the peer if it has sent nothing yet."""
         if not self.wants_watch and self._incoming is None and not self._ended:
             self.wants_watch = True
             self._owner.wake_thread()
@@ -416,7 +416,7 @@ def start(what: str, work: Callable[..., None], *given: Any) -> threading.Thread
 
 
 def _shut_down(sock: socket.socket | None) -> None:
-    """Shut down a socket, which ends calls that wait for it.
+    """Shut down a socket, which ends calls that are waiting for it.
 
     A TLS socket's own method would continue in plain text.
     """

@@ -26,7 +26,7 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over, now, take_over
 
 MEMBER_LOST, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN, WITHIN, BUSY = range(1, 10)
-"""Status codes by which the core reports how an operation ended."""
+"""Status codes with which the core reports how an operation ended."""
 
 PRESENT, LEFT, _GAVE_UP = range(3)
 
@@ -68,7 +68,7 @@ log = logging.getLogger("flowchan.collective")
 
 
 _unused: weakref.WeakSet[SharedGroup] = weakref.WeakSet()
-"""Members that this process created for threads or other processes and that have not joined yet."""
+"""Members that this process created for threads or other processes but that have not joined yet."""
 
 
 class SharedGroup(_core.Group, Group):
@@ -235,7 +235,7 @@ class SharedGroup(_core.Group, Group):
             return
         if self._join():
             raise GroupError(f"{self!r} is already used by another process; give each process its own member")
-        # a forked process also inherits the other members' descriptors
+        # a forked process inherits the other members' descriptors as well
         if self._maker not in (None, os.getpid()):
             for other in list(_unused):
                 if other is not self and other._family == self._family and not other._joined:
@@ -244,7 +244,7 @@ class SharedGroup(_core.Group, Group):
     def _hold_slot(self) -> None:
         """Lock this member's descriptor until a process joins as this member.
 
-        The lock tells the other members that this can still happen.
+        The lock shows the other members that a process can still join as this member.
         """
         self._maker, self._family = os.getpid(), os.fstat(self._fd).st_ino
         _unused.add(self)
@@ -266,7 +266,7 @@ class SharedGroup(_core.Group, Group):
         return True
 
     def _absent(self) -> str:
-        """Describe the members that the current operation waits for, and their last operations."""
+        """Describe the members that the current operation waits for, and what they did last."""
         return "; ".join(
             f"rank {self._ranks[rank]} {_state(*self._see(rank)[:6])}"
             for rank in range(self.size)
@@ -279,7 +279,7 @@ class SharedGroup(_core.Group, Group):
         return "127.0.0.1"
 
     def _has_lost_any(self) -> bool:
-        """Return whether a member is gone that has not completed the current operation.
+        """Return whether a member that has not completed the current operation is gone.
 
         A member that has completed it is already in a later round.
         """

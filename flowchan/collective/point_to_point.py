@@ -1,4 +1,4 @@
-"""Exchange messages between two members; they are received in the order in which they were sent.
+"""Exchange messages between pairs of members, in the order in which they were sent.
 
 The first message from one member to another creates a channel, which carries all later messages as well. On
 one host, the sender publishes the channel in the group's memory, and the receiver opens it there. Between
@@ -30,12 +30,12 @@ from flowchan.transport.interrupts import append_result, is_interrupt, unless_in
 POLL_INTERVAL_S, LONGEST_INTERVAL_S = 0.001, 0.02
 CHANNELS_OF_ONE_SELECT = 128
 _PACKED = 1 << 32
-_LEFT = 1  # status of a member that left, in the core
+_LEFT = 1  # the core's status of a member that has left
 _random = random.Random()  # separate, so that the program's random state does not change
 
 
 Use = Callable[[Any], Any]
-"""Function applied to a received value. If Ctrl-C interrupts it, the next call receives that value again."""
+"""Function to apply to a received value. If Ctrl-C interrupts it, the next call receives that value again."""
 
 
 def unchanged(x: Any) -> Any:
@@ -48,7 +48,7 @@ class Peer(Protocol):
 
     def send(self, x: Any, timeout: float | None) -> None: ...
     def incoming(self) -> Any:
-        """Return the channel of messages from the peer, or None if it has sent none."""
+        """Return the channel of messages from the peer; None if it has sent none."""
 
     def take(self, channel: Any, timeout: float | None, use: Use) -> Any:
         """Receive a value from the channel, and return ``use(value)``."""
@@ -57,7 +57,7 @@ class Peer(Protocol):
         """Return whether the peer's channel will get no more messages."""
 
     def has_left(self) -> bool:
-        """Return whether a peer that is gone left the group, as far as this member knows."""
+        """Return whether a peer that is gone has left the group, as far as this member knows."""
 
     def death_error(self, call: str) -> GroupError:
         """Return the error for a call with a peer that is gone."""
@@ -91,7 +91,7 @@ class ReceiveHandle(Handle):
         append_result(self._found, self._use, x)
 
     def forget(self) -> None:
-        """Wait for the value again, because an interrupted call has returned it."""
+        """Wait for the value again, because an interrupted call has put it back."""
         self._found.clear()
 
 
@@ -102,7 +102,8 @@ class Messages:
         self._rank, self._size, self._peer_of = rank, size, peer
         self._peers: dict[int, Peer] = {}
         self._lock = threading.Lock()
-        self._started: dict[int, deque[ReceiveHandle]] = {}  # by source, in the order of their start
+        # by source, in the order in which they were started
+        self._started: dict[int, deque[ReceiveHandle]] = {}
 
     def peer(self, rank: int) -> Peer:
         if rank not in self._peers:
@@ -128,7 +129,7 @@ class Messages:
         return self._receive(source, timeout, use)
 
     def start(self, source: int, use: Use) -> ReceiveHandle:
-        """Start a receive, which gets its message after all receives started before."""
+        """Start a receive, which gets its message after all receives that were started before."""
         handle = ReceiveHandle(self, source, use)
         self._started.setdefault(source, deque()).append(handle)
         return handle
@@ -219,7 +220,7 @@ class Messages:
     ) -> tuple[Any, int] | None:
         """Return a message from any of the channels, or wait until a channel of ``local`` has one."""
         for rank in _random.sample(list(channels), len(channels)):
-            # no ``with`` block: leaving it is a call, during which Ctrl-C would lose the message
+            # no ``with`` block: leaving it is a call, and Ctrl-C during this call would lose the message
             try:
                 return self._peers[rank].take(channels[rank], 0.0, unchanged), rank
             except (Empty, Drained, Broken):
@@ -340,7 +341,7 @@ class SameHostPeer:
     def _put_unfound(self, port: Out[Any], x: Any, timeout: float | None) -> None:
         """Put a message for a receiver that has yet to open the channel.
 
-        The end of such a receiver does not break the channel, so check the receiver's state here. If the
+        If such a receiver ends, the channel does not break, so the receiver's state is checked here. If the
         channel is full, wait until the receiver opens it, because each new attempt would serialise the
         message again.
         """

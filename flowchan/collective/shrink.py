@@ -2,8 +2,8 @@
 
 Each survivor publishes that it has arrived, and waits for an offer. When all have arrived, the first of them
 creates the memory of a new group and offers it to the others. The new group is valid once all its members
-have completed a round in it, so they agree on this. If another member dies before that, the survivors try
-again.
+have completed a round in it, so they agree that it is valid. If another member dies before that, the
+survivors try again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOT_ALLOWED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EP
 
 
 class ShrinkMember(Protocol):
-    """Methods of a member on one host that shrinking needs."""
+    """Methods of a member on one host that shrinking uses."""
 
     _ranks: Sequence[int]
     _local: LocalPeers
@@ -54,7 +54,7 @@ M = TypeVar("M", bound=ShrinkMember)
 
 
 class Shrinking(Generic[M]):
-    """One member's side of shrinking the group ``old``.
+    """One member's part in shrinking the group ``old``.
 
     ``member(fd, rank)`` creates a member of a new group. After the monotonic time ``give_up``, ``run`` raises
     ``TimeoutError``.

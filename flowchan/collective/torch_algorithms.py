@@ -42,21 +42,21 @@ aborted."""
 WITHIN = timedelta(seconds=60)
 """Time limit for creating a backend after all members have agreed on it."""
 ENDLESS = timedelta(days=20)
-"""Used in place of torch's timeouts, because a member may be slow. It must fit into torch's type, in
-milliseconds."""
+"""Used in place of torch's timeouts, because a member may be slow. In milliseconds, it must fit into torch's
+type."""
 
 # The types of these objects differ between versions of torch.
 _dist: Any = dist
 _Ended = Callable[[float], bool]
-"""Waits up to this many seconds, and returns whether the operation has ended."""
+"""Waits up to the given number of seconds, and returns whether the operation has ended."""
 
 
 class StuckBackend(Exception):
-    """A backend has not noticed that a member is lost."""
+    """The backend has not noticed that a member is lost."""
 
 
 def check(name: str) -> None:
-    """Raise ``ValueError`` with a remedy if torch lacks the backend, or the machine the device."""
+    """Raise ``ValueError`` with a remedy if torch lacks the backend, or the machine lacks the device."""
     lacks = {
         "gloo": "" if dist.is_gloo_available() else "torch was built without it",
         "mpi": "" if dist.is_mpi_available() else "torch was built without it, like torch's wheels",
@@ -100,7 +100,7 @@ MAKERS = {"gloo": _gloo, "mpi": _mpi, "nccl": _nccl}
 
 
 class TorchAlgorithm:
-    """One member's side of a backend, with the operations from which the group builds all others."""
+    """One member's part of a backend, with the operations from which the group builds all others."""
 
     def __init__(self, name: str, group: Any) -> None:
         self.name = name
@@ -219,8 +219,8 @@ class TorchAlgorithm:
         """Run an operation of the backend between two rounds of the group.
 
         ``what`` must be equal on all members; ``given`` has the call's arguments, for messages. Each member
-        adds its ``contribution`` to the first round. ``on_values`` gets all contributions before ``start`` is
-        called.
+        sends its ``contribution`` in the first round. ``on_values`` gets all contributions before ``start``
+        is called.
         """
         remaining, key = countdown(timeout), zlib.crc32(repr((self.name, what)).encode())
 

@@ -1,10 +1,10 @@
 """Compute trees of hosts along which data flows from one host to all, or from all to one.
 
-When the hosts' leaders have connected, each pair measures how long one byte and ``REFERENCE`` bytes take. The
-greedy rule "earliest completion first" builds a tree from these times. The rule is from Bhat, Raghavendra and
-Prasanna, Efficient collective communication in distributed heterogeneous systems, J. Parallel Distrib.
-Comput. 63 (2003). If all connections are equal, the tree is binomial if sending dominates, and a star if the
-delay does. Connections that are much slower than the others remain unused.
+When the hosts' leaders have connected, each pair measures how long it takes to send one byte and
+``REFERENCE`` bytes. The greedy rule "earliest completion first" builds a tree from these times. The rule is
+from Bhat, Raghavendra and Prasanna, Efficient collective communication in distributed heterogeneous systems,
+J. Parallel Distrib. Comput. 63 (2003). If all connections are equal, the tree is binomial if sending
+dominates, and a star if the delay dominates. Connections that are much slower than the others remain unused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 REFERENCE = 256 * 1024
 """Message size in bytes for which a tree is built. For small messages, only the delay matters."""
 LEAST = 1e-4
-"""Shortest time in seconds that counts. Differences below it reflect other load on the machines rather than
+"""Times below this, in seconds, are not distinguished. They reflect other load on the machines rather than
 the connection."""
 HARDLY = 1.25
 """A preferred message may arrive at most this many times as late as the earliest one."""
@@ -27,10 +27,10 @@ _TIMES = struct.Struct("<dd")
 
 @dataclass(frozen=True)
 class Times:
-    """Delay of a connection, and how long ``REFERENCE`` bytes take.
+    """Delay of a connection, and the time to send ``REFERENCE`` bytes.
 
-    ``delay`` is the time until one byte arrives, and ``sending`` how long the sender is busy, both in
-    seconds.
+    ``delay`` is the time until one byte arrives; ``sending`` is the time during which the sender is busy.
+    Both are in seconds.
     """
 
     delay: float
@@ -71,7 +71,7 @@ def least(exchanges: Sequence[float]) -> float:
     """Return the shortest exchange time, given the times of consecutive exchanges.
 
     If one side starts later, it finds the data of every second exchange already there, and waits twice as
-    long in the next. Consecutive exchanges are therefore averaged in pairs.
+    long in the next one. Consecutive exchanges are therefore averaged in pairs.
     """
     return min(first + second for first, second in itertools.pairwise(exchanges)) / 2
 
@@ -122,8 +122,8 @@ def _rounded(seconds: float) -> float:
 def meetings(hosts: int, host: int) -> Iterator[int]:
     """Yield the hosts with which this host measures its connections, one at a time.
 
-    Each pair of hosts meets once, and no host meets two others at a time: the circle method for round-robin
-    tournaments.
+    Each pair of hosts meets once, and each host meets at most one other at a time: the circle method for
+    round-robin tournaments.
     """
     places = hosts + hosts % 2
     for turn in range(places - 1):

@@ -1,6 +1,6 @@
 """Read item types and ports from the annotations of a user function.
 
-Annotations are hints. If an annotation cannot be resolved, its type counts as unknown (``None``); no function
+Annotations are hints. If an annotation cannot be resolved, its type counts as unknown (``None``). No function
 in this module raises.
 """
 
@@ -24,7 +24,7 @@ _STANDARD = ("builtins", "collections", "collections.abc")
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """Port parameter of a general stage: its name, direction and item type."""
+    """Port of a general stage, declared by a parameter: its name, direction and item type."""
 
     name: str
     reads: bool
@@ -53,7 +53,7 @@ def plain_function(function: Any) -> Any:
     function = inspect.unwrap(function)
     if inspect.ismethod(function):
         return function.__func__
-    # ``callable()`` does not suffice, because the method itself is needed.
+    # ``callable()`` is not enough, because the ``__call__`` method itself is needed.
     if not inspect.isroutine(function) and hasattr(type(function), "__call__"):  # noqa: B004
         return inspect.unwrap(type(function).__call__)
     return function
@@ -83,7 +83,7 @@ def call_signature(function: Any) -> inspect.Signature | None:
 
 
 def returned_type(function: Any) -> Any:
-    """Return the result type of a call: the return annotation, or for a class the class itself."""
+    """Return the result type of a call: the return annotation or, for a class, the class itself."""
     made = bare(function)
     if inspect.isclass(made) and not is_callable_class(made):
         return made
@@ -146,7 +146,7 @@ def group_parameter(function: Callable[..., Any]) -> tuple[str, Any] | None:
 def known(annotation: Any) -> Any:
     """Return the annotation if it describes a value, else ``None``.
 
-    A value is described only by a class, a generic type or a union.
+    Only classes, generic types and unions describe a value.
     """
     if annotation is None:
         return type(None)

@@ -11,7 +11,7 @@ from flowchan.items.text import shown
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AutoWorkers:
-    """Upper limit on a number of workers that the run chooses; created by :func:`~flowchan.auto`.
+    """Upper limit on the number of workers that a run may choose; created by :func:`~flowchan.auto`.
 
     Stages that share one such object share its limit.
 

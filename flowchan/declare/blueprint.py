@@ -1,4 +1,4 @@
-"""Declare the start of a graph (sources and inputs) and the joins of streams (merges and feedback loops)."""
+"""Declare sources and inputs, where a graph starts, and merges and feedback loops, which join streams."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Blueprint(General):
     @refuses_misspelt("Graph")
     def __init__(self, name: str = "graph") -> None:
         super().__init__(name)
-        self._started: set[str] = set()  # stages that an earlier run has started; their iterators are used up
+        self._started: set[str] = set()  # stages whose iterators an earlier run has used up
         self._broadcasts: list[Broadcast[Any]] = []
 
     def source(
@@ -177,7 +177,7 @@ class Blueprint(General):
 
     @shows(PlainOptions)
     def merge(self, *streams: Stream[T], **options: Unpack[PlainOptions]) -> Stream[T]:
-        """Declare a stage that emits the items of several streams as they arrive.
+        """Declare a stage that emits the items of several streams in order of arrival.
 
         Args:
             *streams: Streams of this graph, at least one.
@@ -213,8 +213,9 @@ class Blueprint(General):
     def feedback(self, name: str = "feedback") -> Feedback[Any]:
         """Declare a stream whose writer is declared later, to form a loop.
 
-        A stage with ports must read the stream. No source ends a loop, so one of its stages must return when
-        the work is done. Its outputs then close, and the inputs of the other stages end.
+        Only a stage with ports can read the stream. A loop has no source to end it, so one of its stages must
+        return when the work is done. That closes the outputs of this stage, and then the inputs of the others
+        end.
 
         Args:
             name: Name of the loop in messages (default: ``"feedback"``).
@@ -247,7 +248,7 @@ class Blueprint(General):
     def record(
         self, channel: str, path: str | os.PathLike[str], *, most: int = MOST, max_bytes: int = MAX_BYTES
     ) -> None:
-        """Record the items of one channel in a file; each later run overwrites the file.
+        """Record the items of one channel in a file. Each later run overwrites the file.
 
         This inserts a stage between the channel's writer and reader, as a thread of the program. The stage
         writes each item to the file and then passes it on. At a limit, or if an item cannot be written,
@@ -261,8 +262,8 @@ class Blueprint(General):
 
         Raises:
             TypeError: An argument has the wrong type or an unknown name.
-            ValueError: No stage reads a channel with this name, or individual workers write or read it. The
-                path cannot be written, or a limit is out of range.
+            ValueError: No stage reads a channel with this name, or some of its workers use the channel alone.
+                The path cannot be written, or a limit is out of range.
 
         Example:
             >>> import os, tempfile
@@ -291,6 +292,6 @@ class Blueprint(General):
         return edges[channel]
 
     def _is_shared(self, edge: Edge) -> bool:
-        """Return whether all workers of the writing stage share the channel, and all of the reading stage."""
+        """Return whether all workers of both stages, the writer and the reader, share this channel."""
         writer, reader = self.stage_named(edge.writer), self.stage_named(edge.reader or "")
         return not (edge.to_worker or writer.output_per_worker or writer.service or reader.service)

@@ -1,4 +1,4 @@
-"""Values that workers read and the program changes during the run: ``graph.broadcast(initial)``.
+"""Define values that the program changes while workers read them: ``graph.broadcast(initial)``.
 
 In the program, a broadcast value is a plain attribute. Each worker process reads it from shared memory
 (``items/latest_value.py``).
@@ -86,10 +86,10 @@ class Broadcast(Generic[T]):
         return self._read().version
 
     def read(self) -> tuple[T, int]:
-        """Return the value and its version, which match even if the value changes during the call.
+        """Return the value and its version as one consistent pair.
 
         Returns:
-            The value, and its version as :attr:`version` counts it.
+            The value, and its number as in :attr:`version`.
 
         Raises:
             Broken: The program has ended.
@@ -106,8 +106,8 @@ class Broadcast(Generic[T]):
     def set(self, value: T) -> int:
         """Set the value for all workers of the graph, in this and later runs.
 
-        The call does not wait for any worker. A function call that has already read the value keeps its
-        version until it returns. If this method raises, the value does not change.
+        The call does not wait for any worker. A worker that is using the old value keeps it until its
+        function returns. If this method raises, the value does not change.
 
         Args:
             value: The new value. It must be picklable if the graph has worker processes.
@@ -151,7 +151,7 @@ class Broadcast(Generic[T]):
         if self._latest is not None and self._is_own():
             return self._latest
         id, reader = (_readers or {}).get(self._key, (b"", None))
-        # this process imported the module that creates the value, and so has a second object for it
+        # this process imported the module that creates the value, so it has a second object for the value
         if reader is not None and (id == self._id or self._pid == os.getpid()):
             return reader.latest()
         raise RuntimeError(
@@ -177,7 +177,7 @@ class Broadcast(Generic[T]):
                 self._shared = LatestValue(self._latest)
 
     def _own_shared(self) -> LatestValue | None:
-        """Return the shared memory of the value; None if the program's parent created it before a fork."""
+        """Return the value's shared memory; None if a parent process created it before a fork."""
         shared = self._shared
         return shared if isinstance(shared, LatestValue) and shared.pid == os.getpid() else None
 
@@ -208,7 +208,7 @@ def begin_reading(values: Iterable[Broadcast[Any]]) -> None:
 
 
 def pinning(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``function`` for the current worker so that each call sees only one version of each value."""
+    """Wrap ``function`` so that each call sees one version of each value throughout."""
     pins: dict[Broadcast[Any], Versioned] = {}
     _pins.set(pins)
 

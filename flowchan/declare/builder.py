@@ -49,8 +49,8 @@ class Builder:
         """Labels that pictures show instead of the operator and line, by stage name. ``None`` hides the
         stage."""
         self._services: dict[str, tuple[Channel[Any], Channel[None]]] = {}
-        """Two channels for each service, by its name. The run closes the first to end the service, and the
-        second once the run itself has ended."""
+        """Each service's two channels, by the service's name. Closing the first ends the service; the run
+        closes the second once it has ended."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} with {len(self._stages)} stages>"
@@ -99,9 +99,9 @@ class Builder:
     def edges(self) -> tuple[Edge, ...]:
         """Return the channels of the graph.
 
-        Each output has one edge to its reader, and so has each error stream that a stage reads. A stream with
-        several readers has one edge for each, and ``check`` reports it as an error. If the reader
-        distinguishes the writing workers, there is one edge for each worker.
+        Each output, and each error stream that a stage reads, has one edge to its reader. A stream with
+        several readers has one edge for each, and ``check`` reports it as an error. If the reader tells the
+        writing workers apart, there is one edge for each worker.
         """
         if self._edges is None:
             self._edges = tuple(self._joined())
@@ -173,7 +173,7 @@ class Builder:
     def _add(self, stage: Stage) -> None:
         """Add a stage to the list.
 
-        A duplicate name still refers to the first stage; ``check`` reports the second one.
+        A duplicate name keeps referring to the first stage; ``check`` reports the second one.
         """
         index = len(self._stages)
         self._stages.append(stage)
@@ -199,7 +199,7 @@ class Builder:
         return self._stages[self._by_port[origin]]
 
     def _without_stage(self) -> Origin:
-        """Return a new origin for a stream that no stage of this graph writes, or none yet."""
+        """Return a new origin for a stream that no stage of this graph writes so far."""
         return Origin("", str(len(self._loops) + len(self._foreign_streams)))
 
     def _leads_back(self, name: str) -> Origin:
@@ -262,7 +262,7 @@ class Builder:
         self._change_output(origin, capacity=capacity)
 
     def _address(self, per_worker: frozenset[str]) -> Stage:
-        """Mark inputs of the last stage as addressed, so that the writer chooses the worker for each item."""
+        """Mark inputs of the last stage as addressed: the writer chooses the worker for each item."""
         self._stages[-1] = stage = dataclasses.replace(self._stages[-1], per_worker=per_worker)
         self._edges = None
         return stage
@@ -348,7 +348,7 @@ def _edges(stage: Stage, output: Output, reader: Stage | None, port: str | None)
 
 
 def name_from(function: Any, kind: str) -> str:
-    """Derive a stage name from the function's name; use the operator's name for a lambda or no function."""
+    """Derive a stage name from the function's name or, for a lambda or no function, from the operator's."""
     name = "" if function is None else name_of(function)
     return kind if name in ("", "<lambda>") else name.strip("_") or kind
 

@@ -33,7 +33,7 @@ def is_callable_class(function: Any) -> bool:
     called with each item. A ``functools.partial`` of a callable class counts.
     """
     function = bare(function)
-    # A metaclass makes a class from each item, so it is called itself.
+    # A metaclass is itself called with each item, to make a class from it.
     if not inspect.isclass(function) or issubclass(function, type):
         return False
     return any("__call__" in vars(base) for base in function.__mro__)

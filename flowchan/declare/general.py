@@ -163,14 +163,14 @@ class General(Builder):
                 elastic (bool): For a gang: restart only the dead worker (default: False; implies
                     ``restartable``). The other workers keep their processes. Their function is called again
                     twice: with the group of survivors, and then with the complete group.
-                gpus (float): Number of GPUs reserved for each worker process; below 1, a share of one GPU
-                    (default: 0).
+                gpus (float): Number of GPUs for each worker process (default: 0); below 1, a share of one
+                    GPU.
                 per_worker (str or tuple): Name of an ``In`` parameter, or a tuple of names (default: none).
                     Its items are pairs ``(worker, item)``, and each goes to the worker with that number,
                     counted from 1.
 
         Returns:
-            ``None``, one stream, or a tuple with one stream for each ``Out`` parameter.
+            ``None`` without ``Out`` parameters, one stream for one, and a tuple of streams for several.
 
         Raises:
             TypeError: An argument is not a stream, or an option has the wrong type or an unknown name.

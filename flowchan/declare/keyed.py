@@ -2,8 +2,8 @@
 
 A keyed stage with several workers is declared as two stages. The first, ``route``, is a thread of the
 program: it calls the key function and puts each item into the channel of one worker. The second stage reads
-these channels, one for each worker. Items keep the numbers that ``route`` assigned, so the workers' outputs
-can be merged in stream order.
+these channels, one for each worker. Items keep the numbers from ``route``, so the workers' outputs can be
+merged in stream order.
 """
 
 from __future__ import annotations

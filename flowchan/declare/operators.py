@@ -1,6 +1,6 @@
 """Describe each operator in one row for the checks, plan, run, report and pictures.
 
-None of these compares operator names. To add an operator, add a row here, a body (see
+None of these needs to compare operator names. To add an operator, add a row here, a body (see
 ``flowchan/run/worker/operator_loops.py``), and a ``Stream`` method.
 """
 
@@ -37,7 +37,7 @@ class Operator:
     body: str = ""
     """Function that each worker runs, as ``module:function``.
 
-    The function receives an ``OperatorJob`` and the worker's ports by name. It is empty for an operator
+    The function receives an ``OperatorJob`` and the worker's ports by name. The string is empty for operators
     without workers, whose items the program itself puts.
     """
     async_body: str = ""
@@ -56,7 +56,7 @@ class Operator:
     ordered: bool = True
     """Whether several workers can keep the order of their input."""
     worker_per_input: bool = False
-    """Whether each input needs a worker of its own."""
+    """Whether each input needs a separate worker."""
     ends_loops: bool = False
     """Whether the operator can end before its inputs end, and may therefore read a feedback."""
 
@@ -66,19 +66,20 @@ class Operator:
     """Whether the program can read the result item by item during the run."""
 
     role: Role = "stage"
-    """Shape in pictures; also decides which items count: outputs for a source, otherwise inputs."""
+    """Role in pictures. It also decides which items count: for a source its outputs, otherwise the inputs."""
     owes: bool = False
     """Whether each item leads to one output or one failed item. A sink's finished items count as outputs."""
     lets_go: str = ""
-    """What reports call the items that the operator drops; empty if it never drops items."""
+    """Word in reports for items that the operator drops; empty if it never drops items."""
     answers: bool = False
     """Whether ``ask()`` requests can pass through, because the output of each item is known."""
     resumable: bool = False
-    """Whether runs with the operator can be resumed, because each output is traceable to its source items."""
+    """Whether runs with the operator can be resumed, because each output can be traced to its source items.
+    """
     groups: bool = False
     """Whether each output is a list of several items."""
     routes: bool = False
-    """Whether the operator chooses a worker for each item; the items keep their numbers."""
+    """Whether the operator chooses a worker for each item without changing the item's number."""
     repeats: bool = False
     """Whether every output gets every item, so the report counts only one output."""
     expects: Callable[[Mapping[str, Any], list[int]], int | None] | None = None

@@ -60,13 +60,13 @@ class WorkOptions(NameOption, total=False):
     own). Processes and hosts cannot share an instance."""
     restarts: int
     """Maximum number of dead worker processes replaced within 60 seconds of work (default: 10). Deaths that
-    count towards an item's ``max_deaths`` do not count here. With the default, or with 10**9 or more, a
+    count towards ``max_deaths`` of an item do not count here. With the default, or with 10**9 or more, a
     worker that dies four times in a row before it starts to work also ends the run."""
     max_deaths: int
     """Number of worker deaths after which an item counts as failed (default: 3)."""
     gpus: float
-    """Number of GPUs reserved for each worker process (default: 0). Below 1, such as 0.5, it is a share of
-    one GPU. With 0, a worker sees every GPU that the program or its host sees."""
+    """Number of GPUs reserved for each worker process (default: 0). A number below 1, such as 0.5, is a share
+    of one GPU. With 0, a worker sees every GPU that the program or its host sees."""
 
 
 class ItemOptions(WorkOptions, total=False):
@@ -227,7 +227,7 @@ def shows(
     Args:
         options: ``TypedDict`` of the options.
         settings: Class with the defaults of the options.
-        rest: Name that ``help`` shows for further keyword arguments; None if there are none.
+        rest: Name under which ``help`` shows further keyword arguments; None if there are none.
 
     Returns:
         The decorator.

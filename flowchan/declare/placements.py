@@ -27,7 +27,7 @@ class Placement:
         shares: Relative number of workers on each host; empty for equal numbers.
         by_worker: Host of each worker, in order; empty if the run chooses the hosts.
         nowhere: True while the hosts are still unknown.
-        missing: Why the hosts cannot be known here; an error only when the graph runs.
+        missing: Why the hosts cannot be known here. This is an error only when the graph runs.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Define streams: handles of output channels, whose methods declare the next stage.
 
-Declaring a stage runs nothing. Each method adds one frozen ``Stage`` to the graph and returns the handle of
-the stage's output. An invalid argument raises ``TypeError`` or ``ValueError`` at the user's line. ``check``
-reports the errors that only the whole graph reveals.
+Declaring a stage does not run anything. Each method adds one frozen ``Stage`` to the graph and returns the
+handle of the stage's output. An invalid argument raises ``TypeError`` or ``ValueError`` at the user's line.
+``check`` reports errors that only show in the whole graph.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Stream(StreamEnd[T_co]):
         Args:
             function: Function with one parameter, an ``async def`` function, or a class whose instances are
                 called. If a worker process dies, its replacement creates a new instance. After :meth:`batch`,
-                the function may return a list as long as the batch. An exception in the list fails only the
-                item with the same index.
+                the function may return a list as long as the batch. If the list contains an exception, only
+                the item with the same index fails.
             **options: Keyword options of the stage:
 
                 name (str): Name of the stage (default: the function's name).
@@ -118,12 +118,11 @@ class Stream(StreamEnd[T_co]):
                 share_instance (bool): Whether all coroutines share one instance of a class (default: False).
                 restarts (int): Maximum number of dead workers replaced within 60 s of work (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
-                gpus (float): Number of GPUs reserved for each worker process; below 1, a share of one GPU
-                    (default: 0).
+                gpus (float): Number of GPUs for each worker process (default: 0); below 1, a share of one
+                    GPU.
                 key (function): Function that returns the key of an item (default: none). Items with equal
                     keys are processed one after another, in stream order.
-                concurrency_per_key (int): Maximum number of items with the same key processed at a time
-                    (default: 1).
+                concurrency_per_key (int): Maximum number of items with equal keys at a time (default: 1).
                 state (function): Function that returns the initial state of a key (default: no state). The
                     stage then calls ``function(item, state)`` with a :class:`KeyedState`.
 
@@ -313,7 +312,7 @@ class Stream(StreamEnd[T_co]):
 
         Args:
             size: Number of items in a list, at least 1. The last list may be shorter.
-            timeout: Maximum seconds from the first item of a list until the list is emitted, even if it is
+            timeout: Maximum seconds between the first item of a list and its emission; a list may then be
                 shorter (default: no limit).
             **options: ``name`` (str) and ``capacity`` (lists, default: 64) of the stage.
 
@@ -374,16 +373,15 @@ class Stream(StreamEnd[T_co]):
     ) -> Tried[Window[T_co], T_co]:  # fmt: skip
         """Declare a stage that groups items into windows, by count or by time.
 
-        A time window begins at a multiple of ``every``, and is emitted once its time has passed. With
-        ``time``, that is when an item is at least ``allowed_lateness`` later than the window's end. When the
-        stream ends, the remaining items are emitted in shorter windows. Every item is in a window, or is
-        late.
+        A time window begins at a multiple of ``every`` and is emitted once it has passed. With ``time``, it
+        has passed when an item is at least ``allowed_lateness`` later than its end. When the stream ends, the
+        remaining items are emitted in shorter windows. Every item is in some window or is late.
 
         Args:
             size: Number of items in a window, at least 1. Pass either ``size`` or ``seconds``.
             seconds: Length of a window in seconds.
-            every: Items or seconds from the start of one window to the start of the next, at most its length.
-                The default is that length, so windows do not overlap.
+            every: Distance between the starts of two windows, in items or seconds, at most the length of a
+                window. The default is that length, so windows do not overlap.
             key: Function that returns the key of an item. Each key then has separate windows (default: one
                 key for all items).
             time: Function that returns the time of an item in seconds (default: its arrival time).
@@ -612,8 +610,7 @@ class Stream(StreamEnd[T_co]):
             **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
 
         Returns:
-            The stream of :class:`Reduced` values, one per round. With ``to_workers``, its items are pairs
-            ``(worker, Reduced)``.
+            The stream of :class:`Reduced` values, one for each round, or of pairs ``(worker, Reduced)``.
 
         Raises:
             TypeError: ``op`` is neither a string nor a function, or an option is unknown.

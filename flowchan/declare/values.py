@@ -25,7 +25,7 @@ class DefaultNumber(int):
 DEFAULT_CAPACITY = 64
 DEFAULT_RESTARTS: int = DefaultNumber(10)
 UNLIMITED_RESTARTS = 10**9
-"""From this number on, restarts count as unlimited."""
+"""As many restarts as this count as unlimited."""
 DEFAULT_MAX_DEATHS = 3
 
 
@@ -44,7 +44,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Feedback: an input whose origin, ``fed_by``, is ``None`` until it is declared.
+    """Feedback: an input whose origin ``fed_by`` is declared later; until then, it is ``None``.
 
     ``name`` and ``where`` describe the declaration of the feedback.
     """
@@ -56,7 +56,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class ForeignStream:
-    """Stream of another graph that a stage of this graph reads, with the name of that graph."""
+    """Stream of another graph that a stage of this graph reads; has its name and that graph's name."""
 
     name: str
     graph: str
@@ -170,7 +170,7 @@ class Stage:
 
     @property
     def worker_count(self) -> int:
-        """Return the number of workers."""
+        """Return the number of workers at the start of a run."""
         return len(self.inputs) if self.operator.worker_per_input else self.workers
 
     @property
@@ -190,10 +190,10 @@ class Stage:
 
     @property
     def keeps_its_own(self) -> bool:
-        """Return whether only a dead worker's replacement may get the items of that worker.
+        """Return whether only the replacement of a dead worker may get its items.
 
-        This holds if a reader tells the workers apart, because some outputs may already exist. It also holds
-        for gangs, because a gang restarts as a whole.
+        This holds if a reader tells the workers apart, because outputs of the dead worker may already exist.
+        It also holds for gangs, because a gang restarts as a whole.
         """
         return self.has_ports_per_worker or self.gang is not None
 
@@ -231,7 +231,7 @@ class Edge:
         feedback: True if the channel leads back to an earlier stage of a loop.
         worker: Number of the only worker that writes to it; 0 for all workers of the stage.
         to_worker: Number of the only worker that reads from it; 0 for all workers of the stage.
-        routed: Whether a ``route`` stage writes to it; the items keep the numbers that this stage assigned.
+        routed: Whether a ``route`` stage writes to it, so that items keep that stage's numbers.
     """
 
     name: str

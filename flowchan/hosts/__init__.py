@@ -38,7 +38,7 @@ def local(count: int, *, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False
         tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
-        The pool. Its agents start with a graph that uses the pool.
+        The pool. Its agents start when a graph that uses the pool starts.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
@@ -65,8 +65,8 @@ def ssh(
     """Make a pool with one agent on each of these hosts, started with the system's ``ssh``.
 
     Args:
-        hosts: Hosts as ``ssh`` accepts them: ``"gpu1"``, ``"user@gpu2"``. Alternatively one mapping, such as
-            ``{"gpu1": 8, "gpu2": 16}``, which also sets the number of cores for workers on each host, for
+        hosts: Hosts as ``ssh`` accepts them: ``"gpu1"``, ``"user@gpu2"``. A single mapping, such as
+            ``{"gpu1": 8, "gpu2": 16}``, also sets the number of cores that workers may use on each host, for
             :meth:`Pool.dealt`. Otherwise, hosts report this number when it is needed.
         python: Python executable on the hosts, with flowchan installed.
         address: Address, without a port, at which the hosts can reach this machine (default: the one that the
@@ -75,7 +75,7 @@ def ssh(
         tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
-        The pool. Its agents start with a graph that uses the pool.
+        The pool. Its agents start when a graph that uses the pool starts.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
@@ -103,7 +103,7 @@ def slurm(*, address: str | None = None, peer_timeout: float = PEER_TIMEOUT_S, t
         tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
-        The pool. Its agents start with a graph that uses the pool.
+        The pool. Its agents start when a graph that uses the pool starts.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
@@ -140,7 +140,7 @@ def ray(
         tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
-        The pool. Its agents start with a graph that uses the pool.
+        The pool. Its agents start when a graph that uses the pool starts.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.

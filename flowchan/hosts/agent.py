@@ -1,4 +1,4 @@
-"""Run an agent: the process on a host that runs the workers of one run there.
+"""Run an agent: the process that runs the workers of one run on one host.
 
 ``python -m flowchan.hosts.agent`` reads one line of JSON from standard input, dials the driver, and starts a
 process for each worker.
@@ -235,7 +235,7 @@ class Agent:
     def _waits(self, worker: _Worker) -> WorkerWaits:
         """Report what a worker's threads wait for.
 
-        Only this worker uses its end of the channels, so every waiting thread belongs to it.
+        Only this worker uses its end of the channels, so every waiting thread belongs to the worker.
         """
         counts: list[int] = []
         reading: dict[str, int] = {}
@@ -281,7 +281,7 @@ class Agent:
     def _keep_link(self) -> None:
         """Watch the link, and redial when the connection breaks.
 
-        The new connection repeats everything that had not arrived.
+        Everything that had not arrived is then sent again over the new connection.
         """
         peer_timeout, backoff = self._orders.peer_timeout, Backoff()
         for event in link_events.watch(self._link, peer_timeout / 4):
@@ -319,9 +319,9 @@ class Agent:
     def _dial(self, why: str, silent: float = 0.0, stuck: float = 0.0) -> socket.socket:
         """Connect to the driver, and authenticate both sides.
 
-        The agent ends if this does not succeed within the peer timeout. ``silent`` is for how many seconds no
-        message has come from the driver already. The hello tells the driver how long, in seconds, connections
-        have been ``stuck``.
+        The agent ends if this does not succeed within the peer timeout. ``silent`` is the number of seconds
+        that have already passed without a message from the driver. The hello tells the driver for how many
+        seconds the connections have been ``stuck``.
         """
         orders = self._orders
         about = {"number": orders.number, "epoch": orders.epoch, "stuck": stuck, "cores": local_cores()}
@@ -367,7 +367,7 @@ def _open_ports(start: Start, channels: Mapping[str, Channel[Any]]) -> Ports:
 
 
 def _or_end(work: Callable[[], None]) -> None:
-    """Run ``work``; if it raises, end the process, which cannot run without this thread."""
+    """Run ``work``; if it raises, end the process, because the agent cannot run without this thread."""
     try:
         work()
     except BaseException:

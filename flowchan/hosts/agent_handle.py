@@ -27,7 +27,7 @@ from flowchan.transport.dial import LONGEST
 log = logging.getLogger("flowchan.hosts")
 
 START = 60.0
-"""Seconds in which an agent must dial after the provider has placed it."""
+"""Seconds within which an agent must dial after the provider has placed it."""
 POLL_INTERVAL_S = 0.05
 """Seconds between polls of an agent that is not connected, or of a channel that may break before a worker's
 last outputs have arrived."""
@@ -44,7 +44,7 @@ class AgentCallbacks(NamedTuple):
         refused: Receives the number of a stream, and of the input port whose item cannot leave this machine.
         ends: Reports workers that have ended and whose outputs have all arrived. Returns whether more workers
             are ending.
-        late: Returns whether the agent failed to kill a worker in time.
+        late: Returns whether the agent has not killed a worker in time.
         over: Called once when the agent is dead, unless the handle was closed before.
         help: Runs the handle's thread functions within the run.
     """
@@ -82,7 +82,7 @@ class AgentHandle:
         self._provider, self._peer_timeout = provider, peer_timeout
         self._callbacks = callbacks
         self._address = ""
-        # How long, in seconds, items from here and from the agent were stuck at the last break.
+        # Seconds for which items from here and from the agent had been stuck at the last break.
         self._stuck_here = self._stuck_there = 0.0
         self._why_broken = ""
         self._has_warned = False  # about connections that break before any item arrives
@@ -113,8 +113,8 @@ class AgentHandle:
     def meet(self, sock: socket.socket, stuck: float = 0.0, outputs: str = "") -> None:
         """Attach an authenticated connection from the agent, at its start or after the connection was lost.
 
-        ``stuck`` is for how many seconds the agent's connections have been breaking before any of its items
-        arrived. ``outputs`` is the address at which other agents fetch outputs that stay with this one.
+        ``stuck`` is the number of seconds for which the agent's connections have broken before any of its
+        items arrived. ``outputs`` is the address at which other agents fetch outputs that stay with this one.
         """
         with self._lock:
             if self.why or self._refuses_connections:
@@ -133,7 +133,7 @@ class AgentHandle:
             self._commands.put(command)
 
     def hint(self, command: Command) -> None:
-        """Send a command that may be lost: it is dropped if the control stream is full."""
+        """Send a command that may be lost: if the control stream is full, the command is dropped."""
         with contextlib.suppress(Closed, Broken, Full):
             self._commands.put_nowait(command)
 
@@ -158,7 +158,7 @@ class AgentHandle:
         """Ask the agent to end, because the run is over."""
         with self._lock:
             self._closed = True
-        self.hint(Leave())  # an agent that misses this is killed
+        self.hint(Leave())  # an agent that does not get this is killed
 
     def close(self, give_up: float) -> None:
         """Wait until ``give_up`` for the agent to end, and release everything.

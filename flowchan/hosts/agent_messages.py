@@ -1,6 +1,6 @@
 """Define the messages between the driver and an agent, as values.
 
-They travel over the link's control stream (stream 0).
+They are sent over the link's control stream (stream 0).
 
 Both sides have authenticated each other, so messages are pickled like items. Events of the host's workers use
 the same stream; the agent does not read them.
@@ -34,7 +34,7 @@ class Start:
         outputs: Channels of its output ports.
         errors: Channel for its errors, if the stage has one.
         most: Maximum size of the driver's channels, in bytes.
-        share: Number of these bytes for a channel that has more than one item.
+        share: Number of these bytes that a channel may use when it has more than one item.
         gpus: Number of GPUs reserved for the worker.
         membership: Its membership in its gang's group, if it has one already.
         elastic: True if its gang is elastic, so later memberships follow in ``NewMembership``.
@@ -98,14 +98,14 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Return this message. It then shows that all earlier reports from workers have arrived."""
+    """Send this message back. Its return shows that all earlier reports from workers have arrived."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """Return this message with the time ``at`` on the agent's monotonic clock, in nanoseconds.
+    """Return this message with ``at`` set to the time on the agent's monotonic clock, in nanoseconds.
 
     ``asked`` is the time at which the driver sent it, on the driver's clock.
     """
@@ -202,7 +202,7 @@ class WrittenStack:
 
 AgentReport = Event | Lacking | PeerEnded | Echo | ClockReading | Waiting | WrittenStack | Logged
 REPORT_TYPES = tuple(kind for kind in get_args(AgentReport) if isinstance(kind, type))
-"""Types of the reports, except those for runs that can be resumed, which hosts do not support."""
+"""Types of the reports, except those of runs that can be resumed, which hosts do not support."""
 
 
 def refusal(channel: str, destination: str) -> TypeError:

@@ -1,4 +1,4 @@
-"""Start a run's agents, and the listener that they connect to."""
+"""Start the agents of a run, and the listener that they connect to."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class PackedStages:
         self._packed: dict[tuple[str, tuple[str, ...]], tuple[bytes, tuple[str, ...]]] = {}
 
     def get(self, stage: Stage, without: Collection[str] = ()) -> tuple[bytes, tuple[str, ...]]:
-        """Pickle a stage, with the modules in ``without``, which the host lacks, by value.
+        """Pickle a stage. Code from the modules in ``without``, which the host lacks, is included by value.
 
         Also return the names of the user's other modules that it needs.
         """

@@ -1,7 +1,7 @@
 """Benchmark a host, to compare the speeds of hosts.
 
-The benchmark keeps all cores busy, because a core is slower while the host's other cores work. Each process
-works before, during and shortly after the interval, but counts only the rounds within it.
+The benchmark keeps all cores busy, because a core is slower while other cores of its host are working. Each
+process works before, during and shortly after the interval, but counts only the rounds within it.
 """
 
 from __future__ import annotations

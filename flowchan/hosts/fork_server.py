@@ -113,7 +113,7 @@ class Seed:
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
 
     def grow(self) -> _Order:
-        """Fork agents until the program has ended. Only forked processes return."""
+        """Fork agents until the program has ended. Only the forked processes return."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._control:

@@ -79,8 +79,8 @@ class Pool(Placement):
         If a host is lost, another host of the pool takes over its workers.
 
         Args:
-            hosts: Host of the first worker, of the second worker, and so on. The list repeats if a stage has
-                more workers.
+            hosts: Host of the first worker, of the second worker, and so on. If a stage has more workers, the
+                list repeats.
 
         Returns:
             A pool with the same hosts.
@@ -106,7 +106,7 @@ class Pool(Placement):
         return dataclasses.replace(self, by_worker=self[tuple(hosts)].hosts)
 
     def dealt(self, count: int) -> tuple[str, ...]:
-        """Deal workers out to the hosts in turn, one per host and turn, up to one per core.
+        """Deal workers out to the hosts in turn: one per host in each turn, up to one per core.
 
         Once all cores are taken, the turns continue, and the logger ``flowchan.hosts`` warns once. After
         :meth:`calibrate`, a host with half the speed gets a worker every second turn. Shares take precedence
@@ -152,8 +152,8 @@ class Pool(Placement):
 
         This process keeps the speeds for all pools of the provider. Stages and :meth:`dealt` then give fewer
         workers to slower hosts. The call starts a small program on each host; the measurement takes one to
-        two seconds. Call ``calibrate`` while the hosts are otherwise idle. Ray may choose other nodes for a
-        later run, for which the speeds do not hold.
+        two seconds. Call ``calibrate`` while the hosts are otherwise idle. If Ray chooses other nodes for a
+        later run, the speeds still describe the earlier nodes.
 
         Args:
             timeout: Seconds to wait for the hosts (default: 30).
@@ -237,7 +237,7 @@ class Pool(Placement):
 def pool_of(call: str, provider: Provider, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
     """Make a pool of all of a provider's hosts.
 
-    Error messages begin with ``call``, the name of a function.
+    Error messages begin with ``call``, the name of a public function.
     """
     waits = finite_seconds(call, "peer_timeout", peer_timeout)
     names: tuple[str, ...] = ()

@@ -1,13 +1,13 @@
-"""Manage the hosts of one pool, as the driver's part of a run's crew.
+"""Manage the hosts of one pool: the driver's side of one part of a run's crew.
 
 The ports of a remote worker are in the driver's process, like those of any other worker. They share one
 stream on the link to its host. The link sends the items that the ports receive, and puts the outputs that
-come back. Leases, ordering and recovery thus stay in the driver's channels.
+come back. Leases, ordering and recovery therefore stay in the driver's channels.
 
 A worker that dies while its agent is alive is recovered and replaced on its host. An agent that dies or is
 silent for too long is fenced: its messages are ignored. The driver returns the items of its workers to the
-channels. Another agent on the same host restarts the workers. If none can be started there, an agent on
-another host of the pool does.
+channels. Another agent on the same host restarts the workers. If no agent can be started there, an agent on
+another host of the pool restarts them.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class HostsPart:
     def start(self, report: Report) -> None:
         """See :class:`CrewPart`.
 
-        Start an agent on every host that gets workers, and the workers once all agents have dialled. Raise
-        ``HostError`` if that fails.
+        Start an agent on every host that gets workers, and start the workers once all agents have dialled.
+        Raise ``HostError`` if that fails.
         """
         self._report = report
         self._gangs.listener = self._starts.listen(self._help, self._let_in)
@@ -169,14 +169,14 @@ class HostsPart:
     def _let_in(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """Accept an agent's connection.
 
-        No lock is taken, because the listener's thread would compete with the threads of all agents for it.
+        This takes no lock, because the listener's thread would compete for it with the threads of all agents.
         """
         number, epoch = hello.get("number"), hello.get("epoch")
         agent = None
         if isinstance(number, int) and 0 <= number < len(self._numbered):
             agent = self._numbered[number].agent
         if agent is not None and agent.epoch != epoch:
-            agent = None  # from an earlier agent on this host
+            agent = None  # the hello of an earlier agent on this host
         if agent is not None and (why := differs(hello)):
             agent.end(why)
         elif agent is not None:
@@ -259,7 +259,7 @@ class HostsPart:
                 self._report(dataclasses.replace(message, host=agent.host))
             case GroupLost(worker, Failure() as failure):
                 self._report(GroupLost(worker, dataclasses.replace(failure, host=agent.host)))
-            case Aborted():  # a timestamp from the driver's clock
+            case Aborted():  # use a timestamp from the driver's clock
                 self._report(dataclasses.replace(message, host=agent.host, at=time.monotonic_ns()))
             case _:
                 self._report(message)
@@ -337,9 +337,9 @@ class HostsPart:
         return len(ending) > len(done)
 
     def _is_late(self, agent: AgentHandle) -> bool:
-        """Return whether an agent failed to kill a worker in time.
+        """Return whether an agent has not killed a worker in time.
 
-        Each agent's thread asks this often, so no lock is taken, for which all of them would compete.
+        Each agent's thread asks this often, so this takes no lock, for which all these threads would compete.
         """
         now = time.monotonic()
         return any(stream.kill_by < now for stream in list(self._streams.of(agent).values()))

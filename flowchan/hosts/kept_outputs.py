@@ -80,7 +80,7 @@ class KeptOutputs:
         self._unreachable: dict[str, float] = {}  # when each of these addresses may be dialled again
 
     def serve(self) -> None:
-        """Send outputs to the agents that fetch them. Never return."""
+        """Send outputs to the agents that fetch them. This method does not return."""
         while True:
             sock, _ = self._listener.accept()
             threading.Thread(target=self._serve, args=(sock,), daemon=True).start()

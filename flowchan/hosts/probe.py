@@ -1,7 +1,7 @@
 """Check a host before a graph runs on it (``flowchan hosts check``).
 
-The provider starts this module on the host in place of an agent, so the probe runs under an agent's
-conditions. It dials, authenticates, and describes the host in its hello. The program then sends requests:
+The provider starts this module on the host in place of an agent, so the probe runs under the same conditions
+as an agent. It dials, authenticates, and describes the host in its hello. The program then sends requests:
 
 - A transfer is a size, followed by that many bytes. The probe answers with one byte.
 - The size ``SPEED``, followed by a number of cores, asks for the host's speed. The probe answers with the
@@ -80,7 +80,7 @@ Sockets = dict[int, socket.socket]
 
 
 def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> list[Facts]:
-    """Start a probe on every host. Measure one connection after another, and then all hosts' speeds.
+    """Start a probe on every host. Measure each connection in turn, and then the speeds of all hosts.
 
     Raise :class:`flowchan.HostError` if no host can be tried.
     """
@@ -119,8 +119,8 @@ def probes(
 ) -> Iterator[Iterator[tuple[int, socket.socket]]]:
     """Start a probe on each of ``hosts``, and return an iterator over those that connect.
 
-    It stores a host's facts in ``found`` before it yields the probe. After the last one, it stores the
-    problems of the other hosts. Leaving the block shuts down the probes.
+    The iterator stores a host's facts in ``found`` before it yields the host's probe. After the last one, it
+    stores the problems of the other hosts. Leaving the block shuts down the probes.
     """
     secret = secrets.token_bytes(32)
     address = _listen_at(provider, list(hosts), found)
@@ -264,7 +264,7 @@ def _measured(facts: Facts, sock: socket.socket) -> Facts:
 
 
 def _transfer(sock: socket.socket, size: int) -> float:
-    """Send ``size`` bytes, and return how many seconds the answer takes."""
+    """Send ``size`` bytes, and return the seconds until the answer arrives."""
     begin = time.perf_counter()
     sock.sendall(size.to_bytes(SIZE, "big"))
     for sent in range(0, size, len(PIECE)):

@@ -75,8 +75,8 @@ class WorkerStreams(UserDict[WorkerId, WorkerPorts]):
 
 
 MOST_AGENTS, WITHIN_S, MAX_UNCONNECTED = 10, 60.0, 3
-"""The driver gives up on a host after this many agents within WITHIN_S seconds, or after MAX_UNCONNECTED
-agents in a row that never dialled or through whose connections nothing came."""
+"""The driver gives up on a host after MOST_AGENTS agents within WITHIN_S seconds. It also gives up after
+MAX_UNCONNECTED agents in a row that never dialled or whose connections carried nothing."""
 
 COUNTS = ("breaks", "bytes_out", "bytes_in")  # counters in a link's state
 
@@ -90,7 +90,7 @@ class HostWorkers:
     agent: AgentHandle | None = None
     agents: int = 0  # number of agents started so far
     starts: list[float] = field(default_factory=list)  # times of the latest starts
-    # number of consecutive agents that never dialled or through whose connections nothing came
+    # number of agents in a row that never dialled or whose connections carried nothing
     unconnected: int = 0
     deaths: list[str] = field(default_factory=list)
     lacking: set[str] = field(default_factory=set)  # modules that the host lacks

@@ -1,6 +1,6 @@
 """Check arguments inside the user's call, so that the traceback ends at the caller's line.
 
-Each function returns the checked value. A wrong type raises ``TypeError``, and a value out of range
+Each function returns the checked value. A wrong type raises ``TypeError``; a value out of range raises
 ``ValueError``. The message names the call, the argument, the allowed values and the given value.
 """
 
@@ -161,7 +161,7 @@ def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> No
 
 
 def near_misses(name: str, known: Iterable[str]) -> list[str]:
-    """Return a list with the known name most similar to ``name``; empty if none is similar."""
+    """Return a list with the known name that is most similar to ``name``; empty if none is similar."""
     from difflib import get_close_matches  # slow to import, and needed only for misspelt names
 
     return get_close_matches(name, list(known), 1)
@@ -171,7 +171,7 @@ def refuses_misspelt(call: str, options: Iterable[str] = ()) -> Callable[[Functi
     """Make a function suggest the right option when a caller misspells one.
 
     The message begins with ``call``, the name that users see. Python 3.13 and later also make suggestions,
-    but with the name from the definition. The check costs an extra Python call, so functions that run for
+    but show the name from the definition. The check costs an extra Python call, so functions that run for
     each item do not use it. ``options`` lists what the function accepts as ``**options``. The decorator also
     shortens tracebacks, like :func:`~flowchan.items.tracebacks.ends_at_caller`.
     """

@@ -1,6 +1,6 @@
 """Transfer arrays, tensors and memory views to other processes.
 
-Their contents travel next to the pickle, and the receiver reads them in place.
+Their contents are sent next to the pickle, and the receiver reads them in place.
 
 | item | arrives as |
 |---|---|
@@ -13,8 +13,8 @@ Their contents travel next to the pickle, and the receiver reads them in place.
 
 Each array or tensor is sent separately. Two views of the same memory arrive as two arrays, but an object that
 occurs twice in an item arrives once. An array with gaps between its elements loses the gaps. A tensor
-computed under autograd is rejected, because its autograd graph cannot be sent. A leaf that requires a
-gradient still does so after it arrives.
+computed under autograd is rejected, because its autograd graph cannot be sent. If a leaf requires a gradient,
+it still does so after it arrives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flowchan.items import arrow, shared_tensors
 from flowchan.transport.device import transfer
 
 MOST_LENT = 2**63
-"""A number of bytes that exceeds any channel's memory."""
+"""Number of bytes larger than any channel's memory."""
 
 # memoryview.cast accepts only these codes, so only these formats can be received
 _CODES = "bBcdfhHiIlLnNqQ?"
@@ -169,7 +169,7 @@ def _is_dense(tensor: Any) -> bool:
 tensors_in_place = False
 """Whether received tensors stay in their channel's memory instead of private pages.
 
-A process may set this if no child that it forks uses these tensors, because a child would share them. The
+A process may set this if it forks no child that uses these tensors, because a child would share them. The
 nodes of remote tensors set it: to map private pages and read them costs as much as copying the tensor.
 """
 

@@ -1,9 +1,10 @@
 """Transfer data frames and images to other processes as Arrow buffers.
 
-The buffers travel next to the pickle: they are copied once, into the channel, and the receiver reads them in
-place. Arrow's own types need this only for a slice of a table, because its pickle would contain the whole
-table. Pickles of Polars frames and series and of Pillow images would contain all the data. Without pyarrow,
-or for a type that Arrow lacks, objects are pickled in their library's own way, which copies the data.
+The buffers are sent next to the pickle: they are copied once, into the channel, and the receiver reads them
+in place. Arrow's own types need this only for slices of tables, because the pickle of a slice contains the
+whole table. Pickles of Polars frames and series and of Pillow images would contain all the data. Without
+pyarrow, or for a type that Arrow lacks, objects are pickled in their library's own way, which copies the
+data.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def reducers() -> Iterator[tuple[Any, Callable[[Any], Any]]]:
     if not _has_arrow():
         return
     for module, name, needed, reduce in _TYPES:
-        loaded = sys.modules.get(module)  # a module that is still being imported may not have its types yet
+        # a module that is still being imported may not have defined its types yet
+        loaded = sys.modules.get(module)
         if hasattr(loaded, name) and hasattr(loaded, needed):
             yield getattr(loaded, name), reduce
 

@@ -1,11 +1,11 @@
 """Serialise items that the core's direct encoding does not cover.
 
-The format is pickle protocol 5. The contents of arrays and tensors travel next to the pickle as buffers
+The format is pickle protocol 5. The contents of arrays and tensors are sent next to the pickle as buffers
 (``arrays.py``), so they are written once and read in place.
 
 Functions and classes from ``__main__``, or from a file that ``flowchan run`` loaded, are pickled by value
-with cloudpickle (``main_code.py``). Other processes may have a different ``__main__``. Importable ones are
-pickled by reference. cloudpickle also handles values that plain pickle cannot.
+with cloudpickle (``main_code.py``). Other processes may have a different ``__main__``. Importable functions
+and classes are pickled by reference.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Packed = bytes | list[Any]
 def pack(value: object) -> Packed:
     """Serialise a value like an item of a channel between processes, so that it can be sent packed.
 
-    :func:`unpack` restores the value. A receiver can thus hold the packed item before it unpickles anything,
-    and choose what to do if that fails.
+    :func:`unpack` restores the value. A receiver can therefore hold the packed item before it unpickles
+    anything, and choose what to do if unpickling fails.
 
     Args:
         value: Any value that can be an item.
@@ -204,7 +204,7 @@ def not_put(dumped: object) -> None:
 
 
 _NAMES_SOMETHING = pickle.STACK_GLOBAL
-"""Protocol 5 writes this byte for each reference to a function or class, and a single byte is fast to find.
+"""Protocol 5 writes this byte for each reference to a function or class, and searching for one byte is fast.
 """
 
 
@@ -347,7 +347,7 @@ class Unreadable:
 def _refusal(item: object, error: BaseException) -> str:
     """Name the innermost attribute, element or key that cannot be pickled."""
     path, culprit, reason = smallest(item, str(error))
-    names_culprit = reason.startswith(short(culprit))  # flowchan's own messages already name it
+    names_culprit = reason.startswith(short(culprit))  # flowchan's own messages already name the part
     if path and names_culprit:
         reason = f"its {', '.join(path)}: {reason}"
     elif path:

@@ -1,7 +1,8 @@
 """Combine values from several workers, or from several members of a group.
 
 Values are combined leaf by leaf, through dictionaries, lists and tuples, and always in the given order. All
-processes that combine the same values therefore get the same result, and operations need no neutral element.
+processes that combine the same values therefore get the same result, and operations do not need a neutral
+element.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Pickle functions and classes by value, from the main script and from modules that a process lacks.
 
-On its own, cloudpickle gives the functions of each pickle separate globals, and makes a new class in each
-process. Here, a process that has run the same script uses its own function or class if the definition is
-identical. ``isinstance`` therefore works, and objects that return to the program have its own types. All
+Without these changes, cloudpickle gives the functions of each pickle separate globals, and makes a new class
+in each process. Here, a process that has run the same script uses its own function or class if the definition
+is identical. ``isinstance`` therefore works, and objects that return to the program have its own types. All
 other functions in a worker process share their globals: see ``worker_globals``.
 
 Functions that their module does not name, such as lambdas and closures, share the globals only inside
@@ -32,11 +32,12 @@ def unpack_class(packed: bytes) -> type:
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """cloudpickle's pickler, but functions and classes arrive as the module docstring describes.
+    """Variant of cloudpickle's pickler: functions and classes arrive as the module docstring describes.
 
     Attributes:
-        keeps_classes: True if a class's pickle may be kept and used for many objects. The class is then
-            pickled separately inside the pickle, which hides the names of the modules it refers to.
+        keeps_classes: True if the pickle of a class may be kept and used for many objects. The class then
+            gets a separate pickle inside the pickle, which hides the names of the modules that the class
+            refers to.
     """
 
     keeps_classes = True

@@ -4,7 +4,7 @@ Format, version 1. All numbers are little-endian. The file is a header, one reco
 record.
 
 - Header: ``MAGIC``, the version (u32), and the length (u32) and the CRC-32 (u32) of a JSON object. The JSON
-  object follows, with the keys "graph", "channel" and "flowchan" (the version that wrote the file).
+  object follows. Its keys are "graph", "channel" and "flowchan" (the version that wrote the file).
 - Record: the item's number, from 0 (u64), and the number of parts (u32). Then come the length (u64) and the
   CRC-32 (u32) of the body, the CRC-32 of these four fields (u32), and the body. The body contains the length
   of each part (u64) and then the parts: a pickle and the buffers of its arrays, as :func:`flowchan.pack`
@@ -12,7 +12,7 @@ record.
 - End record: a record with the number ``END``, whose only part is a JSON object. Its keys are "items", the
   number of items, and "stopped": why the recording ended before the channel, or "".
 
-Invariant. A record is written before its item is passed on, without buffering in this process. If the program
+Invariant. A record is written before its item is passed on; this process does not buffer it. If the program
 is killed, all earlier records in the file are complete, and at most the last one is cut off.
 """
 
@@ -90,7 +90,7 @@ def recording_options(
 class RecordingWriter:
     """Writes the items of one run to a file until it reaches a limit.
 
-    A recording never disturbs the run: at a limit or after an error, it ends with a warning and the run
+    A recording never disturbs the run: after it reaches a limit or fails, it ends with a warning and the run
     continues.
     """
 
@@ -170,7 +170,7 @@ class RecordingWriter:
     def _release(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            # else forked children, which inherit the file, would keep the lock
+            # otherwise, forked children, which inherit the file, would keep the lock
             fcntl.flock(file, fcntl.LOCK_UN)
             file.close()
 
@@ -204,7 +204,7 @@ class Recording:
     A recording can be iterated over repeatedly, and ``graph.source(recording)`` emits its items.
     ``recording[number]`` is one item, and ``len(recording)`` is the number of items.
 
-    Items are pickles, and unpickling can run arbitrary code. Only use recordings from sources whose code you
+    Items are pickles, and unpickling can run arbitrary code. Only use recordings from people whose code you
     would also run.
 
     Args:

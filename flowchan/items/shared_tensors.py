@@ -3,9 +3,9 @@
 A tensor that ``share_memory_()`` has moved into shared memory is sent as a descriptor of that memory. Every
 process therefore sees what the others write.
 
-Tensors shared by a child process are an exception. Data loader workers put every batch in shared memory, but
-only to transfer it. Such tensors are sent as copies, like ordinary tensors, so they do not keep descriptors
-open while in a channel.
+Tensors that a child process has put in shared memory are an exception. Data loader workers put every batch in
+shared memory, but only to transfer it. Such tensors are sent as copies, like ordinary tensors, so a channel
+does not keep their descriptors open.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_storage(value: Any) -> bool:
 
 
 def _descriptor(storage: Any) -> int | None:
-    """Return the descriptor of memory shared by this process, an ancestor or a sender; otherwise None.
+    """Return the descriptor of memory that this process, an ancestor or a sender shares; otherwise None.
 
     The storage keeps the descriptor open.
     """

@@ -1,4 +1,4 @@
-"""Format user values as short text for messages, safely for any ``__repr__``."""
+"""Format user values as short text for messages, even if their ``__repr__`` fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def short(value: Any, most: int = 80) -> str:
     """
     try:
         text = repr(value)
-    except BaseException as error:  # user code, whose error must not replace the message under construction
+    except BaseException as error:  # user code; its error must not replace the message that is being built
         text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -65,7 +65,7 @@ def shortened(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback without its first entry, which comes from a decorator.
 
     If all other entries are in flowchan and the last is a ``raise`` statement, return only that one. An error
-    from user code, or one that reveals a defect in flowchan, keeps all entries.
+    from user code, or one that reveals a defect in flowchan, keeps all its entries.
     """
     first = last = trace and trace.tb_next
     while last is not None:

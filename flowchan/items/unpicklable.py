@@ -1,7 +1,7 @@
 """Find the part of an object that cannot be pickled.
 
-The search tries the parts that cloudpickle would visit, down to the smallest one that cannot be pickled on
-its own. The error shows the path to it: "captured variable 'model', attribute 'lock'".
+The search tries the parts that cloudpickle would visit, down to the smallest part that cannot be pickled. The
+error shows the path to it: "captured variable 'model', attribute 'lock'".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def refusal(value: Any, pickler: Any = None) -> str | None:
 
 
 class _Nowhere:
-    """File that discards its data, because the pickle is not needed and may be large."""
+    """File that discards its data, because only the error matters and the pickle may be large."""
 
     def write(self, data: Any) -> int:
         return memoryview(data).nbytes  # large buffers arrive here uncopied
@@ -67,7 +67,7 @@ def smallest(
     refusal: Callable[[Any], str | None] = refusal,
     children: Callable[[Any], Iterator[tuple[str, Any]]] = children,
 ) -> tuple[list[str], Any, str]:
-    """Find the smallest part of ``value`` that cannot be pickled on its own.
+    """Find the smallest part of ``value`` that cannot be pickled.
 
     Args:
         value: Value that cannot be pickled.
@@ -105,7 +105,7 @@ def _listed(children: Callable[[Any], Iterator[tuple[str, Any]]], value: Any) ->
 
 
 def _captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables that travel with a function that is pickled by value."""
+    """Yield the variables that are sent with a function that is pickled by value."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
             yield f"captured variable {name!r}", cell.cell_contents

@@ -1,10 +1,10 @@
 """Manage the globals of functions that a worker process received by value.
 
 In a worker process, all functions of one module share their globals. Tasks of a pool therefore see the
-variables that its initializer set. If the worker has run the script, these globals are the script's own.
+variables that its initializer has set. If the worker has run the script, these globals are the script's own.
 
-A value that arrives with a function is assigned if the variable is new, or if the value differs from the one
-that arrived last. Otherwise the worker keeps its own value, including its changes.
+A value that arrives with a function is assigned if the variable is new, or if the value differs from the last
+one that arrived. Otherwise the worker keeps its own value, including its changes.
 """
 
 from __future__ import annotations

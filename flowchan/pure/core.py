@@ -88,7 +88,7 @@ def _when_finished(call: Callable[[], object]) -> None:
 
 
 def _deaths_over(inputs: Any) -> int:
-    """Return 0, because a thread dies only with its process."""
+    """Return 0, because a thread dies only together with its process."""
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Estimate how many bytes an item keeps alive, from a few of its parts (see ``_core/sizes.cpp``)."""
+"""Estimate how many bytes an item keeps alive, from a sample of its parts (see ``_core/sizes.cpp``)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Estimate:
         )
 
     def _sampled(self, samples: list[Any], among: int, depth: int) -> int:
-        """Return the estimated size of ``among`` parts, from these samples of them."""
+        """Return the estimated total size of ``among`` parts, from these samples of them."""
         total = seen = 0
         for part in samples:
             if self._left <= 0:

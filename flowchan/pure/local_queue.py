@@ -33,7 +33,7 @@ PATIENCE_NS = 20_000_000
 MOST_PARKED_GROUPS = 4096
 """Outputs may be parked for at most this many input items, counted from the current turn."""
 RETIRE, KEEP_TURNS = 1, 2
-"""Orders to a reader: find the channel drained, or keep turns for its outputs from now on."""
+"""Orders to a reader: to see the channel as drained, or to keep turns for its outputs from now on."""
 
 
 class QueueState(Enum):
@@ -222,7 +222,7 @@ class LocalQueue:
     def item_done(self, writer: WriterState) -> QueueStep:
         """Record that the writer's input item has no more outputs.
 
-        WAIT means that it is too far ahead of its turn.
+        WAIT means that the item is too far ahead of its turn.
         """
         behind = not writer.ordered or self.state is not QueueState.OPEN or writer.number < self.turn
         if not behind and writer.number - self.turn >= MOST_PARKED_GROUPS:

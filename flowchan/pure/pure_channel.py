@@ -55,7 +55,7 @@ class LocalChannel:
         return self._queue
 
     def describe(self) -> str:
-        """Return what messages call the channel."""
+        """Return the name of the channel for messages."""
         return f"channel {self._name!r}" if self._name else f"Channel({self.capacity}, across='threads')"
 
     def put(self, item: Any, timeout: float | None = None) -> None:
@@ -312,7 +312,7 @@ class ReadingPort(_Port):
         """Do nothing, because channels between threads do not unpickle items."""
 
     def _does_nothing(self) -> None:
-        """Do nothing, because this concerns processes or only saves time."""
+        """Do nothing, because the method is for processes or only saves time."""
 
     _wake_lazily = _leave_alone = _begin_once = _begin_again = _remain = _does_nothing
 

@@ -12,7 +12,7 @@ from typing import Any
 NEVER = math.inf
 """Deadline of a call without a timeout. A deadline of 0 means that the call must not wait."""
 SLICE_S = 0.1
-"""Longest sleep of the main thread, because a signal just before a sleep does not end it."""
+"""Longest sleep of the main thread: a signal that arrives just before a sleep does not end the sleep."""
 UNNUMBERED = math.inf
 
 
@@ -50,7 +50,10 @@ class PortClock:
 
 @dataclass(slots=True)
 class ReaderState:
-    """State of a reading port. ``number`` is that of its first leased item, or of the last one before."""
+    """State of a reading port.
+
+    ``number`` is the number of its first leased item, or of its last one if it leases none.
+    """
 
     number: float = -1
     leased: list[QueuedItem] = field(default_factory=list)

@@ -43,7 +43,7 @@ from flowchan.transport.tcp import listen
 from flowchan.transport.versions import differs, versions
 
 ANY_PORT = "127.0.0.1:0"
-# number of lost clients to remember, so that they learn why they are rejected
+# number of lost clients whose ids are kept, so that they learn why they are rejected
 MAX_LOST_CLIENTS = 32
 DISCARD_INTERVAL_S = 0.005  # seconds between checks for more items in a channel that no process uses
 CHILD_TIMEOUT_S = 1.0  # seconds within which a live owner replies to its forked children
@@ -56,7 +56,7 @@ class ChannelServer:
 
     Args:
         address: Address to listen at.
-        secret: Secret that clients must prove to know (default: 32 random bytes).
+        secret: Secret of the server, which clients must prove that they know (default: 32 random bytes).
         tls: True if connections are encrypted.
         peer_timeout: Seconds without a sign of life from this process after which clients give up.
         kept: True if the server continues without channels.
@@ -83,7 +83,7 @@ class ChannelServer:
         self._stays, self._kept, self._over = kept, True, False
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         self._sent: dict[int, Channel[Any]] = {}
-        # objects whose ports clients put through, for channels that have such ports
+        # objects whose ports carry the clients' puts, for channels that have such ports
         self._entrances: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         # for each channel, the number of unfinished items that contain it
         self._under_way: Counter[int] = Counter()
@@ -283,8 +283,8 @@ class ChannelServer:
     def entrance(self, channel: Channel[Any], number: int) -> Channel[Any]:
         """Return a second object for the channel, which does not count as a user.
 
-        Clients put through ports of this object. Items in transit therefore do not keep a channel that no
-        process can read any more.
+        The ports through which clients put belong to this object. Items in transit therefore do not keep a
+        channel that no process can read any more.
         """
         found = self._entrances.get(number)
         if found is None:

@@ -51,7 +51,7 @@ class Connection(Calls):
         timeout: Seconds to wait for the owner.
 
     Raises:
-        HostError: The owner is unreachable for ``timeout`` seconds.
+        HostError: The owner could not be reached within ``timeout`` seconds.
     """
 
     def __init__(self, address: str, secret: bytes, tls: bool, timeout: float = PEER_TIMEOUT_S) -> None:
@@ -386,9 +386,9 @@ class Connection(Calls):
 _registry_lock = threading.RLock()
 _connections: dict[tuple[str, bytes], Connection] = {}
 _leaving: set[Connection] = set()
-"""Connections that have sent "leave" and wait for the reply, for which an exiting program waits."""
+"""Connections that have sent "leave" but have no reply yet; an exiting program waits for them."""
 _dialling: weakref.WeakValueDictionary[tuple[str, bytes], Any] = weakref.WeakValueDictionary()
-"""A lock for each owner, held by the thread that connects to it."""
+"""Lock for each owner, held by the thread that is connecting to it."""
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ class Clients:
 
     Args:
         address: Address to listen at.
-        secret: Secret that clients must prove to know (default: 32 random bytes).
+        secret: Secret of the server, which clients must prove that they know (default: 32 random bytes).
         tls: Encrypt the connections.
         capacity: Capacity of each channel.
         on_join: Called with each client that joins.

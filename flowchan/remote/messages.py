@@ -1,8 +1,8 @@
 """Define the messages between the owner of remote channels and a client process.
 
-They travel over the control stream (stream 0) of the link between both processes. Both sides have proved that
-they know the secret, so messages are pickled like items. They never contain a port's items, because each port
-has a separate stream.
+They are sent over the control stream (stream 0) of the link between both processes. Both sides have proved
+that they know the secret, so messages are pickled like items. They never contain a port's items, because each
+port has a separate stream.
 """
 
 from __future__ import annotations

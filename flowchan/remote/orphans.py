@@ -33,8 +33,8 @@ class OrphanMemory:
     def dropped(self, number: int) -> Orphans | None:
         """Return the channel as a possible orphan, or None.
 
-        Call this before the channel's descriptor is closed. The result is None if it already is, or if this
-        process is out of descriptors.
+        Call this before the channel's descriptor is closed. The result is None if the descriptor is already
+        closed, or if this process is out of descriptors.
         """
         with contextlib.suppress(OSError):
             dropped = Orphans(number, os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR))

@@ -8,7 +8,7 @@ plain calls are native and find the ring in C++, so ``KeyboardInterrupt`` cannot
 and its receiver.
 
 Invariants. The owner sends items to the plain calls only while one of them waits. After some milliseconds, it
-takes back items that were not taken. It allows plain puts only as long as its channel has room. The channel
+takes back items that were not taken. It grants plain puts only as far as its channel has room. The channel
 thus keeps its capacity, unless two processes use the same room at the same time. A call that times out asks
 the owner once more before it fails, because an item may be in transit. The page docs/remote_channels.md lists the
 differences from a local channel.
@@ -113,8 +113,8 @@ class RemoteChannel(Channel[T]):
         """Ask the owner for its current state before a call gives up. The core calls this.
 
         Returns:
-            Whether the call may succeed now, or the channel has ended; and the owner's total number of puts
-            into and gets from the channel.
+            Two values: whether the call may succeed now or the channel has ended, and the owner's total
+            number of puts and gets.
         """
         connection, stream = self._connection, self._ports[reads]._stream
         try:
@@ -135,7 +135,7 @@ class RemoteChannel(Channel[T]):
     def _offer(self, most: int, got: int | None = None) -> tuple[int, bool, int]:
         """Make the owner send up to ``most`` of its items; see ``ClientSession``.
 
-        These include items of this process that are still in transit to the owner.
+        These include items that this process has put and that are still in transit to the owner.
         """
         connection, ports = self._connection, self._ports
         number, put = 0, 0
@@ -208,11 +208,11 @@ class RemoteChannel(Channel[T]):
             _core.Channel.abort(port._stream.ring, cause)
 
     def reader(self) -> In[T]:
-        """Open a reading end, which is counted and prefetches items."""
+        """Open a reading end that prefetches items; the owner counts it."""
         return self._port(RemoteIn, True, counted=True)  # type: ignore[no-any-return]
 
     def writer(self) -> Out[T]:
-        """Open a writing end, which is counted and sends its items in the background."""
+        """Open a writing end that sends items in the background; the owner counts it."""
         return self._port(RemoteOut, False, counted=True)  # type: ignore[no-any-return]
 
     def _port(self, kind: Any, reads: bool, counted: bool) -> Any:
@@ -281,7 +281,7 @@ class RemoteChannel(Channel[T]):
 
     @property
     def secret(self) -> bytes:
-        """Return the secret that clients must prove to know."""
+        """Return the secret that clients must prove that they know."""
         return self._at[1]
 
     def __repr__(self) -> str:

@@ -113,14 +113,14 @@ class RemoteIn(_RemoteEnd[T], In[T]):
     def get(self, timeout: float | None = None) -> T:
         """Return the next item, or raise ``Empty`` after ``timeout`` seconds.
 
-        If the owner has an item, ``get`` receives it even within a ``timeout`` shorter than two round trips.
+        If the owner has an item, ``get`` receives it even if ``timeout`` is shorter than two round trips.
         """
         return self._in_two_round_trips(super().get, timeout)
 
     def get_many(self, max: int, timeout: float | None = None) -> list[T]:
         """Return up to ``max`` items, or raise ``Empty`` after ``timeout`` seconds.
 
-        If the owner has items, ``get_many`` receives them even within a ``timeout`` shorter than two round
+        If the owner has items, ``get_many`` receives them even if ``timeout`` is shorter than two round
         trips.
         """
         return self._in_two_round_trips(functools.partial(super().get_many, max), timeout)

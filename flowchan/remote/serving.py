@@ -39,7 +39,7 @@ class Hosted:
 
     @property
     def secret(self) -> bytes:
-        """Secret that clients must prove to know."""
+        """Secret that clients must prove that they know."""
         return self.server.secret
 
     @property

@@ -77,8 +77,8 @@ class ClientSession:
     """Session of one client process.
 
     In all methods, ``number`` is a channel's number. All methods except ``_watch`` run in the thread of the
-    server's event loop. If the client's process has ended or been silent for too long, the session closes its
-    ports like those of a process that died.
+    server's event loop. If the client's process has ended, or has been silent for too long, the session
+    closes its ports like those of a process that died.
 
     Args:
         server: The server.
@@ -322,11 +322,11 @@ class ClientSession:
         ):
             await asyncio.sleep(TRANSIT_POLL_S)
         while True:
-            # Also check before the offer: an item that another client returns in between would show up in
-            # neither place.
+            # Also check before the offer: between the two steps, another client may return an item, which
+            # would then show up in neither place.
             prefetched, moves = self._server.has_prefetched(channel, self), _moves(channel)
             offered = self.link.offer(stream, most)
-            # If None, the items that this client has prefetched are on their way back.
+            # If it is None, the items that this client has prefetched are being returned.
             if offered is not None:
                 sent, ended = offered
                 if got is None or ended or sent > got:

@@ -1,4 +1,4 @@
-"""Measure a run in windows, and choose the number of workers of each ``workers="auto"`` stage.
+"""Measure a run in time windows, and choose how many workers each ``workers="auto"`` stage has.
 
 The supervisor's loop calls :meth:`AutoScaler.due` and carries out its decisions. If a run has no such stage,
 the call only compares two numbers. Taking snapshots costs at most 1 % of a core.
@@ -27,7 +27,7 @@ MOST_THREADS = 32
 POLL_S = 0.1
 """Seconds between checks of whether the workers have begun."""
 COST = 100
-"""Snapshots are at least this many times their own duration apart."""
+"""The interval between snapshots is at least this many times the duration of one."""
 
 
 class AutoScaler:

@@ -63,9 +63,9 @@ class Graph(Blueprint, Runnable):
     def to_networkx(self) -> networkx.MultiDiGraph:
         """Return the declared graph as a ``networkx.MultiDiGraph``, without running anything.
 
-        Each stage is a node whose key is its name, with the attributes ``operator``, ``workers``,
+        Each stage is a node with its name as the key. Its attributes are ``operator``, ``workers``,
         ``placement`` and ``where``, the line of the declaration. Each channel between two stages is an edge
-        whose key is the channel's name. Edges have the attributes ``name``, ``transport``, ``capacity``,
+        with the channel's name as the key. Edges have the attributes ``name``, ``transport``, ``capacity``,
         ``item`` (the annotated type, or an empty string), ``feedback``, ``errors``, ``writer_port`` and
         ``reader_port``. All attributes are strings, ints or bools. A channel without a reader has no edge.
 
@@ -95,8 +95,8 @@ class Graph(Blueprint, Runnable):
         """Create a pool that keeps worker processes from one run to the next.
 
         Returns:
-            The pool. Enter it with ``with graph.pool() as pool``, then call ``pool.run()`` or
-            ``pool.start()`` as often as you like.
+            The pool. Enter it with ``with graph.pool() as pool``, and call ``pool.run()`` or ``pool.start()``
+            any number of times.
 
         Example:
             >>> import os

@@ -28,8 +28,8 @@ class Interruption:
     Args:
         plan: Plan of the run.
         supervisor: Supervisor of the run.
-        ports: The program's ports in the run.
-        gathering: Collector of the run's results.
+        ports: Channels and ports of the run.
+        gathering: Collects the run's results.
     """
 
     def __init__(

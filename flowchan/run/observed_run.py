@@ -60,8 +60,8 @@ class ObservedRun(ABC):
 
         Args:
             window: Number of most recent seconds that rates, shares of time and the bottleneck's cause cover
-                (default: the whole run). ``window`` in the result is the actual length. It may be up to half
-                a second longer, or shorter if the run started more recently.
+                (default: the whole run). The result's ``window`` is the actual length. It may be up to half a
+                second longer, or shorter if the run started less than that ago.
 
         Returns:
             Statistics of the stages, channels and hosts.
@@ -198,9 +198,9 @@ class ObservedRun(ABC):
 
         Raises:
             KeyError: The graph has no such stage.
-            ValueError: The stage's number of workers cannot change or would fall below 1, or only one of
-                ``stage`` and a change (``workers`` or ``faster``) is given.
-            RuntimeError: In the window, no item passed the stage, or no item left the graph.
+            ValueError: The stage's number of workers cannot change or would fall below 1. Also if ``stage``
+                is given without a change (``workers`` or ``faster``), or a change without ``stage``.
+            RuntimeError: In the window, no item passed through the stage, or no item left the graph.
 
         Example:
             >>> import time
@@ -240,8 +240,9 @@ class ObservedRun(ABC):
         """Return the current Python stacks of the running workers.
 
         This works even while C code holds the GIL. Worker processes write their stacks on the signal
-        ``SIGRTMIN+7``. If one does not answer within 3 seconds, ``py-spy`` reads its stacks, if it is on the
-        ``PATH``. The signal interrupts some system calls in C code, so do not call this method continuously.
+        ``SIGRTMIN+7``. If a process does not answer within 3 seconds, ``py-spy`` reads its stacks, provided
+        that it is on the ``PATH``. The signal interrupts some system calls in C code, so do not call this
+        method continuously.
 
         Args:
             stage: Stage, as its name or one of its streams (default: all stages).
@@ -275,7 +276,7 @@ class ObservedRun(ABC):
         """Wait until all workers of all stages have built their callables.
 
         Args:
-            timeout: Seconds to wait; 0 does not wait (default: no limit).
+            timeout: Seconds to wait; with 0, return at once (default: no limit).
 
         Returns:
             True if all workers can take items. False if some cannot within ``timeout`` seconds, or if the run
@@ -313,7 +314,7 @@ class ObservedRun(ABC):
         """Return the current health of the run: readiness, stages and waiting requests.
 
         Returns:
-            The health, in a form for a service manager's probes.
+            The health, for the probes of a service manager.
 
         Example:
             >>> from flowchan import Graph
@@ -436,7 +437,7 @@ class ObservedRun(ABC):
 
 
 def follow_items_at_program(supervisor: Supervisor, ports: RunPorts) -> None:
-    """Follow sampled items through the inputs and results, which the program itself writes and reads."""
+    """Follow sampled items through inputs and results, which the program itself writes and reads."""
     report = weakref.WeakMethod(supervisor.report)
 
     def tell(event: Event) -> None:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 class Results(Mapping[Stream[Any], Any]):
     """Results of a run, by stream.
 
-    The result of a ``reduce`` stream is its value, and that of a ``collect`` stream its list.
+    A ``reduce`` stream results in its value, and a ``collect`` stream in its list.
 
     Example:
         >>> from flowchan import Graph
@@ -66,7 +66,7 @@ class Results(Mapping[Stream[Any], Any]):
 
 
 class ResultGathering:
-    """Tracks what reads each result of a run: the program, or a thread of the run."""
+    """Tracks which thread reads each result of a run: the program's or one of the run's."""
 
     def __init__(self, ports: RunPorts, local: LocalPart, supervisor: Supervisor) -> None:
         self._plan = plan = ports.plan
@@ -195,7 +195,7 @@ class ResultGathering:
         )
 
     def take_in_the_rest(self) -> None:
-        """Collect the rest of the results that the calling thread was reading when it was interrupted."""
+        """Collect the rest of the results that the calling thread was reading when Ctrl-C interrupted it."""
         for id in self._all:
             if self._loops.get(id.stage) == threading.get_ident():
                 self._interrupted_loops.add(id.stage)
@@ -205,9 +205,9 @@ class ResultGathering:
                     self._take_in(id)
 
     def begin(self) -> None:
-        """Collect each result without a reader on a thread, because a caller waits for the run.
+        """Start a thread to collect each result that has no reader, because a caller waits for the run.
 
-        If another caller already does so, return once all threads have started. The results are then
+        If another caller is already doing so, return once all threads have started. The results are then
         available as soon as the run has ended.
         """
         waiting: list[WorkerId] = []
@@ -270,8 +270,8 @@ _HANDED_OVER = object()
 class _TakenInFirst:
     """Iterator over a result: first the items that the run collected, then those from the port.
 
-    While this iterator exists, the run does not collect ahead of the reader, so channels bound the memory
-    again.
+    While this iterator exists, the run does not collect items ahead of the reader, so that channels bound the
+    memory again.
     """
 
     def __init__(self, taken_in: _GatheredResult, port: In[Any]) -> None:

@@ -1,16 +1,16 @@
 """Record in a file which source items have left the graph, so that a later run can skip them (R14).
 
-Format. The first 48 bytes are the format's name and a digest of the graph's shape. Then follows one bit per
-source item, in the order of ``lineage``; a set bit means that the item is finished. Unused bits may end the
-file.
+Format. The first 48 bytes are the format's name and a digest of the graph's shape. After these comes one bit
+per source item, in the order of ``lineage``; a set bit means that the item is finished. The file may end with
+unused bits.
 
 Algorithm. The program maps the file into memory and sets the bits there. This needs no system call, and the
 kernel keeps the bits even if the program is killed. Disk space is reserved before it is mapped. The file is
 flushed to disk only when the run ends.
 
-Invariants. Bits are only ever set, and each one is valid without the others. A crash of the machine may lose
-any of them, and their items are then processed again. The process owns the lock, so workers that it forks do
-not hold it.
+Invariants. Bits are only ever set, and each one is valid without the others. If the machine crashes, any of
+them may be lost, and their items are then processed again. The process owns the lock, so workers that it
+forks do not hold it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ FORMAT = b"flowchan resume1"
 HEADER_BYTES = 48
 
 PAGE_BYTES = 4096
-"""File lengths are multiples of this."""
+"""The length of a file is a multiple of this."""
 
 _open_files: dict[int, tuple[int, int]] = {}
-"""Device and inode of files that this process has locked, because the lock does not exclude the process
-itself."""
+"""Device and inode of files that this process has locked, because its own lock does not exclude it."""
 _opening = threading.Lock()
 
 

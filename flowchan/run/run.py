@@ -80,7 +80,7 @@ class Run(ObservedRun):
         self._supervisor = Supervisor(plan, self._crew, self._ports, recording)
         self._gathering = ResultGathering(self._ports, self._crew.local, self._supervisor)
         self._interruption = Interruption(plan, self._supervisor, self._ports, self._gathering)
-        # weak, so that a run is freed without a garbage collection
+        # weak, so that a run is freed without garbage collection
         interrupted = weakref.WeakMethod(self._interrupted)
         self._interrupts = InterruptWatch(
             lambda number: method(number) if (method := interrupted()) is not None else None
@@ -213,7 +213,8 @@ class Run(ObservedRun):
             item: The item.
             timeout: Seconds to wait for the result (default: no limit).
             max_waiting: Maximum number of ``ask`` calls on this stream that may wait at the same time
-                (default: no limit). Beyond it, raise ``Full`` at once without putting the item.
+                (default: no limit). If that many are waiting already, raise ``Full`` at once without putting
+                the item.
 
         Returns:
             The result of this item.
@@ -300,7 +301,7 @@ class Run(ObservedRun):
             if self._in_block:
                 if self._interrupts.seen:
                     gathering.keep(stage)
-            elif error := self._interrupts.still_raised():  # the interrupt is just leaving the loop
+            elif error := self._interrupts.still_raised():  # the interrupt is now leaving the loop
                 self._interruption.finish(signal_of(error))
                 error.__cause__ = self._interruption.failure()
             raise
@@ -424,19 +425,19 @@ class Run(ObservedRun):
     def scale(self, stage: Stream[Any] | str, workers: int) -> None:
         """Change the number of a stage's workers while the graph runs.
 
-        Return at once; ``stats()`` shows how many workers the stage has. A removed worker finishes its item
-        first. Its number is not reused. The call has no effect if the stage or the run is already ending. A
-        stage with ``workers="auto"`` keeps the given number from then on.
+        This returns at once; ``stats()`` shows how many workers the stage has. A removed worker finishes its
+        item first. Its number is not reused. The call has no effect if the stage or the run is already
+        ending. A stage with ``workers="auto"`` keeps the given number from then on.
 
         Args:
-            stage: A ``map``, ``filter``, ``flat_map``, ``partition`` or ``sink`` on threads or processes, as
-                its name or one of its streams.
+            stage: A ``map``, ``filter``, ``flat_map``, ``partition`` or ``sink`` on threads or processes: its
+                name, or one of its streams.
             workers: New number of workers, at least 1.
 
         Raises:
             KeyError: The graph has no such stage.
-            ValueError: The number of workers cannot change. The stage has another operator, runs on hosts,
-                has an async function, reserves GPUs, or uses the processes of a pool.
+            ValueError: The number of workers cannot change. The operator does not allow it, or the stage runs
+                on hosts, has an async function, reserves GPUs, or uses the processes of a pool.
 
         Example:
             >>> from flowchan import Graph
@@ -497,7 +498,7 @@ class Run(ObservedRun):
         self._break_block(error)
 
     def _end_block(self) -> None:
-        """Close the inputs and wait for the run, because its block or its pool's block is being left."""
+        """Close the inputs and wait for the run, at the end of its block or its pool's block."""
         self._gathering.leave_all(of_thread=threading.get_ident())
         for out in self._ports.inputs.values():
             out.close()

@@ -1,4 +1,4 @@
-"""Define the base class of everything that can run: a graph, and a pool for a graph."""
+"""Define the base class of the objects that can run: a graph, and a pool for a graph."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class Runnable(ABC):
         return Run(plan, recording=recording, trace=trace)
 
     def _watching(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the progress display. It is imported on use, because its module imports this package."""
+        """Return the progress display.
+
+        It is looked up when needed, because its module imports this package.
+        """
         watching = pkgutil.resolve_name("flowchan.viz.live:watching")
         return watching(self._blueprint())  # type: ignore[no-any-return]
 
@@ -63,8 +66,8 @@ class Runnable(ABC):
         """Check the graph and start it.
 
         Args:
-            seed: Random seed for all workers, at least 0. Workers draw equal random numbers in runs with
-                equal seeds. If omitted, the seed is new, and the report shows it.
+            seed: Random seed for all workers, at least 0. In runs with equal seeds, workers draw equal random
+                numbers. If omitted, the seed is new, and the report shows it.
             memory: Maximum total bytes in all channels, divided equally among them. The default is half of
                 the memory of the machine or of the process's cgroup.
             resume: Path of a file that records finished items; see :meth:`run`. In a loop over
@@ -252,5 +255,8 @@ class _StartOptions:
 
 
 def _metrics_port(metrics: int | str) -> Any:
-    """Open the port for metrics. The class is imported on use, because its module imports this package."""
+    """Open the port for metrics.
+
+    The class is looked up when needed, because its module imports this package.
+    """
     return pkgutil.resolve_name("flowchan.viz.insight.metrics_port:MetricsPort")(metrics)

@@ -14,14 +14,14 @@ unless noted.
 - R2 Early end. When a reader leaves, the stages before it stop in the same way, without an error.
   (test_early_end.py)
 - R3 Failure. An exception that no ``errors`` stream receives ends the run. Sources stop, channels break and
-  workers end. ``run()`` raises one RunError with a StageError for each failure, the first one first; it has
+  workers end. ``run()`` raises one RunError, with a StageError for each failure in order. A StageError has
   the stage, item, worker and original traceback. No error is lost, not even a BaseException in a worker. A
   channel ends cleanly only if none of its writers failed. A worker that finds a channel broken therefore
   breaks all of its channels before it leaves any. A failed worker's ports are closed only after all channels
   are broken. If a run fails or is aborted, no reader takes partial output for complete output.
   (test_failure.py, test_partial_results.py, test_random_breaks.py)
-- R4 Death. A worker's death is noticed within 200 ms and reported with signal and exit code. The run warns if
-  the dead worker's callable may have held state, because that is lost. (test_death.py, test_run_decisions.py)
+- R4 Death. A worker's death is noticed within 200 ms and reported with signal and exit code. If its callable
+  may have held state, the run warns that the state is lost. (test_death.py, test_run_decisions.py)
 - R5 Stop. The first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources. Items in flight are finished,
   however long that takes. ``run.stop(finish_queued=False)`` discards the items that wait in channels for a
   stage. ``run.stop(timeout=…)`` aborts the run if it has not ended by then. After half a minute, a warning
@@ -35,7 +35,7 @@ unless noted.
   (test_residue.py)
 - R7 Same everywhere. A graph runs the same under fork, forkserver and spawn, with lambdas and closures.
   (test_start_methods.py)
-- R8 Statistics. ``stats()`` works at any time and ``report()`` at the end, and items in = items out + items
+- R8 Statistics. ``stats()`` works at any time and ``report()`` at the end; items in = items out + items
   failed. For a run that failed or was aborted, they also count the items discarded in each stage and left in
   each channel. (test_item_counts.py, test_item_counts_after_failures.py)
 - R9 Randomness. Every worker has a separate seed, derived from the run's seed, its stage, its number and its
@@ -48,16 +48,16 @@ unless noted.
   the last restart is used. (test_blame.py, test_no_repeats.py, test_decisions.py,
   tests/deaths/test_batches_that_kill_workers.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
-  all restart, each with the item that it held. No item is blamed because the other workers end. A survivor
-  that raises MemberDied has not failed. On hosts, a broken connection between members counts as a death. When
-  one worker ends because its outputs have no readers, all of them end. In an elastic gang, the other workers
-  keep their processes and continue as a smaller group. The replacement completes the group again, and each
-  item's outputs appear once. (test_gangs.py, tests/deaths/test_gang_deaths.py,
+  all restart, each with the item that it held. The end of the other workers is not blamed on any item. A
+  survivor that raises MemberDied has not failed. On hosts, a broken connection between members counts as a
+  death. When one worker ends because its outputs have no readers, all of them end. In an elastic gang, the
+  other workers keep their processes and continue as a smaller group. The replacement completes the group
+  again, and each item's outputs appear once. (test_gangs.py, tests/deaths/test_gang_deaths.py,
   tests/deaths/test_elastic_gangs.py, tests/hosts/test_host_gangs.py, tests/hosts/test_elastic_host_gangs.py)
-- R12 Pools. A pool keeps its processes from one run to the next, each with its callable, but with nothing
-  else from a run. Forked processes do keep memory of other runs that are active when the pool starts them.
-  Each run is complete. A worker that failed, died or did not end gets a new process in the next run. Leaving
-  the block finishes an active run, and raises the failure of the last run unless it was raised before.
+- R12 Pools. A pool keeps its processes from one run to the next, each with its callable but nothing else from
+  a run. Forked processes do keep memory of other runs that are active when the pool starts them. Each run is
+  complete. A worker that failed, died or did not end gets a new process in the next run. Leaving the block
+  finishes an active run, and raises the failure of the last run unless it was raised before.
   (test_pool_workers.py, test_pool_after_failures.py, test_pool_blocks.py, test_pool_ends.py)
 - R13 Elastic stages. ``run.scale()`` adds and removes workers of a stage on threads or processes during the
   run, if the stage processes one item at a time. Items keep their order, and each item's outputs appear once,
@@ -67,8 +67,9 @@ unless noted.
   test_autoscale_decisions.py, tests/deaths/test_auto_scaling_deaths.py)
 - R14 Resume. A run with ``resume=path`` skips the source items whose descendants have all left the graph in
   earlier runs with this path. This holds even if the program was killed at some point. The run processes all
-  other items, so a sink may see an item again that was in flight. A graph that cannot be resumed is rejected
-  before the start. (test_resume.py, test_resume_file.py, test_lineage.py, tests/deaths/test_resume_kills.py)
+  other items, so a sink may receive an item again that was in flight. A graph that cannot be resumed is
+  rejected before the start. (test_resume.py, test_resume_file.py, test_lineage.py,
+  tests/deaths/test_resume_kills.py)
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class Supervisor:
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, channels.broken, channels.cause_of)
         self._due: dict[WorkerId, float] = {}  # when to start each replacement
-        self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # events travel by reference
+        self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # events are passed by reference
         self._thread: threading.Thread | None = None
 
     # --- called by the run, on any thread ---
@@ -257,8 +258,8 @@ class Supervisor:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds for the run to end, and return whether it has ended.
 
-        If so, the supervisor's thread and resources are gone as well (R6), unless the thread is still warning
-        about stuck threads.
+        In that case, the supervisor's thread and resources are gone as well (R6), unless the thread is still
+        warning about stuck threads.
         """
         if not self.ended.wait(timeout):
             return False
@@ -279,8 +280,8 @@ class Supervisor:
     def cancel_request(self, question: int) -> None:
         """Tell the other hosts that no caller waits for the answer to this request any more.
 
-        Event loops call this, so it never blocks. If the queue is full, no message is sent, which only costs
-        a worker some unnecessary work.
+        Event loops call this, so it never blocks. If the queue is full, no message is sent; the only cost is
+        some unnecessary work by a worker.
         """
         if self._has_hosts:
             with contextlib.suppress(Closed, Full):
@@ -347,7 +348,7 @@ class Supervisor:
     def _pause(self) -> float:
         """Return how long to wait for an event before the next check, in seconds.
 
-        Deadlock detection and time limits need such checks.
+        Deadlock detection and decisions that depend on time need such checks.
         """
         if self._breaks.pending:
             return POLL_INTERVAL_S
@@ -360,7 +361,7 @@ class Supervisor:
 
     @property
     def _late_at(self) -> float:
-        """Return when workers that are no longer needed count as late."""
+        """Return when workers that are no longer needed begin to count as late."""
         return self.state.since + decisions.GRACE / 2
 
     def turn(self, event: SupervisorEvent | Event) -> None:
@@ -397,7 +398,7 @@ class Supervisor:
             case Began() | Started():
                 self.report(event)
             case TriesMember() | MembersTried() | ItemSpans() | tuple():
-                pass  # only other components use these events
+                pass  # other components use these events
             case Aborted():
                 self._breaks.record(event)
             case Met():
@@ -501,7 +502,7 @@ class Supervisor:
             self._decide(Ended(worker))
 
     def _cancel_tasks(self) -> None:
-        """Cancel coroutines of sources whose outputs have no readers; all coroutines if the run is ending.
+        """Cancel the coroutines of sources whose outputs have no readers, or all if the run is ending.
 
         In a finishing run, coroutines first get a moment to end.
         """

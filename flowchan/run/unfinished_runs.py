@@ -13,7 +13,7 @@ from flowchan.run.crew.at_exit import before_exit
 from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.supervisor import Supervisor
 
-# Supervisors with a live thread, even if the program has dropped the run's handle. A forked child inherits
+# Supervisors whose thread is alive, even if the program has dropped the run's handle. A forked child inherits
 # the set, but not the runs. A plain set, unlike a WeakSet, can be copied in one step while other threads
 # start runs.
 _running: set[weakref.ref[Supervisor]] = set()
@@ -28,7 +28,7 @@ def end_at_exit(supervisor: Supervisor) -> None:
 def abort_unfinished() -> None:
     """Abort all active runs, because the interpreter is exiting.
 
-    The owner of a resource that runs need until they end calls this before it releases the resource.
+    If a resource must outlive the runs, its owner calls this before releasing it.
     """
     for reference in list(_running):
         supervisor = reference()

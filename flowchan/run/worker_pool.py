@@ -32,7 +32,7 @@ from flowchan.transport.interrupts import interrupts_deferred
 MOST_PORTS = CHANNELS_IN_AN_ITEM - 1
 """Maximum number of ports of a worker.
 
-All ports travel in one item, together with the channel for the worker's events. A worker of an elastic gang
+All ports are sent in one item, together with the channel for the worker's events. A worker of an elastic gang
 also gets a channel for its later groups."""
 
 
@@ -41,8 +41,8 @@ class WorkerPool(Runnable):
 
     In its ``with`` block, :meth:`run` and :meth:`start` work like those of the graph, one run at a time. The
     worker processes stay for all runs, with everything that they have loaded. The first run creates one
-    instance of a callable class for each worker; the end of the block closes them. If a process died or its
-    worker failed, the next run starts a new one. Worker threads are new for each run.
+    instance of a callable class for each worker. The instances are closed at the end of the block. If a
+    process died or its worker failed, the next run starts a new process. Worker threads are new for each run.
 
     Args:
         graph: The graph.
@@ -91,7 +91,7 @@ class WorkerPool(Runnable):
             return run
 
     def _watching(self) -> AbstractContextManager[Any]:
-        """Start the processes before the progress display, or they would inherit its terminal."""
+        """Start the processes before the progress display, because they would inherit its terminal."""
         self._refuse_forked_child()
         raise_for(self._graph)
         with interrupts_deferred(), self._lock:
@@ -158,7 +158,7 @@ class WorkerPool(Runnable):
         return supervisor if supervisor is not None and not supervisor.ended.is_set() else None
 
     def _last_run(self) -> Run | None:
-        """Return the last run if it is still active, or its failure has not been raised."""
+        """Return the last run if it is still active or its failure has not been raised yet."""
         with self._lock:  # another thread may be starting a run
             return next(iter(self._unreported), None)
 

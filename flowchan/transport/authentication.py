@@ -8,13 +8,13 @@ Every message has a fixed size, so a peer cannot choose how much the other side 
     dialled   hello      4,096 bytes of JSON, padded with spaces; HMAC-SHA256(key, "dialled: hello" + these)
     listens   hello      the same with "listens"
 
-Replaying a handshake fails because the nonce is new. Reflecting messages fails because their role is wrong.
-Changing a byte changes the key. A greeting is only compared with the expected bytes, and a peer's hello is
-parsed only after its proof; nothing is unpickled here. With TLS, hellos are already encrypted. The listener's
-greeting contains its certificate's fingerprint, so the proofs cover the certificate. The dialling side
-continues only if TLS presents that certificate.
+Replaying a handshake fails because the nonce is new. Reflecting messages fails because they contain the role
+of their sender. Changing a byte changes the key. A greeting is only compared with the expected bytes, and a
+peer's hello is parsed only after its proof; nothing is unpickled here. With TLS, hellos are already
+encrypted. The listener's greeting contains its certificate's fingerprint, so the proofs cover the
+certificate. The dialling side continues only if TLS presents that certificate.
 
-Without TLS, data after the handshake is unprotected: an attacker who can rewrite packets can take over the
+Without TLS, data after the handshake is unprotected: an attacker who can change packets can take over the
 connection.
 """
 
@@ -111,7 +111,7 @@ def meet(
 
 
 class PendingHandshake:
-    """Connection whose peer has yet to prove that it knows the secret.
+    """Connection whose peer has not proved yet that it knows the secret.
 
     It never blocks: ``receive_step()`` takes only data that has arrived.
     """
@@ -182,7 +182,7 @@ class PendingHandshake:
         self.sock.close()
 
     def late_reason(self) -> str:
-        """Return the reason for rejecting a peer that took too long."""
+        """Return why a peer that took too long is rejected."""
         written_hello = (
             f"only {len(self._received)} of {self._expected} bytes" if self._received else "nothing"
         )

@@ -1,7 +1,7 @@
 """Transfer descriptors of channels and shared memory to other processes.
 
-A child inherits descriptors when it is started. The kernel carries the descriptors in a channel's item next
-to the item (ring_fd_bundles.cpp). The sender may thus end before the item is received. If the user pickles
+A child inherits descriptors when it starts. The kernel carries the descriptors in a channel's item next to
+the item (ring_fd_bundles.cpp). The sender may therefore end before the item is received. If the user pickles
 the object, the pickle refers to the sender's descriptors under ``/proc``. This works for processes of the
 same user while the sender is alive.
 """
@@ -42,7 +42,7 @@ def lacks(error: BaseException) -> bool:
 
 
 def shortage(what: str, error: OSError) -> OSError | None:
-    """Return the error to raise if this process lacks memory or descriptors for ``what``; else None.
+    """Return the error to raise if this process lacks memory or descriptors for ``what``; otherwise None.
 
     The core returns an item to its channel if unpickling raises this error.
     """
@@ -55,7 +55,7 @@ def shortage(what: str, error: OSError) -> OSError | None:
 
 
 class Inherited(NamedTuple):
-    """Descriptors that a child inherits when it is started."""
+    """Descriptors that a child inherits when it starts."""
 
     memory: Any
     socket: Any
@@ -97,10 +97,11 @@ class Parcel:
     shares = True
     """Whether shared memory stays shared; otherwise it is copied."""
     keeps_far = False
-    """Whether channels across hosts travel next to the pickle; otherwise the pickle contains their addresses.
+    """Whether channels across hosts are sent next to the pickle; otherwise the pickle contains their
+    addresses.
     """
     on_device = True
-    """Whether a tensor stays on its device; otherwise it travels through host memory."""
+    """Whether a tensor stays on its device; otherwise it is copied through host memory."""
     leaves = False
     """Whether the item goes to another host."""
 
@@ -135,7 +136,7 @@ class Leaving(Parcel):
 class Companions(Parcel):
     """Collects the channels and shared memory of one value while it is packed.
 
-    They travel next to the value's pickle, as separate objects.
+    They are sent next to the value's pickle, as separate objects.
     """
 
     keeps_far = True
@@ -156,7 +157,7 @@ class DuplicatedDescriptors(Companions):
 class Unopened(Companions):
     """Collects the channels of a value that other processes will pass on without unpacking it.
 
-    The value must not contain anything that needs the help of these processes.
+    The value must not contain anything that requires these processes to act.
     """
 
     keeps_far = False

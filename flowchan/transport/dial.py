@@ -92,7 +92,7 @@ def reach(
             sock = dial(address, remaining)
             absent = False
             if was_absent:
-                backoff.reset()  # the peer has just appeared, so the next retry may come soon
+                backoff.reset()  # the peer has just appeared, so the next attempt may come soon
             remaining = max(0.0, give_up - time.monotonic())
             return meet(sock, secret, dialled=True, hello=hello, timeout=remaining, tls=tls)
         except unless_interrupted(OSError) as error:

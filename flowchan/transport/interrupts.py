@@ -2,10 +2,11 @@
 
 Python runs signal handlers between any two bytecodes of the main thread. Most programs have handlers that
 raise: ``KeyboardInterrupt`` for Ctrl-C, ``TimeoutError`` for a time limit. Such an exception may come at any
-point. All means to keep code correct in that case are in this file:
+point. All tools that keep code correct in that case are in this file:
 
-- ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM do not interrupt. They take effect when it ends.
-- ``interrupts_allowed()``: a long wait within such a block, in which they take effect immediately.
+- ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM do not interrupt. The signals take effect when
+  the block ends.
+- ``interrupts_allowed()``: a long wait within such a block, during which signals take effect immediately.
 - ``append_result(results, call, …)``: one native call whose result is never lost.
 - ``unless_interrupted(OSError)``: in an ``except`` clause, matches errors that the call itself raised, but
   not those of a signal handler during the call. ``is_interrupt(error)`` is the same test outside an
@@ -14,8 +15,9 @@ point. All means to keep code correct in that case are in this file:
 - ``terminate_as_interrupt()``: a block in which SIGTERM acts like Ctrl-C.
 
 Algorithm. While a block defers signals or a watch is open, a ``_Layer`` handles the signal. It calls the
-handler below it, the program's own. All blocks and watches share one layer, so they can end in any order. A
-handler that the program installs later gets another layer on top, and is never removed.
+handler below it, which is the program's own. All blocks and watches share one layer, so they can end in any
+order. If the program installs a handler later, that handler gets another layer on top, which is never
+removed.
 
 Invariants. A layer without blocks and watches only passes signals on. If an exception leaves it installed, it
 does no harm, and the next block removes it. A deferred signal is kept until it is delivered. If several
@@ -70,7 +72,7 @@ def interrupts_deferred() -> Iterator[DeferralBlock]:
 
 @contextlib.contextmanager
 def interrupts_allowed() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM take effect immediately, inside a block that defers them.
+    """Let Ctrl-C and SIGTERM take effect immediately, within a block that defers them.
 
     Use this for a long wait that leaves nothing half done.
     """
@@ -89,8 +91,8 @@ def interrupts_allowed() -> Iterator[None]:
 def append_result(results: MutableSequence[T], call: Callable[..., T], *args: Any) -> None:
     """Call a native function and append its result, in a single step of the interpreter.
 
-    An interrupt takes effect either before the call, or once its result is in ``results``. So nothing that
-    the call received or sent is ever lost.
+    An interrupt takes effect either before the call, or once its result is in ``results``. Nothing that the
+    call received or sent is therefore lost.
     """
     results.extend(itertools.starmap(call, (args,)))
 
@@ -192,10 +194,10 @@ def unless_interrupted(*kinds: type[E]) -> tuple[type[E], ...]:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether a signal handler of this process raised the error, or it ends the program.
+    """Return whether a signal handler of this process raised the error, or the error ends the program.
 
-    ``KeyboardInterrupt``, for example, ends the program. Such errors have nothing to do with the call that
-    they interrupt.
+    ``KeyboardInterrupt``, for example, ends the program. The call that such errors interrupt did not cause
+    them.
     """
     if not isinstance(error, Exception):
         return True
@@ -241,12 +243,12 @@ def _code(handler: Any) -> CodeType | None:
 class InterruptWatch:
     """Notices Ctrl-C while the watch is open, and makes SIGTERM raise :class:`Termination`.
 
-    A generator that is closed because its loop was interrupted has no other means to notice the Ctrl-C. The
-    watch may be opened several times, and ends after as many closes.
+    If a loop is interrupted, its generator is closed, and has no other means to notice the Ctrl-C. The watch
+    may be opened several times, and ends after as many closes.
 
     Attributes:
         seen: Ctrl-C or SIGTERM has raised ``KeyboardInterrupt``.
-        handled: A Ctrl-C came and the program's own handler dealt with it, as asyncio's does.
+        handled: Ctrl-C was pressed, and the program's own handler dealt with it, as asyncio's does.
     """
 
     def __init__(self, instead: Callable[[int], KeyboardInterrupt | None]) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 PEER_TIMEOUT_S = 10.0
-"""Seconds without a message after which an agent gives up on the driver, and a process on a channel's owner.
+"""Seconds without a message after which an agent gives up on the driver, or a process on a channel's owner.
 """
 
 STUCK = "its connections broke for {:.1f} s before any item arrived ({})"
-"""Why a peer was given up, from the attributes of :class:`LinkBroken`."""
+"""Reasons for giving up on a peer, from the attributes of :class:`LinkBroken`."""
 
 AHEAD, BEHIND = 1 << 16, 1024
 """Capacities of an agent's rings, for a worker's inputs, with the items that the link sent ahead, and for its
@@ -25,8 +25,9 @@ class LinkBroken:
 
     Attributes:
         why: Why it ended.
-        stuck: Seconds since connections began to break with items in transit and none arriving. 0 unless at
-            least two consecutive ones did. Parts of items and acknowledgements count as arrivals.
+        stuck: Seconds since connections began to break before any of the items in transit arrived. The value
+            is 0 unless this has happened to at least two connections in a row. Parts of items and
+            acknowledgements count as arrivals.
         in_vain: Number of consecutive connections in which nothing arrived.
     """
 
@@ -86,8 +87,8 @@ class LinkIdle:
     """No event has occurred for some time.
 
     Attributes:
-        connected: True if the link was connected when that time began. If it has broken since, the next event
-            reports that.
+        connected: True if the link was connected when that time began. If it has broken since then, the next
+            event reports that.
         silent: Seconds since the last byte arrived or, without a connection, since the connection broke.
     """
 
@@ -123,8 +124,8 @@ def watch(link: Any, wait: float, wait_unconnected: float | None = None) -> Iter
         link: Native link.
         wait: Seconds without an event after which to yield :class:`LinkIdle`.
         wait_unconnected: The same for a link that has just lost its connection or begun to wait for its first
-            one (default: ``wait``). Without a connection, the pauses grow: a tenth of the time so far, up to
-            ``wait``.
+            one (default: ``wait``). Without a connection, the pauses grow: each is a tenth of the time so
+            far, up to ``wait``.
     """
     connected_at = time.monotonic()
     while True:

@@ -1,6 +1,6 @@
 """Listen for connections, and accept only peers that know the secret.
 
-SECURITY.md lists how far other peers can delay this.
+SECURITY.md says how far other peers can delay this.
 
 One thread runs all handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many, it rejects a
 peer from the address with the most handshakes. It picks a random one among those that have sent the fewest
@@ -146,7 +146,7 @@ class AuthenticatedListener:
         self._drop_peer(dropped, f"there were more than {AT_ONCE} handshakes at the same time")
 
     def _continue(self, pending: PendingHandshake) -> bool:
-        """Continue a handshake, and return whether the peer has proved the secret."""
+        """Continue a handshake, and return whether the peer has proved that it knows the secret."""
         sock = pending.sock
         # rejected after it became ready, or still registered because Ctrl-C ended an earlier call
         if pending not in self._pending:
@@ -154,7 +154,8 @@ class AuthenticatedListener:
             pending.close()
             return False
         try:
-            # when TLS begins, this socket moves to another process, but would still be reported here
+            # when TLS begins, this socket moves to another process; without this call, its events would still
+            # be reported here
             self._unregister(sock)
             pending.receive_step()
             self._ready.register(pending.sock, selectors.EVENT_READ, pending)

@@ -12,7 +12,7 @@ from flowchan.transport.pidfd import open_pidfd
 
 
 def card() -> dict[str, Any]:
-    """Describe this process and its machine to its peers."""
+    """Return a description of this process and its machine for its peers."""
     return {"pid": os.getpid(), "started": _start(os.getpid()), "machine": machine()}
 
 

@@ -2,8 +2,7 @@
 
 The exchange works in rounds. Each participant sends a line of JSON, and when all lines have arrived, the
 coordinator sends all of them to everyone. If a participant leaves, the others learn that the rendezvous has
-ended. A participant may leave after it has received the last round, because that round has been sent to the
-others as well.
+ended. A participant may leave after it has received the last round, because the others get that round too.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from flowchan.transport.interrupts import unless_interrupted
 
 AT_ONCE = 1 << 16
 SETTLED = b'"settled"\n'
-"""Last line from a participant that stays connected. Once all have sent it, a leaving participant no longer
-ends the rendezvous."""
+"""Last line from a participant, which then stays connected. Once all have sent it, a leaving participant no
+longer ends the rendezvous."""
 LATE = "some other members did not send anything in time during the rendezvous"
 Accept = Callable[[float], tuple[socket.socket, dict[str, Any]]]
 
@@ -89,7 +88,7 @@ class Coordinator:
         return b""
 
     def add_line(self, rank: int, words: bytes) -> bytes:
-        """Add a rank's words to this round; return the round if it is complete."""
+        """Add a rank's line to this round; return the round if it is complete."""
         self._lines[rank] += words
         if not all(line.endswith(b"\n") for line in self._lines):
             return b""
@@ -207,7 +206,7 @@ def _end_message(why: str, refused: bool = False) -> bytes:
 
 
 def _tell(sock: socket.socket, line: bytes) -> None:
-    with contextlib.suppress(OSError):  # the peer is gone, which the next receive reports
+    with contextlib.suppress(OSError):  # the peer is gone; the next receive reports that
         sock.sendall(line)
 
 

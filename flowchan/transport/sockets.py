@@ -18,7 +18,7 @@ def connect(address: str, secret: bytes, *, timeout: float = 10.0, tls: bool = F
     """Connect to a program that called :func:`listen`, and authenticate both ends.
 
     Neither end sends the secret. The call retries until the program listens or ``timeout`` seconds have
-    passed. The connection sends small messages at once. Reading fails within 15 seconds if the other host
+    passed. The connection sends small messages at once. Reading fails within 15 seconds after the other host
     disappears.
 
     Args:

@@ -22,8 +22,8 @@ UNSENT = 256 * 1024
 """
 UNREAD = 128 * 1024
 """Bytes that the kernel buffers on a loopback connection: few, so that it reuses memory that the reader has
-just freed. Sending 1 MB over a bare socket costs each end 100 µs of CPU time; with 256 KB, it costs 190 and
-120 µs. With 32 KB, less than one segment, each segment would wait for a timer."""
+just freed. To send 1 MB over a bare socket, each end needs 100 µs of CPU time; with 256 KB, sender and
+receiver need 190 and 120 µs. With 32 KB, less than one segment, each segment would wait for a timer."""
 UNHEARD = 15_000  # milliseconds after which unacknowledged bytes end a connection
 # macOS calls TCP_KEEPIDLE by another name, and lacks TCP_USER_TIMEOUT
 _TIMEOUTS = {
@@ -36,7 +36,8 @@ _TIMEOUTS = {
 TIMEOUTS = {getattr(socket, name): limit for name, limit in _TIMEOUTS.items() if hasattr(socket, name)}
 BACKLOG = 256
 ENDED_EARLY = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM}
-"""Errors of accept() for a connection that ended before it was accepted. The next call may succeed."""
+"""Errors of accept() for a connection that ended before it was accepted. The next call of ``accept`` may
+succeed."""
 
 
 def split(address: str) -> tuple[str, int]:
@@ -185,9 +186,9 @@ def dial(address: str, timeout: float) -> socket.socket:
 def prepare(sock: socket.socket, peer: str) -> None:
     """Set the socket options that a link needs on its connection to ``peer``, an IP address.
 
-    Small frames are sent immediately, and a silently broken connection is noticed. Over loopback, sent bytes
-    have already arrived, so the whole buffer is small. Over a network, it must hold the bytes in flight. The
-    kernel fits it to bandwidth and delay, but only if its size is not set.
+    Small frames are sent immediately, and a connection that breaks silently is noticed. Over loopback, sent
+    bytes have already arrived, so the whole buffer is small. Over a network, the buffer must hold the bytes
+    in flight. The kernel adapts it to bandwidth and delay, but only if no size is set.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if peer == "::1" or peer.startswith("127."):

@@ -1,8 +1,8 @@
 """Encrypt an authenticated connection with TLS 1.3, in a separate process.
 
-The connection's user gets a plain descriptor. Encryption never waits for the GIL of a process that runs user
-code. The certificate is generated for this process and discarded with it. It needs no authority's signature,
-because the proofs in the handshake cover it.
+The connection's user gets a plain descriptor. Encryption therefore never waits for the GIL of a process that
+runs user code. The certificate is generated for this process and discarded with it. It needs no authority's
+signature, because the proofs in the handshake cover it.
 """
 
 from __future__ import annotations

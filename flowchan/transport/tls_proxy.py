@@ -1,8 +1,8 @@
 """Run TLS for one connection, with plain bytes on one side and encrypted bytes on the other.
 
 This is a separate program that ``tls.py`` starts. It uses only the standard library, so it starts fast and
-never waits for user code. It ends when one side has ended and the remaining bytes have been passed on, or
-when its parent dies. Ctrl-C does not reach it, because the program may still need the link.
+never waits for user code. It ends when one side has ended and all remaining bytes have been passed on, or
+when its parent dies. Ctrl-C does not reach it, because the program may still need the connection.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Pump:
     def _wait(self) -> list[tuple[int, int]]:
         """Wait for the sockets, and return their events.
 
-        This also notices the end of a side that is currently neither read nor written.
+        This also reports the end of a side from which the pump does not read and to which it does not write.
         """
         both = not (self._local_over or self._net.over)
         waiting = select.poll()

@@ -1,4 +1,4 @@
-"""Form groups by rendezvous, in several ways.
+"""Form a group by rendezvous, in one of several ways.
 
-Each of them only needs a way to exchange a few short values.
+Each way only needs a means to exchange a few short values.
 """

@@ -1,11 +1,11 @@
 """Form a group at an address that all members know, and later let its survivors meet there again.
 
 When a group across hosts shrinks, rank 0 decides which members remain. It listens at the address again, and
-waits for all members known to be alive. Each arriving member reports which members on its host are alive, as
-seen in their shared memory. After ``REJOIN_TIMEOUT_S`` seconds, rank 0 tries to connect to the members that
-are still missing. A member that accepts is merely late, so rank 0 waits longer for it. Finally, rank 0 sends
-the list of survivors to all that have arrived, and they form a group as usual. If another member dies before
-that, all of them start over.
+waits for all members known to be alive. Each member that arrives reports which members on its host are alive,
+according to their shared memory. After ``REJOIN_TIMEOUT_S`` seconds, rank 0 tries to connect to the members
+that are still missing. A member that accepts the connection is merely late, so rank 0 waits longer for it.
+Finally, rank 0 sends the list of survivors to all that have arrived, and they form a group as usual. If
+another member dies before that, all of them start over.
 
 In a partitioned network, only the part with rank 0 continues, because only rank 0 decides. A member that
 cannot reach rank 0 fails, and if rank 0 is gone, all members fail. While rank 0 is merely late, the others
@@ -38,7 +38,7 @@ from flowchan.transport.rendezvous import Coordinator, Participant, RendezvousEn
 from flowchan.transport.tcp import Listener, listen, route_to, split
 
 REJOIN_TIMEOUT_S = 10.0
-"""Seconds to wait for missing survivors before trying to connect to them. Also the time limit for the
+"""Seconds to wait for missing survivors before rank 0 tries to connect to them. Also the time limit for the
 rendezvous of those that have arrived."""
 POLL_INTERVAL_S = 0.02
 
@@ -61,9 +61,9 @@ def meet_at(
 ) -> Group:
     """Return this process's member of the group that meets at the address ``at`` with this secret.
 
-    With ``rank`` None, the order of arrival decides: the first member to listen at ``at`` is rank 0. ``host``
-    identifies the host (default: detected). Rank 0 calls ``publish`` once it listens. Raise ``ValueError`` if
-    the other members cannot learn the port.
+    If ``rank`` is None, the order of arrival decides: the first member to listen at ``at`` is rank 0.
+    ``host`` identifies the host (default: detected). Rank 0 calls ``publish`` once it listens. Raise
+    ``ValueError`` if the other members cannot learn the port.
     """
     where, port = split(at)
     if port == 0 and size > 1 and (rank != 0 or publish is None):
@@ -102,7 +102,7 @@ def _first_listener(rank: int | None, at: str) -> Listener | None:
     try:
         return listen(at)
     except OSError as error:
-        # another member, or another host, listens
+        # another member or another host is listening
         if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
             return None
         raise
@@ -121,7 +121,7 @@ def _reached(at: str, secret: bytes, rank: int | None, size: int, timeout: float
 class Place:
     """Address where a group met.
 
-    ``number`` counts how often the original group has shrunk.
+    ``number`` is how often the original group has shrunk.
     """
 
     at: str
@@ -148,7 +148,7 @@ class Place:
                     return replace(self, number=number).of(met)
             except (RendezvousEnded, MemberDied):
                 continue
-            except TimeoutError as error:  # a member that arrived before did not arrive again in time
+            except TimeoutError as error:  # a member that had arrived before did not arrive again in time
                 if is_interrupt(error) or time.monotonic() >= give_up:
                     raise
         raise GroupError(

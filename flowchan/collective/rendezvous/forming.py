@@ -155,7 +155,7 @@ def _connected(
 ) -> Group | None:
     """Connect ``part`` to the parts on the other hosts.
 
-    ``belongs`` says for each member of ``parent`` whether it joins.
+    ``belongs`` has a flag for each member of ``parent``: whether it joins.
     """
 
     def gather(value: Any) -> list[Any]:
@@ -173,7 +173,7 @@ def _connected(
 
 
 def this_host() -> str:
-    """Identify this machine's boot, and this process's namespaces and user.
+    """Identify the current boot of this machine, and the namespaces and user of this process.
 
     Processes can share memory only if all of these are the same. A Unix socket can be reached only within its
     network namespace, and a process id is valid only within its PID namespace. A user cannot open other
@@ -181,6 +181,6 @@ def this_host() -> str:
     """
     with open("/proc/sys/kernel/random/boot_id") as boot:
         paths = (f"/proc/self/ns/{kind}" for kind in ("net", "pid", "user"))
-        # if the kernel lacks a kind of namespace, all processes share one
+        # if the kernel lacks a certain kind of namespace, all processes share it
         spaces = (os.stat(path).st_ino if os.path.exists(path) else 0 for path in paths)
         return "/".join([boot.read().strip(), *map(str, spaces), str(os.getuid())])

@@ -32,7 +32,7 @@ def meet(job: str, rank: int | None, size: int, timeout: float, name: str = "") 
 
     Args:
         job: Text that identifies the group.
-        rank: Rank of this process, or None to go by the order of arrival.
+        rank: Rank of this process; None if the order of arrival decides.
         size: Number of processes.
         timeout: Seconds to wait for the others.
         name: Name of the group, for messages.

@@ -1,4 +1,4 @@
-"""Form the group of a gang's workers on several hosts; the driver of the run arranges it."""
+"""Form the group of a gang's workers on several hosts, with the help of the run's driver."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flowchan.transport.rendezvous import Participant, RendezvousEnded
 from flowchan.transport.tcp import route_to, split
 
 WITHIN = 60.0
-"""Seconds in which a member must reach the driver and, once all have arrived, the other members. The driver
-waits for late members without a limit, because it notices deaths."""
+"""Seconds within which a member must reach the driver, and the other members once all have arrived. The
+driver waits for late members without a limit, because it notices deaths."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Membership:
     def reached(self, at: str, secret: bytes, tls: bool) -> Membership:
         """Return a copy that knows how to reach the driver.
 
-        The worker's host adds the address and the secret, so the secret does not travel with the membership.
+        The worker's host adds the address and the secret, so the secret is not sent with the membership.
         """
         return dataclasses.replace(self, at=at, secret=secret, tls=tls)
 
@@ -98,9 +98,9 @@ class Membership:
 
 
 class _Listener:
-    """Ends a member's group when the driver asks for it or is lost.
+    """Ends a member's group when the driver requests it or is lost.
 
-    Otherwise, members might not notice that a member on another host has died, or that a new one wants to
+    Otherwise, members might not notice that a member on another host has died, or that a new member is to
     join.
     """
 

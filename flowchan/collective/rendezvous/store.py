@@ -1,4 +1,4 @@
-"""Form a group by a key-value store from torch that all members can reach."""
+"""Form a group through a key-value store from torch that all members can reach."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from flowchan.transport.tcp import route_to
 
 
 def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = "") -> Group:
-    """Form a group of all processes, on any hosts, that use this store; return this process's member.
+    """Form a group of all processes on any hosts that use this store; return this process's member.
 
-    Every process that can write to the store can join. The keys are removed in the end, so later groups can
+    Every process that can write to the store can join. The keys are removed at the end, so later groups can
     use the same store.
     """
     round_number = 0
@@ -52,7 +52,7 @@ def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = 
 
 
 def meet_by_torchrun(number: int, timeout: float, name: str) -> Group:
-    """Form a group by torchrun's store, and return this process's member."""
+    """Form a group through torchrun's store, and return this process's member."""
     store, rank, size = _torchrun_store(timeout)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = PrefixStore(f"flowchan group {number} of start {restart}", store)
@@ -63,7 +63,7 @@ def meet_by_torchrun(number: int, timeout: float, name: str) -> Group:
 def _torchrun_store(timeout: float) -> tuple[Any, int, int]:
     """Return torchrun's store, and the rank and size of this process.
 
-    The store lives as long as the process. If no torchrun agent serves it, rank 0 does.
+    The store is kept until the process ends. If no torchrun agent serves it, rank 0 does.
     """
     store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
     return store, rank, size

@@ -2,13 +2,13 @@
 
     torch.distributed.init_process_group("flowchan")
 
-From torch 2.5 on, this call suffices. For earlier versions, first import this module, which registers the
+From torch 2.5 on, this call is enough. In earlier versions, first import this module, which registers the
 backend.
 
-As in any group, CPU tensors use flowchan and CUDA tensors NCCL. The errors are also those of a group. If a
+CPU tensors use flowchan and CUDA tensors use NCCL, as in any group. The errors are the group's errors. If a
 member dies, all survivors raise :class:`flowchan.MemberDied`; mismatched calls raise
-:class:`flowchan.Mismatch`. A ``timeout`` other than torch's default limits each operation, which raises
-:class:`~flowchan.collective.torch.works.OperationTimeout` when it is over.
+:class:`flowchan.Mismatch`. A ``timeout`` other than torch's default limits each operation, which then raises
+:class:`~flowchan.collective.torch.works.OperationTimeout`.
 
 A process group has only this backend, because torch ignores other backends named with it. The first operation
 of ``"cpu:flowchan,cuda:gloo"`` therefore raises ``ValueError``. ``"cpu:flowchan,cuda:nccl"`` is equivalent to
@@ -173,8 +173,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Gather several tensors.
 
-        ``outputs`` is indexed by rank and then by tensor, unlike that of ``allgather``, by tensor and then by
-        rank.
+        ``outputs`` is indexed by rank and then by tensor; for ``allgather``, it is indexed by tensor and then
+        by rank.
         """
         parts_argument("allgather_coalesced", "output_tensor_lists", outputs, self._group.size)
         for rank, parts in enumerate(outputs):
@@ -262,8 +262,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; if some do not make this call in time, name them in an error on all ranks.
 
-        ``torch.distributed.monitored_barrier`` calls this. If it times out, the group stays usable, unlike
-        after other operations.
+        ``torch.distributed.monitored_barrier`` calls this. After it times out, the group can still be used,
+        unlike after other operations.
 
         Args:
             timeout: Time limit (default: the timeout of the process group).
@@ -314,7 +314,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._group._swap_arrays(doing, xs, outs, self._limit, root)
 
     def _do(self, name: str, tensors: Tensors, run: Callable[[], Any], result: Any = None) -> Work:
-        """Run a small operation now, and a large one in a thread, so that torch's autograd continues."""
+        """Run a small operation now, and a large one in the thread, so that torch's autograd continues."""
         self._check_alone()
         result = list(tensors) if result is None else result
 

@@ -19,7 +19,7 @@ from flowchan.collective.torch.works import Work, timed
 from flowchan.errors import GroupError, Mismatch
 
 _TURN = 0.02
-"""Seconds after which a receiving thread gives another one a turn."""
+"""Seconds after which a receiving thread lets another thread receive."""
 
 Tensors = Sequence[torch.Tensor]
 
@@ -27,9 +27,10 @@ Tensors = Sequence[torch.Tensor]
 class Receives:
     """Receives that run while their caller sends.
 
-    Receives from one source run one at a time, and so do receives from any source. A receive from any source
-    may get a message that a receive from its sender waits for. The two kinds therefore take turns, and each
-    first checks the messages that the other kind has received. This keeps each sender's messages in order.
+    Receives from one source run one at a time, and so do receives that accept any source. A receive that
+    accepts any source may get a message that a receive from its sender waits for. The two kinds therefore
+    take turns, and each first checks the messages that the other kind has received. This keeps each sender's
+    messages in order.
     """
 
     def __init__(self, member: Group) -> None:
@@ -50,7 +51,7 @@ class Receives:
         return Work(list(tensors), going_on)
 
     def _receive(self, tensors: Tensors, source: int | None, tag: int, limit: float | None) -> int:
-        """Receive tensors from one sender, that of the first tensor, and return its rank."""
+        """Receive tensors, all from the sender of the first one, and return that sender's rank."""
         for x in tensors:
             with timed(limit):
                 source, found = self.next(source, tag, limit)
@@ -65,7 +66,7 @@ class Receives:
         return source
 
     def next(self, source: int | None, tag: Hashable, limit: float | None) -> tuple[int, Any]:
-        """Return the next message with this tag, after its sender.
+        """Return the sender of the next message with this tag, and the message.
 
         Even with a ``limit`` of 0, a message that has arrived is returned.
         """

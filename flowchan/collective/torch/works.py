@@ -89,7 +89,7 @@ class Work(_Work):  # type: ignore[misc]
 def recorded(name: str, start: Callable[[], Work]) -> Work:
     """Start an operation, and record it as an event if torch's profiler is active.
 
-    The event ends with the operation, which may outlive this function.
+    The event ends with the operation, which may still be running when this function returns.
     """
     if not _is_profiling():
         return start()

@@ -1,6 +1,6 @@
 """Compress the gradients that members exchange.
 
-Each buffer has its own code object, which may store the elements that it has yet to send.
+Each buffer has its own code object, which may store elements that it has not sent yet.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowchan.items.text import shown
 class Code(Protocol):
     """Methods of a user-defined code that compresses gradients.
 
-    Encoded values are pickled, and their sizes may differ.
+    Encoded values are pickled and may differ in size.
 
     Example:
         >>> import torch
@@ -63,7 +63,7 @@ class Code(Protocol):
 class TopK:
     """Code that sends only the elements of a gradient with the largest absolute values.
 
-    The elements left out are added to the next gradient (error feedback), so they are sent later but not
+    Elements that are left out are added to the next gradient (error feedback), so they are sent later but not
     lost.
 
     Args:
@@ -94,7 +94,7 @@ class TopK:
         self._residual: Tensor | None = None
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the unsent elements of earlier calls to a tensor, and encode the largest of the sum.
+        """Add the elements not sent so far to a tensor, and encode the largest elements of the sum.
 
         Args:
             x: One-dimensional tensor.
@@ -249,8 +249,8 @@ def code_maker(codes: Any) -> Callable[[], Code]:
 def combine_by(op: str, compress: str | Callable[[], Code] | None, dtype: torch.dtype) -> Combine:
     """Return the function that averages or sums a buffer with elements of this type.
 
-    A code yields a mean; for a sum, it is multiplied by the number of members. The sum of ``fp16`` values may
-    exceed their range.
+    A code yields a mean; for a sum, it is multiplied by the number of members. Summing ``fp16`` values
+    directly might exceed their range.
     """
     if compress is None:
         return lambda group, x: group._reduced(ALLREDUCE, x, op, None, -1, None)

@@ -116,8 +116,8 @@ class Engine:
 
         Args:
             batches: Samples of each epoch (pairs of an input and a target), or a function that takes an
-                epoch's number and returns its samples. A stream from a graph's ``collect()`` is also
-                possible; the graph then prepares samples during training.
+                epoch's number and returns its samples. It may also be a stream from a graph's ``collect()``;
+                the graph then prepares samples during training.
             epochs: Total number of epochs.
 
         Raises:
@@ -156,8 +156,7 @@ class Engine:
     def test(self, batches: Batches) -> float:
         """Return the mean loss over the batches of all members, without training.
 
-        Hooks may call this during training, which then continues unchanged. It calls ``on_sample`` and
-        ``on_forward``.
+        Hooks may call this during training, which is not affected. It calls ``on_sample`` and ``on_forward``.
 
         Args:
             batches: Samples, as in :meth:`train`.
@@ -275,13 +274,13 @@ class Mean:
         self.total, self.count = 0.0, 0
 
     def add(self, value: float | Tensor, count: int = 1) -> None:
-        """Add ``count`` values with this mean.
+        """Add ``count`` values, given by their mean.
 
         Args:
             value: Mean of the values: a number, or a tensor with one element.
             count: Number of values (default 1).
         """
-        # Keep only the number, because the tensor would keep its whole computation graph alive.
+        # Keep only the number: the tensor would keep its whole computation graph alive.
         self.total += (value.item() if isinstance(value, Tensor) else value) * count
         self.count += count
 

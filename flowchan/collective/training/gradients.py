@@ -39,7 +39,8 @@ __all__ = [
 ]
 
 _BUCKET = 1 << 20
-"""Bytes of gradients averaged together, while backward computes the gradients of earlier layers."""
+"""Number of gradient bytes that are averaged together while backward computes the gradients of earlier
+layers."""
 
 
 def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:
@@ -134,10 +135,10 @@ def _first_difference(one: list[Any], other: list[Any]) -> int:
 class Gradients:
     """Averages or sums the gradients of a module over all members during ``backward``.
 
-    All members must have the same module, and call ``backward`` and :meth:`wait` equally often.
+    All members must have the same module, and call ``backward`` and :meth:`wait` the same number of times.
 
     A few flat buffers contain the gradients, and each buffer is averaged as soon as it is complete. If a loss
-    does not depend on a parameter, its gradient counts as zero.
+    does not depend on a parameter, the parameter's gradient counts as zero.
 
     Args:
         module: This member's replica.
@@ -323,7 +324,7 @@ def _by_type(parameters: Iterable[Tensor]) -> list[_Flat]:
 
 
 def _add_up(group: Group, buffers: list[_Flat], contributes: bool) -> int:
-    """Replace the buffers with their sums over all contributing members; return the number of these."""
+    """Replace the buffers with their sums over all contributing members, and return how many contribute."""
     contributors: int = group.allreduce(int(contributes))
     if contributors:
         for buffer in buffers:
@@ -342,8 +343,8 @@ class Steps(Protocol):
 class AllReduceSGD:
     """Runs an optimizer with the mean gradient of the members that have a batch.
 
-    Members may have different numbers of batches. All members make the same steps, so parameters that start
-    equal stay bit-identical.
+    Members may have different numbers of batches. All members make the same steps, so parameters that are
+    equal at first stay bit-identical.
 
     Args:
         module: This member's replica.

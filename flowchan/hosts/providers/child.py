@@ -14,7 +14,7 @@ from flowchan.hosts.providers.provider import Launch
 
 Explain = Callable[[int, ProcessOutput], str | None]
 """Returns why an agent ended, given the exit code (negative for a signal) and the output. ``None`` means that
-these do not show that it has ended."""
+the exit code and output do not show that the agent has ended."""
 
 GENTLY = 5.0  # seconds before SIGKILL for a process that must first end remote processes
 UNKNOWN_EXIT = (

@@ -4,7 +4,7 @@ Their fork server (:mod:`flowchan.hosts.fork_server`) has imported flowchan for 
 tenth of the time of a new Python process.
 
 The first agent starts the fork server, which always ends with the program. Some settings take effect only
-when a process starts or imports modules; agents have the fork server's values of these. If the program has
+when a process starts or imports modules. For these, agents have the fork server's values. If the program has
 changed such a setting, the next agent starts another server.
 """
 

@@ -13,7 +13,7 @@ from typing import IO
 LAST = 20
 LONGEST = 64 * 1024  # maximum bytes in a line; a longer line is relayed in pieces of about this size
 MARK = "flowchan-agent "
-"""Marks the start of text in a line that is meant for the provider, not for the user."""
+"""Begins the part of a line that is meant for the provider rather than the user."""
 
 
 @dataclass(frozen=True, slots=True)

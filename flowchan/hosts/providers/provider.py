@@ -84,5 +84,5 @@ class Provider(Protocol):
             The agent. Its ``ended()`` reports an unreachable host.
 
         Raises:
-            HostError: The failure has its cause on this machine.
+            HostError: The cause of the failure is on this machine.
         """

@@ -1,7 +1,7 @@
 """Run agents on the nodes of a Ray cluster.
 
-Ray selects nodes with free resources and starts one actor on each. The actor does nothing but hold an agent.
-Items travel over flowchan's links, not through Ray.
+Ray selects nodes with free resources and starts one actor on each. The actor's only job is to hold an agent.
+Items are sent over flowchan's links, not through Ray.
 
 Ray is imported on first use. Ray must not restart the actors, because each new agent needs a new epoch.
 """

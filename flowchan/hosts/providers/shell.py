@@ -1,8 +1,8 @@
 """Explain the end of an agent that was started with a command such as ``ssh``.
 
-The end of the command does not tell whether the agent has ended. A broken connection ends the command but not
-the agent. In both cases, a broken connection and a killed agent, ``ssh`` exits with 255. So a small shell
-script on the host runs the agent, and prints one line when it starts and another when it ends.
+The end of the command does not show whether the agent has ended. A broken connection ends the command but not
+the agent. In that case ``ssh`` exits with 255, just as it does if the agent was killed. A small shell script
+on the host therefore runs the agent, and prints one line when it starts and another when it ends.
 """
 
 from __future__ import annotations

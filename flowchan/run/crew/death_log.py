@@ -14,8 +14,9 @@ from flowchan.run.policy.plan import Plan, PlannedWorker
 from flowchan.run.worker import item_timeout
 
 MOST_LATER_DEATHS = 20
-"""Maximum number of deaths with a batch after each of its members was tried alone. Further deaths exclude
-members again; otherwise a function that kills its worker only in its second call would run forever."""
+"""Maximum number of deaths on a batch after each of its members was tried alone. After that many deaths,
+members are excluded again. Otherwise, a function that kills its worker only in its second call would run
+forever."""
 
 
 class DeathLog:
@@ -29,7 +30,7 @@ class DeathLog:
         self._graph: Blueprint = plan.graph
         self._limits = plan.limits()
         self._without_item: Counter[WorkerId] = Counter()  # consecutive early deaths without an item
-        # How earlier workers died with the item that the replacement will retry.
+        # Causes of death of earlier workers that held the item that the replacement will retry.
         self._how: dict[WorkerId, list[str]] = {}
         # The batch member that each worker is trying alone; None while it tries the rest together.
         self._trying: dict[WorkerId, int | None] = {}
@@ -40,7 +41,7 @@ class DeathLog:
         self._terminated: set[WorkerId] = set()
 
     def started(self, id: WorkerId) -> Suspicion:
-        """Record that a worker's process is being started, and return the deaths with its first item."""
+        """Record that a worker's process is being started; return the earlier deaths on its first item."""
         self._terminated.discard(id)
         self._trying.pop(id, None)
         deaths, members = tuple(self._how.get(id, ())), dict(self._members.get(id, {}))
@@ -64,7 +65,7 @@ class DeathLog:
     def terminated(self, id: WorkerId) -> None:
         """Record that the supervisor is terminating the worker's process.
 
-        The worker then gets no blame for its death.
+        The worker is then not blamed for its death.
         """
         self._terminated.add(id)
 
@@ -102,7 +103,7 @@ class DeathLog:
         to ``MOST_LATER_DEATHS`` later deaths therefore exclude no further members.
         """
         id, member = worker.id, self._trying.get(worker.id, -1)
-        # the worker died with another item, or too rarely to try the batch members one by one
+        # the worker died on another item, or not often enough to try the members one by one
         if ended.over_item < worker.stage.max_deaths:
             self._members.pop(id, None)
             self._tried.pop(id, None)

@@ -1,8 +1,8 @@
 """Form the groups of gangs on this machine; ``hosts/host_gangs.py`` does so for gangs on hosts.
 
 A gang gets its group before its workers start. An elastic gang can get further groups. A worker whose group
-has ended reports this and waits for its membership in the next group, like a replacement worker. Its function
-is then called again, and first receives the item that it already had.
+has ended reports this, and waits for its membership in the next group; so does a replacement worker. Its
+function is then called again, and receives its unfinished item first.
 """
 
 from __future__ import annotations

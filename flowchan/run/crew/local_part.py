@@ -334,7 +334,7 @@ class LocalPart:
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
         """See :class:`CrewPart`.
 
-        For all callers, the run has already ended, so this can wait for threads that are about to end.
+        The run has already ended for all callers, so this may wait for threads that are about to end.
         """
         deadline = time.monotonic() + decisions.GRACE
         for id, thread in sorted(self.threads.items(), key=lambda one: str(one[0])):

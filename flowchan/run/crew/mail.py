@@ -19,7 +19,7 @@ MOST_EVENTS = 1024
 
 
 class Mail:
-    """Channel for reports from worker processes, and its reader."""
+    """Channel for the reports of worker processes, and its reader."""
 
     def __init__(self) -> None:
         self.channel: Channel[Event | Logged] = Channel(MOST_EVENTS, across="processes")

@@ -45,7 +45,7 @@ process may not find until the script is imported."""
 
 
 class ProcessName(str):
-    """Name of a worker process that also installs a hook in the process.
+    """Name of a worker process, which also installs a hook in this process.
 
     Unpickling the name installs the hook, before the main script is imported. If Python refuses to start a
     process during that import, the hook exits with ``UNGUARDED``.
@@ -59,7 +59,7 @@ class ProcessName(str):
 
 
 class Unguarded(GraphError):
-    """The main script, when imported, runs code that only the program may run."""
+    """The main script runs code when it is imported that only the program itself may run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GraphError, (self.graph, self.problems)
@@ -118,7 +118,7 @@ def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
         stage: Name of the stage.
 
     Yields:
-        Once; start the process inside the ``with`` block.
+        Once. Start the process inside the ``with`` block.
 
     Raises:
         Unguarded: The forkserver ended while importing the main script.

@@ -1,4 +1,4 @@
-"""Find a run's memory budget, the memory free for new processes, and processes that the kernel killed.
+"""Determine a run's memory budget, how much memory is free for processes, and whether the kernel killed any.
 
 All channels of a run share its budget.
 """

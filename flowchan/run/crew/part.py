@@ -14,7 +14,7 @@ Report = Callable[[Event], None]
 
 
 class CrewPart(Protocol):
-    """Workers of a run in one location: on this machine, or on the hosts of one pool.
+    """Workers of a run in one place: on this machine, or on the hosts of one pool.
 
     ``CrewRouter`` combines all parts of a run behind the same methods. ``ScriptedCrew`` in the tests
     implements them without workers. All methods except ``stacks`` are called only by the supervisor's thread.
@@ -30,21 +30,21 @@ class CrewPart(Protocol):
     def replace(
         self, ids: Sequence[WorkerId], blamed: WorkerId | None, later: bool = False
     ) -> tuple[Failure | Ended, ...]:
-        """Return the items of these dead workers to the channels, and start replacements.
+        """Return the items of these dead workers to the channels, and start replacements for the workers.
 
         Workers of a gang that is not elastic also get a new group.
 
         Args:
             ids: One worker, or all workers of a gang that must restart.
             blamed: Worker that may have died because of its item. The supervisor terminated the others.
-            later: Leave it to a later call of :meth:`start_workers` to start the replacements.
+            later: Do not start the replacements; a later call of :meth:`start_workers` does.
 
         Returns:
             Events for workers that could not be started.
         """
 
     def start_workers(self, ids: Sequence[WorkerId]) -> tuple[Failure, ...]:
-        """Start the replacements that :meth:`replace` left, and return the failures."""
+        """Start the replacements that :meth:`replace` did not start, and return the failures."""
 
     def add(self, id: WorkerId) -> None:
         """Open the ports of an additional worker and start it. On an error, release everything and raise."""
@@ -109,4 +109,4 @@ class CrewPart(Protocol):
         """
 
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
-        """Warn about threads that are still running. Raises an exception if warnings are errors."""
+        """Warn about threads that are still running. This raises if warnings are turned into errors."""

@@ -153,7 +153,7 @@ class PooledProcesses:
     def is_reusable(self, id: WorkerId, until: float) -> bool:
         """Wait until ``until`` for a worker's process to report that it is ready for another order.
 
-        Return whether the report arrived. Dismiss the process if it must not be kept for the next run.
+        Return whether the report arrived. A process that must not be kept for the next run is dismissed.
         """
         pooled = self._known.get(id)
         try:
@@ -246,7 +246,7 @@ class Employed(WorkerProcesses):
         super().forget(id)
 
     def end(self) -> None:
-        """Release the processes to keep for the next run, and end the others."""
+        """Release the processes that are kept for the next run, and end the others."""
         until = time.monotonic() + decisions.GRACE
         for id in [id for id in list(self.known) if self._pooled.is_reusable(id, until)]:
             del self.known[id]

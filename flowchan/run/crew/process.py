@@ -1,9 +1,9 @@
 """Start and end one worker process, and detect its end reliably.
 
-An open pidfd keeps referring to the same process, even if the kernel reuses the process id. It also remains
-right when Python is wrong: once Python's forkserver has ended, ``multiprocessing`` reports that its children
-have ended, although they still run. If the system refuses pidfds, this module asks ``multiprocessing``, and
-kills a child whose state is lost in this way.
+An open pidfd keeps referring to the same process, even if the kernel reuses the process id. Python itself can
+be wrong: once its forkserver has ended, ``multiprocessing`` reports that the forkserver's children have
+ended, although they still run. If the system refuses pidfds, this module asks ``multiprocessing``, and kills
+a child whose state is lost in this way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ that the program has reaped."""
 
 
 class WorkerProcess:
-    """A process that has been started.
+    """Process that has been started.
 
     ``pidfd`` becomes readable when the process ends. It is ``None`` if the system refuses pidfds, or if the
     process ended before one was opened.
@@ -80,7 +80,7 @@ class WorkerProcess:
                 self._known = psutil.Process(self.pid)
 
     def ended(self, timeout: float = 0.0) -> bool:
-        """Return whether the process and all its threads end within ``timeout`` seconds."""
+        """Wait up to ``timeout`` seconds, and return whether the process and all its threads have ended."""
         if self.pidfd is not None:
             return _is_readable(self.pidfd, timeout)
         deadline = time.monotonic() + timeout
@@ -153,8 +153,8 @@ class WorkerProcess:
     def _reap(self) -> None:
         """Wait until the exit code is known.
 
-        Another thread may be reaping the process right now, because ``multiprocessing`` does so when it
-        starts or lists processes. The exit code is then available shortly. User code may also have reaped the
+        Another thread may be reaping the process right now: ``multiprocessing`` does this whenever it starts
+        or lists processes. The exit code is then available shortly. User code may also have reaped the
         process.
         """
         polls = 100
@@ -167,7 +167,7 @@ class WorkerProcess:
                     self._process._popen.returncode = UNKNOWN  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Release what a process leaves behind: its zombie and its descriptor."""
+        """Release the remains of a process that has ended: its zombie and its descriptor."""
         self._reap()
         with self._descriptors:
             self._is_closed = True
@@ -206,7 +206,7 @@ class WorkerProcess:
     def written_stacks(self) -> str | None:
         """Return the stacks that the process has written since it was asked; None if they are incomplete.
 
-        The string is empty if the process has been closed.
+        Return an empty string if the process has been closed.
         """
         with self._descriptors:
             return "" if self._is_closed else self._stacks.answer()

@@ -17,7 +17,7 @@ class ProcessExit:
         lived: How long the process ran, in seconds.
         over_item: Number of workers that died while processing the item that it held; see
             :func:`deaths_over_item`.
-        host: Host of the process; empty for this machine.
+        host: Host on which the process ran; empty for this machine.
         counts: True if the death uses up one of the stage's restarts.
         stack: Python stacks that the process wrote when an item exceeded its time limit; empty if unknown.
     """

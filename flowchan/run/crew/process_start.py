@@ -1,8 +1,8 @@
 """Start a worker process faster, and release everything if the start fails.
 
-After a failed start, ``multiprocessing`` leaves the pipes to the process open. It also does not reap a
-process that was started but could not be sent its task. This module finds the pipes and the process in the
-frames of the error's traceback.
+After a failed start, ``multiprocessing`` leaves the pipes to the process open. If a process was started but
+could not be sent its task, ``multiprocessing`` does not reap it either. This module finds the pipes and the
+process in the frames of the error's traceback.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 PIPES = ("parent_r", "parent_w", "child_r", "child_w", "alive_r", "alive_w", "w")
-"""Variables in CPython's launch functions that hold the ends of the pipes."""
+"""Variables in CPython's launch functions that contain the ends of the pipes."""
 
 
 def start_process(process: BaseProcess) -> None:
@@ -36,7 +36,7 @@ def start_server() -> None:
 
     The forkserver keeps the current standard streams of this process.
     """
-    # do not fix the default start method: the program may still change it
+    # do not fix the default start method, because the program may still change it
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if method == "forkserver":
         from multiprocessing import forkserver
@@ -56,7 +56,7 @@ def forkserver_pid() -> int | None:
 
 
 def _leave_the_parents_server() -> None:
-    """Drop the parent's forkserver in a forked child, so that the child starts its own.
+    """Drop the parent's forkserver in a forked child, so that the child starts a new one.
 
     Otherwise, Python would use the parent's forkserver and fail, because the child cannot wait for that
     process. Several threads may call this function at once, so it takes Python's own lock for the forkserver.
@@ -75,10 +75,10 @@ def _leave_the_parents_server() -> None:
 
 
 def _share_imports() -> None:
-    """Make a forkserver that has yet to start import flowchan and the large libraries loaded here.
+    """Make a forkserver that has not started yet import flowchan and the large libraries loaded here.
 
-    These are numpy and torch; workers then inherit the imported modules. If the program has set a list of
-    modules itself, leave it alone.
+    The large libraries are numpy and torch. The workers then inherit the imported modules. A list of modules
+    that the program has set itself is left unchanged.
     """
     from multiprocessing import forkserver
 

@@ -1,4 +1,4 @@
-"""Pass each call of the supervisor to the crew's part with the worker, or to all parts."""
+"""Pass each call of the supervisor to the part of the crew that has the worker, or to all parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CrewRouter:
         self.local = LocalPart(ports, pooled)
         self.remote: list[CrewPart] = []
         self._part_of: dict[WorkerId, CrewPart] = {}
-        self._last_hosts: tuple[HostStats, ...] = ()  # set when the run has ended
+        self._last_hosts: tuple[HostStats, ...] = ()  # set once the run has ended
         self._answers: dict[int, Waits] = {}  # answers received so far, by index of the part
         for placement, workers in _shares(ports.plan):
             part = cast(HostPlacement, placement).open_part(ports, workers)

@@ -1,7 +1,7 @@
-"""Hold the channels of a run and its workers' ports for the supervisor and all parts of the crew.
+"""Hold the channels and ports of a run, which the supervisor and all parts of the crew share.
 
 This process opens all channels before any worker starts. It also opens the ports of workers on other hosts,
-for use by the links to their agents.
+which the links to their agents use.
 
 Invariants. Only the supervisor's thread opens, replaces and releases ports. The table of ports may change at
 any time, so other threads copy it in one step (``list(…)`` of a dict).
@@ -49,13 +49,13 @@ class RunChannels(Protocol):
         """Abort every channel."""
 
     def broken(self, id: WorkerId | None) -> list[str]:
-        """Return the names of the broken channels of one worker, or of all if ``id`` is None."""
+        """Return the names of one worker's broken channels; of all broken channels if ``id`` is None."""
 
     def cause_of(self, channel: str) -> BaseException:
         """Return the error with which a broken channel was aborted; ``Broken`` if there was none."""
 
     def activity(self) -> Activity:
-        """Return a cheap observation of all channels."""
+        """Return the numbers of a quick look at all channels."""
 
     def snapshots(self) -> tuple[Snapshot, ...]:
         """Return the counters of all channels."""
@@ -85,7 +85,7 @@ class RunPorts:
         self._workers_of = Counter(id.stage for id in self._workers)
         self._starts: Counter[WorkerId] = Counter()
         self._remote = sum(bool(worker.host) for worker in plan.workers)
-        self._scaled: set[str] = set()  # stages that ever had more workers than declared
+        self._scaled: set[str] = set()  # stages that have at some time had more workers than declared
         self._leaving: set[WorkerId] = set()
         self._leased_at_break: dict[str, int] = {}
         self._dropped: Counter[str] = Counter()  # items discarded by drop_queued()
@@ -164,8 +164,8 @@ class RunPorts:
     def activity(self) -> Activity:
         """See :class:`RunChannels`.
 
-        No channel here shows whether workers on hosts wait. Count all of them as waiting; an observation then
-        asks the hosts.
+        The channels here do not show whether workers on hosts wait. So count all of them as waiting; an
+        observation then asks the hosts.
         """
         moved, reading, writing = _core._observe(list(self.channels.values()))
         opened = any(not port.channel.closed for end in self.inputs.values() for port in ports_of_end(end))
@@ -183,7 +183,7 @@ class RunPorts:
         return self._workers[id]
 
     def gathering_port(self, id: WorkerId) -> In[Any]:
-        """Return the port from which a result-collecting worker takes its items."""
+        """Return the port from which a worker that collects results takes its items."""
         return self.ports[id].inputs["items"]
 
     def result_read(self, id: WorkerId) -> None:
@@ -207,7 +207,7 @@ class RunPorts:
             self.ports.pop(id, None)
 
     def recover(self, id: WorkerId, blame: bool, alone: bool = False) -> None:
-        """Open new ports in place of a dead worker's, and return the worker's items to the channels.
+        """Open new ports to replace a dead worker's, and return the worker's items to the channels.
 
         If ``alone`` is true, only the replacement may take these items.
         """

@@ -1,4 +1,4 @@
-"""Get the Python stacks of workers on threads and coroutines of this process."""
+"""Get the Python stacks of workers that run in this process, on threads or as coroutines."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def stacks_of_threads(threads: Mapping[WorkerId, threading.Thread]) -> dict[Work
 def stacks_of_tasks(stages: Iterable[Tasks], ids: Collection[WorkerId]) -> dict[WorkerId, str]:
     """Return the stacks of these workers' coroutines as text.
 
-    Skip a stage whose event loop is busy with a coroutine, because the stack of the loop's thread shows it.
+    Skip a stage if a coroutine keeps its event loop busy, because the stack of the loop's thread shows that
+    coroutine.
     """
     return {id: text for tasks in stages for id, text in tasks.examine(ids, text_of_coroutine).items()}

@@ -51,7 +51,7 @@ class Watch:
     def _ended(self, readable: list[int]) -> list[WorkerId]:
         """Return the workers whose processes have ended, and stop watching them.
 
-        Unregister their pidfds explicitly: closing one is not enough, because a forked child may have
+        Their pidfds are unregistered explicitly, because closing one is not enough if a forked child has
         inherited it.
         """
         ended = []

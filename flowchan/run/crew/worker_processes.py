@@ -31,8 +31,8 @@ from flowchan.run.worker.streams import Streams
 class WorkerProcesses:
     """Worker processes of one run.
 
-    ``graph`` is the name of the graph. The thread in :meth:`watch` calls ``on_ended`` for each process that
-    ends.
+    ``graph`` is the name of the graph. The thread that runs :meth:`watch` calls ``on_ended`` for each process
+    that ends.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class WorkerProcesses:
             info: Facts that the worker should know about itself.
             stage: Pickled stage.
             ports: Ports of the worker.
-            suspicion: Earlier deaths with the worker's first item.
+            suspicion: Earlier deaths on the worker's first item.
             gpus: Number of GPUs reserved for the worker.
             memberships: Memberships in the groups of the worker's gang.
 
@@ -103,7 +103,7 @@ class WorkerProcesses:
         return more
 
     def ended(self, id: WorkerId) -> bool:
-        """Return whether the worker has a process here that has ended."""
+        """Return whether the worker's process was started here and has ended."""
         return id in self.known and self.known[id].ended()
 
     def give_back_gpus(self, id: WorkerId) -> None:
@@ -117,7 +117,7 @@ class WorkerProcesses:
 
     def terminate(self, id: WorkerId, force: bool) -> None:
         process = self.known.get(id)
-        if process is not None:  # there may be no process between an end and a replacement
+        if process is not None:  # the process may have ended without a replacement so far
             process.kill() if force else process.terminate()
 
     def kill(self) -> None:
@@ -125,7 +125,7 @@ class WorkerProcesses:
             process.kill()
 
     def end(self) -> None:
-        """Wait for all processes, and kill those that miss the time limit."""
+        """Wait for all processes, and kill those that do not end in time."""
         end_all(list(self.known.items()))
 
     def stop_watching(self) -> None:
@@ -139,7 +139,7 @@ class WorkerProcesses:
 
 
 def end_all(processes: Iterable[tuple[WorkerId, WorkerProcess]]) -> None:
-    """Wait for these processes, and kill those that miss the time limit."""
+    """Wait for these processes, and kill those that do not end in time."""
     deadline = time.monotonic() + decisions.GRACE
     for id, process in processes:
         if not process.ended(max(0.0, deadline - time.monotonic())):

@@ -1,15 +1,15 @@
 """Find what limits a run, as a pure function of its statistics in a time window.
 
-Algorithm. A stage's utilisation is the share of time that its *working* workers do not wait. A worker is
-working from its start of work to its end. It may wait for an item, for room in a channel, or for earlier
-items. A stage with a utilisation of ``BUSY`` or more is a bottleneck. Among several bottlenecks, the one with
-the smallest bound W / (s · v) is chosen. Here W is the number of working workers, and s the busy seconds per
-item. The number of items per source item, v, is the product of the outputs per input of all earlier stages.
-Measured rates would mislead while channels are still filling. Several bottlenecks are common, because stages
-before the real one are also busy while their channels have room.
+Algorithm. A stage's utilisation is the share of time in which its *working* workers are not waiting. (A
+worker is working from the moment it starts to work until it ends. It may wait for an item, for room in a
+channel, or for earlier items.) A stage with a utilisation of ``BUSY`` or more is a bottleneck. Among several
+bottlenecks, the one with the smallest bound W / (s · v) is chosen. Here W is the number of working workers,
+and s the busy seconds per item. The number of items per source item, v, is the product of the outputs per
+input of all earlier stages. Measured rates would mislead while channels are still filling. Several
+bottlenecks are common, because stages before the real one are also busy while their channels have room.
 
 Threads of this process that together use a whole core compete for the global interpreter lock, so their
-stages look busy although they are not. If workers cannot get a core from the kernel, more workers would not
+stages look busier than they are. If the kernel cannot give the workers enough cores, more workers would not
 help. These two causes are checked first. If no stage is a bottleneck, all workers wait, and the other
 possible causes are checked one after another.
 """
@@ -26,19 +26,20 @@ from flowchan.run.policy.stats import Cause, EdgeStats, RunStats, StageStats, Wo
 BUSY = 0.85
 """Minimum utilisation of a bottleneck, and of a core or lock that counts as fully used."""
 SLOWEST = 0.25
-"""Minimum utilisation of a stage to be named if no other cause was found.
+"""Minimum utilisation of a stage that is named because there is nothing else to name.
 
 A stage must also be busy for at least this share of the window to be named."""
 SEEN = 0.1
 """Minimum share of the time for a cause to be reported."""
 HELD_S = 0.1
-"""Minimum time that an item must have held up others to be named, in seconds."""
+"""Minimum time in seconds for which an item must have held up others to be named."""
 LIMITED = 0.7
-"""A stage counts as limited by its rate limit from this fraction of the limit on."""
+"""From this fraction of its rate limit on, a stage counts as held back by the limit."""
 ONE_CORE = 1.15
 """Maximum number of cores that threads can use while they share one interpreter lock."""
 CROWDED = 4.0
-"""A thread is assumed to hold the lock without a core for at most this multiple of its CPU time."""
+"""Upper limit on the time for which a thread is assumed to hold the lock without a core, as a multiple of its
+CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class _Load:
         return self.worked.work / (self.workers * self.window)
 
     def bound(self, visits: float) -> float:
-        """Return the highest rate at which this stage lets sources emit, in items per second."""
+        """Return the highest rate that this stage permits the sources, in items per second."""
         items = self.stage.rate * self.window
         each = self.worked.work / items if items else self.worked.work
         return self.workers / max(each * visits, 1e-12)
@@ -178,10 +179,10 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
 
 
 def visits_of(stats: RunStats) -> dict[str, float]:
-    """Return how many items each stage takes per item that any source emits.
+    """Return how many items each stage takes for each item from any source.
 
-    For a source, this is its share of all emitted items. With a loop in the graph, the calculation stops
-    after one round per stage.
+    For a source, this is its share of the items from all sources. If the graph has a loop, the calculation
+    stops after as many rounds as there are stages.
     """
     read = {edge.reader for edge in stats.edges}
     begins = {stage.name: stage.name not in read for stage in stats.stages}
@@ -221,7 +222,7 @@ def _order(view: _View) -> Cause | None:
     def held(load: _Load) -> float:
         """Return the share of the time in which workers were busy or waited for their turn.
 
-        A channel with both a waiting reader and a waiting writer is full of later outputs.
+        A channel that has waiting readers and waiting writers at once is full of later outputs.
         """
         full = any(
             edge.waiting_readers and edge.waiting_writers
@@ -245,8 +246,8 @@ def _order(view: _View) -> Cause | None:
 def _held_up(view: _View, stage: StageStats) -> str:
     """Name the item that holds up an ordered stage's outputs, if the counters identify it.
 
-    The outputs are in item order. So a waiting reader has taken all outputs before the missing one. A failed
-    item has no output, so after any failure, the number of the missing item is unknown.
+    The outputs are in item order. A waiting reader has therefore taken all outputs before the missing one. A
+    failed item has no output, so after any failure, the number of the missing item is unknown.
     """
     outputs = [edge for edge in view.stats.edges if edge.writer == stage.name]
     held = max((edge.readers_waiting_for for edge in outputs), default=0.0)
@@ -321,7 +322,7 @@ def _input(view: _View) -> Cause | None:
 def _slowest(view: _View) -> Cause | None:
     """Name the busiest stage if no other cause was found.
 
-    In a short run, startup and shutdown take much of the time, so no stage reaches the limit of a bottleneck.
+    In a short run, starting and ending take much of the time, so no stage is busy enough to be a bottleneck.
     """
     return _stage(view, SLOWEST)
 

@@ -1,9 +1,9 @@
 """Measure how long each worker has worked and how much CPU time it has used.
 
 Both measurements begin when the worker has built the user's callable (``Began``). The CPU clocks are read
-with ``clock_gettime`` and a clock number that this module computes, in about a microsecond. If the thread or
-process has ended, the call fails, and the last value remains. ``time.pthread_getcpuclockid`` is unsafe for a
-thread that has ended.
+with ``clock_gettime`` and a clock number that this module computes; a call takes about a microsecond. If the
+thread or process has ended, the call fails, and the last value is kept. ``time.pthread_getcpuclockid`` would
+be unsafe for a thread that has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HAS_CLOCKS = sys.platform == "linux"
 
 @dataclass(slots=True)
 class CpuClock:
-    """CPU time that a process, or a thread of this process, has used since the clock was created."""
+    """CPU time of a process, or of a thread in this process, since the clock was created."""
 
     pid: int = 0
     thread: int = 0
@@ -37,8 +37,8 @@ class CpuClock:
 
     def update(self) -> None:
         """Read the clock if the process or thread still exists."""
-        # The kernel's clock numbers for other processes and threads: CPUCLOCK_SCHED, plus 4 for a single
-        # thread.
+        # The kernel's numbers for the clocks of other processes and threads: CPUCLOCK_SCHED, plus 4 for a
+        # single thread.
         clock = (~self.thread << 3) | 6 if self.thread else (~self.pid << 3) | 2
         place = f"self/task/{self.thread}" if self.thread else str(self.pid)
         try:
@@ -62,7 +62,7 @@ class CpuClock:
 class _Working:
     """Clock of a worker that has started to work.
 
-    ``clock`` is None if the CPU time is unknown, or counted for another worker on the same thread
+    ``clock`` is None if the CPU time is unknown, or is counted for another worker on the same thread
     (``shares``).
     """
 
@@ -95,7 +95,8 @@ class WorkerClocks:
 
     _pids: dict[WorkerId, int] = field(default_factory=dict)  # 0 for a worker on another host
     _working: dict[WorkerId, _Working] = field(default_factory=dict)
-    _threads: set[int] = field(default_factory=set)  # threads that already have a clock; 0 for processes
+    # threads that already have a clock; a process counts as 0
+    _threads: set[int] = field(default_factory=set)
     _ended: defaultdict[str, WorkSeconds] = field(
         default_factory=lambda: defaultdict(lambda: WorkSeconds(cpu=0.0, ready=0.0))
     )
@@ -158,7 +159,7 @@ class WorkerClocks:
 def added(one: WorkSeconds, other: WorkSeconds) -> WorkSeconds:
     """Return the sum of two measurements.
 
-    A value is unknown in the sum if it is unknown in either of them.
+    If a value is unknown in one of them, it is unknown in the sum.
     """
     cpu = None if one.cpu is None or other.cpu is None else one.cpu + other.cpu
     ready = None if one.ready is None or other.ready is None else one.ready + other.ready

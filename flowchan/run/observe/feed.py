@@ -1,8 +1,8 @@
 """Pass the events and statistics of a run to subscribers.
 
-Thanks to this feed, views need no access to the supervisor.
+Views subscribe to this feed, so they need no access to the supervisor.
 
-Algorithm. One thread serves all subscribers. It starts for the first subscriber, and ends when the last one
+Algorithm. One thread serves all subscribers. It starts with the first subscriber, and ends when the last one
 leaves or the run ends. Without subscribers, an event therefore costs only the test of a flag. The thread
 computes statistics only when they are due for some subscriber. All subscribers that are due at the same time
 and have the same window receive the same value. Events queue up until the next delivery. A slow subscriber
@@ -32,11 +32,11 @@ from flowchan.transport.interrupts import interrupts_deferred
 log = logging.getLogger("flowchan.run")
 
 RECENT_S = 5.0
-"""Length of the recent window that displayed rates and shares cover, in seconds."""
+"""Length in seconds of the recent window that displayed rates and shares cover."""
 EVENTS_EVERY_S = 0.1
 """Seconds between deliveries of events."""
 MOST_EVENTS = 10_000
-"""Maximum number of events queued for a slow subscriber; beyond it, the oldest are dropped."""
+"""Maximum number of events queued for a slow subscriber; if there are more, the oldest are dropped."""
 
 
 class Subscription:
@@ -56,7 +56,7 @@ class Subscription:
         self._feed, self._stats, self._events = feed, stats, events
         self._every, self._window = every, window
         self._kept: deque[Any] = deque(maxlen=MOST_EVENTS)
-        self._context = contextvars.copy_context()  # a notebook identifies the current cell by the context
+        self._context = contextvars.copy_context()  # in a notebook, the context identifies the current cell
         self.due = 0.0 if stats is not None else float("inf")
 
     def keep(self, event: Any) -> None:
@@ -92,7 +92,7 @@ class Subscription:
     def close(self) -> None:
         """End the subscription.
 
-        Once the run has ended, this waits until the subscriber has received the final statistics.
+        After the run has ended, this waits until the subscriber has received the final statistics.
         """
         self._feed._leave(self)
 
@@ -109,8 +109,8 @@ class Subscription:
 class Feed:
     """Feed of one run.
 
-    ``stats`` is a weak reference to the function that computes statistics for a window, so the run can be
-    freed without garbage collection.
+    ``stats`` refers weakly to the function that computes statistics for a window, so the run can be freed
+    without garbage collection.
 
     Attributes:
         problems: The run's latest failures, deaths and warnings.
@@ -196,8 +196,8 @@ class Feed:
     def at_end(self, call: Callable[[], object]) -> None:
         """Call a function when the feed ends, or immediately if it has already ended.
 
-        The run's ``wait()`` does not return before the function does. If the function raises, a warning is
-        logged.
+        The run's ``wait()`` returns only after the function has returned. If the function raises, a warning
+        is logged.
         """
         with self._lock:
             over = self._over

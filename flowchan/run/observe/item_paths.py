@@ -21,7 +21,7 @@ from flowchan.run.worker.item_recorder import source_of
 COMPLETE_AFTER_NS = 1_200_000_000
 """How long to wait for an item's other spans after the item has reached an end."""
 MOST_ITEMS = 4096
-"""Maximum number of items followed at a time. Beyond it, the oldest are dropped."""
+"""Maximum number of items followed at a time. If there are more, the oldest are dropped."""
 MOST_SPANS = 200
 """Maximum number of spans kept per item, because an item may go around a loop many times."""
 
@@ -51,7 +51,7 @@ class ItemPaths:
         self._items: OrderedDict[int, _Item] = OrderedDict()
         self._due: list[
             tuple[int, int, _Placed]
-        ] = []  # when each item becomes complete, its mark and its last span
+        ] = []  # when each item is complete, its mark, and its last span
         self._lock = threading.Lock()
 
     def add(self, event: ItemSpans, now: int) -> list[ItemTraced]:
@@ -92,7 +92,7 @@ class ItemPaths:
         return [item for item in found if self._is_whole(item)]
 
     def _is_whole(self, item: ItemTraced) -> bool:
-        """Return whether all spans are present, because a worker may not have sent one yet."""
+        """Return whether no span is missing, for example because a worker has not sent it yet."""
         first, *others = item.path
         return first == item.source and all(self._writers[stage] & {*item.path} for stage in others)
 

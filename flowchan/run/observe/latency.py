@@ -47,7 +47,7 @@ class PathLatencies:
         samples.append((item.spans[-1][3], item.latency))
 
     def paths(self, now: float) -> tuple[PathLatency, ...]:
-        """Return each path's latency in the window that ends at ``now`` (monotonic seconds)."""
+        """Return the latency of each path in the window that ends at ``now`` (monotonic seconds)."""
         found = []
         for path, samples in list(self._samples.items()):
             recent = sorted(latency for at, latency in list(samples) if at >= now - self._window)

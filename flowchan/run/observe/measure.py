@@ -33,9 +33,9 @@ from flowchan.run.worker.opening import Channels, Ports
 class Snapshot:
     """Counters of the channel of one edge.
 
-    ``read_waits`` is the time that each worker, by number, has waited to read, in seconds. ``write_waits`` is
-    the time spent waiting to write, in seconds: in total, and for earlier items. ``leased_at_break`` is the
-    number of items that readers held when the channel broke. ``stats`` does not count dropped items as taken.
+    ``read_waits`` has the seconds that each worker, by number, has spent waiting to read. ``write_waits`` has
+    the seconds spent waiting to write: in total, and for earlier items. ``leased_at_break`` is the number of
+    items that readers held when the channel broke. ``stats`` does not count dropped items as taken.
     """
 
     edge: Edge
@@ -54,7 +54,7 @@ class Account:
         elapsed: Seconds since the run started.
         retried: Number of retries by stage.
         unwanted: Number of items without a receiver, by stage.
-        worked: Work of the workers, by stage.
+        worked: Time that the workers have spent, by stage.
         pids: Process ids by worker.
         last_error: See :class:`RunStats`.
         refused: Number of failed items that came from ``ask``, by stage.
@@ -227,12 +227,12 @@ def _stage(about: _StageInput) -> StageStats:
 
 
 def _starting(about: _StageInput) -> int:
-    """Return the number of workers that have not begun, apart from workers that only collect results."""
+    """Return the number of workers that have not begun, not counting those that only collect results."""
     return 0 if about.stage.operator.gathers else max(0, about.alive - len(about.worked.now))
 
 
 def _seconds(about: _StageInput) -> WorkSeconds:
-    """Return how all workers that the stage ever had spent their time, including waits at its channels."""
+    """Return the time spent by all workers that the stage has had, including waits at its channels."""
     return _with_waits(
         about.worked.total,
         sum(snapshot.stats.read_wait for snapshot in about.reads),
@@ -242,7 +242,7 @@ def _seconds(about: _StageInput) -> WorkSeconds:
 
 
 def _worker(worker: WorkerStats, about: _StageInput) -> WorkerStats:
-    """Return how one worker spent its time, including waits at its ports."""
+    """Return the time spent by one worker, including waits at its ports."""
     reads = sum(snapshot.read_waits.get(worker.number, 0.0) for snapshot in about.reads)
     writes = [snapshot.write_waits.get(worker.number, (0.0, 0.0)) for snapshot in about.writes]
     seconds = _with_waits(
@@ -252,10 +252,11 @@ def _worker(worker: WorkerStats, about: _StageInput) -> WorkerStats:
 
 
 def _with_waits(worked: WorkSeconds, reads: float, writes: float, turns: float) -> WorkSeconds:
-    """Add wait times to the time of a worker or stage, within bounds.
+    """Add wait times to the time of a worker or stage, within its bounds.
 
-    A worker that waits at several channels counts this time at each, so the sum is limited to the time
-    worked. A worker's end may be recorded before the end of its wait, so a negative wait becomes zero.
+    A worker that waits at several channels at once counts this time at each of them, so the sum is limited to
+    the time worked. A worker's end may be recorded before the end of its wait, so a negative wait becomes
+    zero.
     """
     reads = min(max(0.0, reads), worked.working)
     writes = min(max(0.0, writes), worked.working - reads)

@@ -45,7 +45,7 @@ def recent_text(stats: RunStats) -> str:
 
 
 def bottleneck_text(stats: RunStats) -> str:
-    """Describe what limits the run, a stage or another cause, and why."""
+    """Describe what limits the run, a stage or something else, and why."""
     cause, slow = stats.cause, _bottleneck(stats)
     if cause is not None and cause.kind != "bottleneck":
         return f"bottleneck: {_CAUSES[cause.kind]} ({cause.why})"
@@ -127,7 +127,7 @@ def _account(stage: StageStats, state: RunState) -> str:
     """Describe what became of the items that a stage took.
 
     If the operator has one output per item, outputs and failures must add up to the inputs. Otherwise, the
-    text shows the difference: items still in motion, or missing items.
+    text shows the difference: items that are still moving, or missing items.
     """
     rest = [
         ("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted),
@@ -243,8 +243,8 @@ def table(
 ) -> str:
     """Format aligned columns; return an empty string if ``rows`` is empty.
 
-    Columns with their number in ``left`` are left-aligned, the others right-aligned. If the table is wider
-    than ``width``, drop as many ``spare`` columns as necessary. Then shorten long left-aligned texts.
+    Columns whose number is in ``left`` are left-aligned, the others right-aligned. If the table is wider than
+    ``width``, drop as many ``spare`` columns as necessary. Then shorten long left-aligned texts.
     """
     if not rows:
         return ""

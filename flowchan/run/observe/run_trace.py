@@ -53,7 +53,7 @@ log = logging.getLogger("flowchan.run")
 READ_EVERY_S = 0.01
 """Minimum number of seconds between readings of the wait times."""
 COST = 100
-"""Readings are at least this many times their own CPU time apart."""
+"""The interval between readings is at least this many times the CPU time of one."""
 WRITE_EVERY_NS = 500_000_000
 COUNT_EVERY_NS = 100_000_000
 """Interval between values of a counter. It doubles after every ``MOST_COUNTS`` values."""
@@ -146,7 +146,7 @@ class RunTrace:
         self._counted_at = 0
 
     def follow(self, plan: Plan, ports: TracedPorts, feed: Feed) -> None:
-        """Set up the trace of a run that has not started yet."""
+        """Prepare to trace a run that has not started yet."""
         self._ports, now = ports, time.monotonic_ns()
         self._edges = [edge.name for edge in plan.edges]
         self._counted_at = now
@@ -158,7 +158,7 @@ class RunTrace:
     def start(self) -> None:
         """Start the thread.
 
-        The run must have forked its processes by then, because forking is unsafe afterwards.
+        The run must have forked its processes before, because forking is unsafe afterwards.
         """
         with self._lock:
             if not self._over.is_set():

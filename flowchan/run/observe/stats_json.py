@@ -1,8 +1,8 @@
 """Convert a run's statistics to dictionaries for JSON, and back.
 
-Keys and units are those of the attributes of :class:`RunStats` and its parts. Each stage also has a
-``state``. Readers ignore unknown keys, so later versions can add some. If a key changes its meaning,
-``SCHEMA`` changes.
+The keys are the attribute names of :class:`RunStats` and its parts, and the units are the same. Each stage
+also has a ``state``. Readers ignore unknown keys, so later versions can add some. If a key changes in
+meaning, ``SCHEMA`` changes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PARTS: dict[str, type] = {
     "decisions": ScalingDecision,
     "cause": Cause,
 }
-"""Keys whose values are or contain dictionaries, with the class of these dictionaries."""
+"""Keys whose values are dictionaries or contain them, with the class that each dictionary stands for."""
 
 
 def to_json(stats: RunStats) -> dict[str, Any]:

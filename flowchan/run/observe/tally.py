@@ -1,4 +1,4 @@
-"""Count what the channels of a run do not count. The run's events update the counts."""
+"""Count what a run's channels do not count. The run's events update the counts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Tally:
     def reported(self, event: Event) -> None:
         """Record an event, on the thread that reports it.
 
-        The clock of a worker thread must be started on that very thread.
+        A worker thread's clock must be started on that thread itself.
         """
         if isinstance(event, Began):
             self._clocks.begin(event.worker)
@@ -74,7 +74,7 @@ class Tally:
             self.last_error = f"worker {death.worker} {death.summary}"
 
     def warn(self, stage: str, topic: str, text: str) -> None:
-        """Keep the last warning about a topic of a stage for the report."""
+        """Keep the last warning about a stage and topic for the report."""
         self._warnings[stage, topic] = text
 
     def account(self, state: PolicyState, elapsed: float, now: float) -> Account:

@@ -14,8 +14,8 @@ bound. The predicted rate is therefore (Σ bound^-p)^(-1/p). The exponent p make
 measured rate: Σ u^p = 1 for the measured utilisations u. If some resource is always in use, p is infinite,
 and the rate equals the smallest bound.
 
-Work times include time spent waiting for a core or for the interpreter lock. If the run uses up all cores or
-the lock, a change would affect these waits. They are then subtracted from the work times.
+Work times include time spent waiting for a core or for the interpreter lock. If the run itself uses all cores
+or the lock, a change affects these waits, so they are subtracted from the work times.
 
 The model predicts ratios of rates well. Absolute rates are less accurate.
 """
@@ -36,11 +36,11 @@ from flowchan.run.policy.stats import CauseKind, RunStats, StageStats
 
 CORES, LOCK, LOOP = "the cores", "the interpreter lock", "the items in flight"
 FIXED: dict[CauseKind, str] = {"input": "the input", "consumer": "the program", "memory": "the memory"}
-"""Names of resources that are not stages. The bounds of those in ``FIXED`` never change."""
+"""Names of resources that are not stages. The bounds of resources in ``FIXED`` never change."""
 LEAST_EXPONENT, MOST_EXPONENT = 2.0, 64.0
 """Limits of the exponent p. At the upper limit, the rate practically equals the smallest bound."""
 HEAVY = 0.2
-"""From this number of cores on, a stage on threads counts as competing for the interpreter lock."""
+"""A stage on threads that uses at least this many cores counts as competing for the interpreter lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class StageWork:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change to a run, in the model.
+    """Hypothetical change to a run.
 
     Attributes:
         workers: New number of workers, by stage.
@@ -227,9 +227,9 @@ def _without_lock_waits(works: dict[str, StageWork]) -> dict[str, StageWork]:
     """Subtract the time that threads waited for the interpreter lock while others held it.
 
     Threads that compute share the lock equally, so each of n such threads waits at most n - 1 times its own
-    CPU time. A thread that sleeps takes the lock once per item. If other threads compute all the time, it
-    then waits up to one switch interval; the model assumes half of one. Only a move to processes avoids this
-    wait.
+    CPU time. A thread that mostly sleeps takes the lock once per item. If other threads compute all the time,
+    it waits up to one switch interval for the lock; the model assumes half of that. Only a move to processes
+    avoids this wait.
     """
     heavy = {
         name: work.workers

@@ -1,7 +1,7 @@
 """Build trace events in Chrome's JSON format, which Perfetto can open.
 
 In the trace, each stage is a process, and each of its workers has two threads there. One thread shows the
-worker's activity, the other its sampled items. The run is a process as well, which contains the channels'
+worker's activity, the other its sampled items. The run itself is also a process, which contains the channels'
 counters.
 
 Arguments are monotonic times in nanoseconds; events contain microseconds since the run started.
@@ -20,7 +20,7 @@ from flowchan.run.policy.events import ItemTraced
 RUN_PID = 1
 FIRST_STAGE_PID = 2
 FIRST_TID = 10_001
-"""Id of the first thread. It differs from all process ids, because an equal id would mark a main thread."""
+"""Id of the first thread. It differs from every process id, because equal ids would mark a main thread."""
 LABELS: dict[SpanKind, str] = {
     "busy": "busy",
     "input": "waits for input",

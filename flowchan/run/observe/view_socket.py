@@ -1,9 +1,9 @@
 """Serve the statistics of a run to ``flowchan top`` on a Unix socket.
 
-Algorithm. The supervisor's thread calls :meth:`ViewSocket.poll` whenever it is awake. The first call that is
-due creates the socket, so a short run has none. Later calls accept connections from viewers. A run without
-viewers therefore needs no extra thread, and makes at most one system call every ``POLL_INTERVAL_S`` seconds.
-Each viewer is a subscriber of the run's feed.
+Algorithm. The supervisor's thread calls :meth:`ViewSocket.poll` whenever it is awake. The first call after
+``POLL_INTERVAL_S`` seconds creates the socket, so a short run has none. Later calls accept connections from
+viewers. A run without viewers therefore needs no extra thread, and makes at most one system call every
+``POLL_INTERVAL_S`` seconds. Each viewer is a subscriber of the run's feed.
 
 A viewer receives JSON lines: one "hello", then "stats", and an "end" when the run has ended. The viewer sends
 nothing. Writes never block: a slow viewer misses statistics, but does not delay other viewers or the run. If
@@ -37,7 +37,7 @@ from flowchan.run.policy.stats import RunStats
 log = logging.getLogger("flowchan.run")
 
 POLL_INTERVAL_S = 0.1
-"""Seconds before the first check for new viewers, and at least between later ones."""
+"""Minimum number of seconds between checks for new viewers, and before the first one."""
 STATS_EVERY_S = 0.5
 """Seconds between "stats" lines to a viewer."""
 END_S = 1.0

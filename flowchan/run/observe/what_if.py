@@ -27,13 +27,13 @@ from flowchan.run.observe.throughput import (
 from flowchan.run.policy.stats import RunStats, StageStats
 
 NOISE = 0.05
-"""Minimum relative error that every range covers."""
+"""Relative error that every range covers at least."""
 CROWDED = 0.5
-"""Additional relative error, multiplied by the share of work time spent waiting for a core."""
+"""Relative error that a range covers in addition, times the share of work time spent waiting for a core."""
 WORTH = 1.2
 """Suggest a change only if the predicted ratio of rates is at least this."""
 LEAST_WINDOW_S, LEAST_ITEMS = 1.0, 20
-"""Minimum window in seconds and minimum number of items in it for a suggestion."""
+"""Minimum window in seconds, and minimum number of items in it, from which to suggest a change."""
 ENOUGH = 0.95
 """The suggested number of workers must reach this share of the largest gain."""
 
@@ -221,14 +221,14 @@ def _duration(seconds: float) -> str:
 
 
 def advice(stats: RunStats) -> str | None:
-    """Return one line that suggests the most helpful change to the run.
+    """Return one line that suggests the change that would help the run most.
 
     Args:
         stats: Statistics in a window.
 
     Returns:
         The advice, such as "2 more workers of 'decode' would give 1.8 × the rate". None if no change that the
-        user can make would help much, if the window is too short, or if it has too few items.
+        user can make would help much, or if the window is too short or has too few items.
     """
     cause = stats.cause
     items = end_rate(stats) * stats.window

@@ -24,7 +24,7 @@ EVERY_S = 0.5
 COST = 1000
 """Snapshots are at least this many times their own duration apart."""
 FINENESS = 8
-"""A snapshot is dropped if its neighbours are at most their age divided by this number apart."""
+"""A snapshot is dropped if the time between its neighbours is at most their age divided by this number."""
 
 
 def has_gil() -> bool:
@@ -79,7 +79,7 @@ class History:
     def watch(self, watcher: Callable[[RunStats], object] | None) -> None:
         """Call a function with each new snapshot on the supervisor's thread. ``None`` stops the calls.
 
-        The function's time counts as part of the snapshot, so a slow function makes snapshots rarer. The
+        The function's own time counts as part of the snapshot, so a slow function makes snapshots rarer. The
         function must not raise.
         """
         self._watcher = watcher

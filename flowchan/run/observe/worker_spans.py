@@ -2,7 +2,7 @@
 
 Algorithm. The ports add up how long a worker has waited, and a sampler reads these sums every few
 milliseconds. The time between two readings is divided in proportion to the waits. The first part continues
-the kind of the last span, so a long wait stays one span. A part shorter than ``finest`` is not drawn, but
+the last span's kind, so that a long wait stays one span. A part shorter than ``finest`` is not drawn, but
 carried over to the next reading. A worker's spans therefore add up to its wait times, within about ``finest``
 for each kind.
 """
@@ -36,8 +36,8 @@ class WorkerSpans:
     Attributes:
         at: Time of the last reading, in nanoseconds.
         waited: Total waits for input, room and turns at the last reading, in nanoseconds.
-        finest: Minimum length of a span, in nanoseconds. It grows with the number of spans, and so bounds
-            that number.
+        finest: Minimum length of a span, in nanoseconds. It grows with the number of spans, to keep that
+            number bounded.
     """
 
     at: int
@@ -54,7 +54,7 @@ class WorkerSpans:
     def read(self, now: int, waited: tuple[int, int, int]) -> Iterator[Span]:
         """Take a reading, and yield the spans that have ended. Ignore a reading that comes too early.
 
-        ``waited`` sums the worker's open ports, so the values drop when a port is closed.
+        ``waited`` has the sums over the worker's open ports, so the values drop when a port is closed.
         """
         length = now - self.at
         if length < self.finest:

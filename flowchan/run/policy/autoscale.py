@@ -2,21 +2,21 @@
 
 Algorithm. After each time window, at most one of three things happens:
 
-1. If the effect of the last change has not been checked, it is measured. An increase must have raised the
-   rate by at least half of ``LEAST_GAIN``, and a reduction must not have lowered it by as much. Otherwise the
-   change is undone, and such a change is not retried for ``BLOCKED_WINDOWS`` windows. An increase is kept if
-   the program itself limited the run in this window.
+1. If the last change has not been checked yet, its effect is measured. An increase must have raised the rate
+   by at least half of ``LEAST_GAIN``, and a reduction must not have lowered it by as much. Otherwise the
+   change is undone, and the same kind of change is not retried for ``BLOCKED_WINDOWS`` windows. An increase
+   is kept if the program itself limited the run in this window.
 2. If the model predicts that more workers would raise the rate by at least ``LEAST_GAIN``, workers are added.
    Max-min filling distributes them: the next worker goes to the stage that allows the lowest rate, as long as
-   the limits permit. At most, this doubles a stage's workers.
-3. Stages with low utilisation in the last ``IDLE_WINDOWS`` windows lose at most half of their workers.
+   the limits permit. A stage's number of workers at most doubles.
+3. Stages whose utilisation was low in the last ``IDLE_WINDOWS`` windows lose at most half of their workers.
 
 The first window after a change starts once the new workers have begun to work. No threads are added while the
 interpreter lock limits the run, and no workers at all while all cores are in use. A process is added only if
 another process as large as the stage's largest fits into free memory.
 
-Stages with the same limit share its workers. Once the limit is reached, workers move from faster stages to
-slower ones.
+Stages that have the same limit share the workers that it allows. Once the limit is reached, workers move from
+faster stages to slower ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WINDOW_S = 1.0
 LEAST_ITEMS = 20
 """In a window shorter than ``SLOW_WINDOW_S``, each busy or changed stage must take this many items."""
 SLOW_WINDOW_S = 10.0
-"""From this window length on, in seconds, two items per worker of the busy stages suffice."""
+"""In a window of at least this many seconds, two items for each worker of the busy stages suffice."""
 LONGEST_WINDOW_S = 60.0
 """Maximum length of a window in seconds."""
 LEAST_GAIN = 0.05
@@ -54,7 +54,7 @@ BLOCKED_WINDOWS = 10
 ENOUGH = 0.98
 """The filling stops at this share of the highest possible rate."""
 RATE_LIMITED = 0.95
-"""A stage at this share of its ``rate=`` gets no more workers."""
+"""A stage whose rate has reached this share of its ``rate=`` gets no more workers."""
 
 PROGRAM: frozenset[CauseKind] = frozenset({"input", "consumer"})
 """Causes outside the graph. While one limits the run, the effect of more workers cannot be measured."""
@@ -73,7 +73,7 @@ class AutoLimit:
 
     Attributes:
         most: Maximum total number of workers of all stages with the same ``shared_by``.
-        shared_by: Identity of the limit; stages that share the limit have the same one.
+        shared_by: Identity of the limit, which several stages may share.
         own_process: True if each worker is a process.
     """
 
@@ -95,7 +95,7 @@ class FreeMemory:
     resident: Mapping[str, int] = field(default_factory=dict)
 
     def processes(self, stage: str) -> float:
-        """Return how many more processes of a stage fit into memory. Threads need none."""
+        """Return how many more processes of a stage fit into memory. Threads fit in any number."""
         size = self.resident.get(stage, 0)
         return math.inf if not size or math.isinf(self.free) else max(0.0, self.free) // size
 
@@ -129,7 +129,7 @@ class Scaler:
         limits: Limits of the ``workers="auto"`` stages that the program has not scaled itself.
         trial: The last change, until its effect is checked.
         blocked: For how many more windows a stage must not gain (True) or lose (False) workers.
-        idle: Each stage's utilisations in the latest windows, as long as all were low.
+        idle: Each stage's utilisations in its latest windows, if all of them were low.
         decisions: All decisions so far.
     """
 
@@ -195,7 +195,7 @@ def choose(
 
 
 def pinned(scaler: Scaler, elapsed: float, before: int, scale: Scale) -> Scaler:
-    """Return the state after the program has scaled a stage from ``before`` workers itself.
+    """Return the state after the program itself has scaled a stage from ``before`` workers.
 
     Automatic scaling then leaves this stage alone.
     """
@@ -359,7 +359,7 @@ def _filled(
             filled[slowest] += 1
         else:
             growing.discard(slowest)
-    for name in sorted(shared):  # return what no other stage needs
+    for name in sorted(shared):  # give back what no other stage needs
         missing = workers[name] - filled[name]
         filled[name] += max(0, min(missing, _room(limits, filled, name)))
     return filled
@@ -384,7 +384,7 @@ def _room(limits: Mapping[str, AutoLimit], workers: Mapping[str, int], stage: st
 
 
 def _within(memory: FreeMemory, workers: Mapping[str, int], wanted: dict[str, int]) -> dict[str, int]:
-    """Reduce the wanted numbers of workers until the new processes fit into free memory together."""
+    """Reduce the wanted numbers of workers until all new processes together fit into free memory."""
     for name, number in wanted.items():
         more = max(0, number - workers[name])
         allowed = int(min(more, memory.processes(name)))

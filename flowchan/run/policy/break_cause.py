@@ -1,4 +1,4 @@
-"""Find the worker that broke a channel of the run, unless the supervisor did (R3).
+"""Find the worker that broke a channel of the run, unless the supervisor broke it (R3).
 
 A worker that is about to abort a channel reports this first. But threads report directly, while processes
 report through a channel. If another worker finds the channel broken and ends, the supervisor may learn of
@@ -7,8 +7,8 @@ without any report.
 
 The cause of a break is therefore decided only once all reports have arrived. The first worker to report is to
 blame, because the others only saw the consequences. A worker that finds one of its channels broken also
-breaks its other channels. If no worker reported an abort, the break began in a channel that was not broken in
-this way.
+breaks its other channels. If no worker reported an abort, the break began in a channel that no worker broke
+for this reason.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Breaks:
         cause_of: Callable[[str], BaseException],
     ) -> None:
         self._plan = plan
-        # returns the names of a worker's broken channels, or of all broken channels for None
+        # returns the names of one worker's broken channels; of all broken channels for None
         self._broken = broken
         self._cause_of = cause_of
         self._aborts: list[Aborted] = []
@@ -80,18 +80,18 @@ class Breaks:
         return bool(self._aborts or self._found or self._ends)
 
     def has_reported(self, worker: WorkerId) -> bool:
-        """Return whether a worker has reported that it is breaking a channel."""
+        """Return whether a worker has reported that it breaks a channel."""
         return any(aborted.worker == worker for aborted in self._aborts)
 
     def keeps(self, ended: Ended) -> bool:
-        """Keep a worker's ``Ended`` event until the cause is known, if one of its channels is broken."""
+        """Hold back a worker's ``Ended`` event until the cause is known, if one of its channels is broken."""
         broken = [] if self._over else self._broken(ended.worker)
         self._found += broken
         self._ends += [ended] if broken else []
         return bool(broken)
 
     def ended(self) -> set[WorkerId]:
-        """Return the workers whose ``Ended`` events are being kept."""
+        """Return the workers whose ``Ended`` events are held back."""
         return {ended.worker for ended in self._ends}
 
     def check(self) -> None:
@@ -120,6 +120,6 @@ class Breaks:
         return None
 
     def ends(self) -> list[Ended]:
-        """Remove and return the ``Ended`` events that were kept."""
+        """Remove and return the ``Ended`` events that were held back."""
         kept, self._ends = self._ends, []
         return kept

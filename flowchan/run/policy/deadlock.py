@@ -49,15 +49,15 @@ class Activity:
 class Waits:
     """Waits of workers on other hosts, which no channel in this process shows.
 
-    A host is asked, and answers, over the connection that also carries its items. An item that was in transit
-    during one observation has thus arrived before the next, and changes its counts, however slow the
-    connection is.
+    Each host receives the question, and sends the answer, over the connection that also carries its items. An
+    item in transit during one observation has thus arrived before the next one, however slow the connection
+    is. The counts then include it.
 
     Attributes:
         reading, writing: Number of remote workers that wait to take an item or to put one, by channel.
         counts: Numbers that change when one of these workers takes or puts an item, or a connection breaks.
-        moves: True if something may still move: a worker that does not wait, a dead worker without a
-            replacement, or an event loop with other work.
+        moves: True if something may still move: a worker does not wait, a dead worker has no replacement yet,
+            or an event loop has other work.
     """
 
     reading: Mapping[str, int] = field(default_factory=dict)
@@ -68,8 +68,8 @@ class Waits:
     def put_into(self, stats: RunStats) -> RunStats:
         """Return the statistics with these numbers for the edges of remote workers.
 
-        The local ports of these edges prefetch items and buffer outputs, so their own waits say nothing about
-        the workers.
+        The local ports of these edges prefetch items and buffer outputs, so their waits say nothing about the
+        remote workers.
         """
         remote = {stage.name for stage in stats.stages if stage.hosts}
         edges = []
@@ -85,7 +85,7 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """State of a run at one moment, sufficient to decide whether any worker can move.
+    """Facts about a run at one moment that decide whether any worker can move.
 
     Attributes:
         stats: Statistics of the run.
@@ -111,7 +111,7 @@ def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[Wor
 
     Returns:
         The workers whose unread results fill their channels, if any; the run must then collect these results.
-        Otherwise, ``Stuck`` if no worker can ever move again, else None.
+        Otherwise ``Stuck`` if no worker can ever move again, and None if one can.
     """
     if before is None or _progress(before) != _progress(now):
         return None

@@ -15,18 +15,18 @@ In *stopping*, the sources are stopped and the other stages process the remainin
 unless the user sets one. In *failing* and *aborting*, all channels are broken.
 
 Processes still running after ``GRACE`` seconds are terminated, and after twice that time they are killed. A
-thread stuck in user code cannot be ended, so it is abandoned. *finishing* works the same way, but is not a
-failure: all stages whose effects the user sees have ended, and the sources are stopped. The remaining workers
-are no longer needed, for example a source that waits for its device.
+thread stuck in user code cannot be ended, so it is abandoned. In *finishing*, no stage has failed: all stages
+whose effects the user sees have ended, and the sources are stopped. The remaining workers are no longer
+needed, for example a source that waits for its device.
 
 A worker process that dies in *running* or *stopping* is replaced as long as its stage has restarts left
 (``policy/restart_limit.py``). The first replacement starts at once, and each later one after a pause, which
 doubles with every death on the same item. A worker that dies ``HOPELESS`` times in a row before it starts to
-work is not replaced again. If the user has set the number of restarts, that number replaces ``HOPELESS``,
-however long each start takes.
+work is not replaced again. A number of restarts set by the user is used in place of ``HOPELESS``, however
+long each start takes.
 
 ``policy/gang_decisions.py`` makes the decisions about gangs, and ``policy/scaling.py`` those about numbers of
-workers. If a worker that should be removed dies first, it is replaced as usual, and the replacement is
+workers. If a worker that is being removed dies first, it is replaced as usual, and then its replacement is
 removed.
 """
 
@@ -67,7 +67,7 @@ from flowchan.run.policy.transitions import (
 )
 
 GRACE = 2.0
-"""Seconds that a worker has to end when the run ends."""
+"""Seconds within which a worker must end when the run ends."""
 STOP_NOTICE_S = 30.0
 """Seconds after which a stopped run warns that it is still processing items."""
 
@@ -75,7 +75,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Delay of a replacement in seconds: after two deaths on the same item, and at most."""
 
 HOPELESS = 4
-"""Number of consecutive deaths before the start of work that ends the run."""
+"""Number of deaths in a row, before the worker starts to work, that end the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,10 @@ class Broke:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Request to stop the run, from ``run.stop()``, the first Ctrl-C or SIGTERM.
+    """Request to stop the run, from ``run.stop()``, or the first Ctrl-C or SIGTERM.
 
     Attributes:
-        timeout: Seconds after which the run is aborted if still active, or None for no limit.
+        timeout: Seconds after which the run is aborted if it is still active; None for no limit.
         finish_queued: If True, also finish the items that wait in channels. If False, finish only those that
             workers hold.
     """
@@ -278,7 +278,7 @@ def _count_restart(state: PolicyState, death: Death, now: float, pause: float) -
 
 
 def _state_lost(state: PolicyState, death: Death) -> tuple[Action, ...]:
-    """Warn if a dead worker's callable object may have held state, because that is now lost."""
+    """Warn if a dead worker's callable object may have held state, which is now lost."""
     name = state.stateful.get(death.worker.stage)
     if name is None or death.unbegun > 0:
         return ()
@@ -301,7 +301,7 @@ def _is_replaceable(state: PolicyState, death: Death, now: float) -> bool:
 def _is_hopeless(state: PolicyState, death: Death) -> bool:
     """Return whether a worker has died too often before it began to work.
 
-    Do not count restarts per period here: each start may take longer than a period.
+    Restarts are not counted per period here, because each start may take longer than a period.
     """
     if death.worker.stage in state.explicit:
         return death.unbegun > state.limits.get(death.worker.stage, 0)
@@ -332,7 +332,7 @@ def _failure_of(state: PolicyState, death: Death, now: float) -> Failure:
 def _raised(state: PolicyState, failure: Failure, now: float) -> Decision:
     """Decide what follows from a worker's error.
 
-    In a gang, the error may only mean that a peer is missing. Then this worker has not failed.
+    In a gang, the error may only mean that a peer is missing. In that case, this worker has not failed.
     """
     stage, missed = failure.worker.stage, misses_peer(state, failure)
     # this worker did fail: drop its peers' earlier reports of a missing member

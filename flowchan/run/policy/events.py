@@ -1,6 +1,6 @@
 """Define the events that workers and the crew report to the supervisor.
 
-Most of them travel from one process to another.
+Most of them are sent from one process to another.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Ended:
     """The worker has ended without an error.
 
     ``unwanted`` counts the items that it took although its outputs had no readers left. ``early`` means that
-    it ended for lack of readers.
+    it ended because its outputs had no readers.
     """
 
     worker: WorkerId
@@ -56,10 +56,10 @@ class Failure:
     """The worker has ended because of ``error``, which user code raised.
 
     Attributes:
-        worker: The worker. Number 0 stands for an unknown number.
-        error: The exception. Between processes, it travels as a ``Portable``, which is unpickled as the
+        worker: The worker. Number 0 means that the number is unknown.
+        error: The exception. Between processes, it is sent as a ``Portable``, which is unpickled as the
             exception.
-        item: Text that describes the item in process.
+        item: Text that describes the item that the worker was processing.
         pid: Process of the worker.
         channel: Name of the channel that was aborted with this error, if any.
         host: Host of the worker; empty for this machine.
@@ -75,9 +75,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The worker is about to abort one of its channels.
+    """The worker is about to abort a channel.
 
-    ``at`` is the time in nanoseconds, on the machine's monotonic clock.
+    ``at`` is the time on the machine's monotonic clock, in nanoseconds.
     """
 
     worker: WorkerId
@@ -137,7 +137,7 @@ class ErrorSent:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Answer to a request: its ``value``, or the ``error`` because of which the item failed.
+    """Answer to a request: its ``value``, or the ``error`` that made the item fail.
 
     ``failed`` is the number of failed items that this adds to the stage's count.
     """
@@ -192,7 +192,7 @@ class ProcessEnded:
 class Death:
     """A worker's process has ended, but the worker had not reported its end.
 
-    All reports from the worker come before this event. It contains everything that is needed to decide.
+    All reports from the worker come before this event. It contains everything that the decision needs.
 
     Attributes:
         worker: The worker.
@@ -206,11 +206,11 @@ class Death:
             worker without an item, the number of deaths in quick succession.
         unbegun: Number of consecutive workers, including this one, that died before they began to work.
         counts: True if the death uses up one of the stage's restarts. The loss of a host does not.
-        retired: True if the worker asked for a new process (``Retires``). The user does not see this.
+        retired: True if the worker asked for a new process (``Retires``). This is not reported to the user.
         always: Replace the worker regardless of the restart limit, because an item exceeded its time limit.
         irreplaceable: Why the stage cannot continue with a replacement; empty if it can.
         hint: Possible cause, for the error message.
-        error: Error that ends the run because a replacement would fail just the same.
+        error: Error that ends the run because a replacement would fail in the same way.
         stack: Python stacks that the process wrote when an item exceeded its time limit; empty if unknown.
     """
 
@@ -232,7 +232,7 @@ class Death:
 
     @property
     def summary(self) -> str:
-        """Describe the death and the item; return an empty string if users need not know of the death."""
+        """Describe the death and the item; return an empty string for a death that is not reported."""
         if self.retired:
             return ""
         if not self.over_item:
@@ -249,7 +249,7 @@ class Crashed:
 
 
 ItemSpan = tuple[tuple[int, ...], int, int]
-"""Marks of the sampled items; times of their get and of their first output's put, in nanoseconds."""
+"""Marks of sampled items, and the times of their get and of their first output's put, in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,10 +347,10 @@ class ItemTraced:
 
     @property
     def path(self) -> tuple[str, ...]:
-        """Return the names of the stages that the item passed."""
+        """Return the names of the stages that the item passed through."""
         return tuple(stage for stage, _, _, _ in self.spans)
 
     @property
     def latency(self) -> float:
-        """Return the seconds from the source's put until the item was finished."""
+        """Return the time from the source's put until the item was finished, in seconds."""
         return self.spans[-1][3] - self.spans[0][2]

@@ -7,7 +7,7 @@ from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 
 def explain(stats: RunStats) -> str:
-    """Describe in one line per stage what each stage with live workers is doing.
+    """Describe what each stage with live workers is doing, in one line per stage.
 
     The line of a waiting stage shows the channel, how long it has waited, and the stage at the other end.
     """
@@ -28,9 +28,9 @@ def all_wait(stats: RunStats) -> bool:
     If so, only something outside the graph can wake a worker. The channels are read one after another, so a
     single call proves nothing.
 
-    The result is false if a worker selects from several channels, which would count it several times. It is
-    also false if a waiting worker has a timeout, or has been woken but has not run yet. Waiting coroutines
-    count; ``async_worker.only_wait_for`` checks their event loops for other work.
+    The result is false if a worker selects from several channels, because it would be counted several times.
+    It is also false if a waiting worker has a timeout, or has been woken but has not run yet. Waiting
+    coroutines count; ``async_worker.only_wait_for`` checks their event loops for other work.
     """
     if any(edge.selecting > edge.awaiting or edge.woken for edge in stats.edges):
         return False

@@ -1,4 +1,4 @@
-"""Represent failed items, deaths blamed on items, and exceptions that travel between processes."""
+"""Represent failed items, deaths blamed on items, and exceptions that are sent between processes."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class Retires(BaseException):
     """Raised to end and replace a process before it processes an item.
 
     The function of a stage with worker processes raises it, and the replacement starts with the same item.
-    Neither ``max_deaths`` nor the restart limit counts it.
+    Neither ``max_deaths`` nor the restart limit counts this.
     """
 
 
 class LostError(FlowchanError):
-    """Stands for an exception that cannot be sent to another process; has its text and traceback."""
+    """Substitute for an exception that cannot be sent to another process; has its text and traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """Earlier deaths with the first item of a replacement.
+    """Earlier deaths on the first item of a replacement.
 
     Attributes:
         deaths: How earlier workers died while processing the item.
-        members: How workers died that processed one batch member alone, by the member's number.
+        members: How workers died that processed a batch member alone, by the member's number.
         tried: True if a worker survived trying all the other members of the batch.
     """
 
@@ -62,11 +62,11 @@ class Suspicion:
 
 
 UNSUSPECTED = Suspicion()
-"""No worker has died while processing the first item."""
+"""No earlier worker has died on the first item."""
 
 
 def died_over(deaths: Sequence[str]) -> WorkerDied:
-    """Return the error for an item on which several workers died, one after another.
+    """Return the error for an item on which several workers have died.
 
     ``deaths`` describes how each of them died.
     """
@@ -83,13 +83,13 @@ def died_over(deaths: Sequence[str]) -> WorkerDied:
 class Portable:
     """Picklable form of an exception.
 
-    Unpickling it returns the exception itself, with the worker and the traceback in a note. If the exception
+    Unpickling it yields the exception itself, with the worker and the traceback in a note. If the exception
     cannot be pickled or unpickled, a :class:`LostError` with its text replaces it.
     """
 
     def __init__(self, error: BaseException, where: str = "") -> None:
         self._text = text_of(error)
-        # Notes travel outside the pickled exception, because its __reduce__ may omit them, like that of
+        # Notes are sent outside the pickled exception, because its __reduce__ may omit them, like that of
         # json's errors.
         note = where or f"in {seeds.worker_text()}"
         if error.__traceback__ or error.__cause__ or error.__context__:

@@ -1,8 +1,8 @@
-"""Decide about gangs: stages whose workers form a group.
+"""Make the decisions about gangs: stages whose workers form a group.
 
 The workers of a gang restart together. When one dies, the others are terminated; once all have ended, all
-start again. A worker may report a missing peer in a group operation before the peer's death is known. Such a
-report is not a failure.
+start again. When a peer dies, a worker may report that the peer is missing from a group operation before the
+death itself is known. Such a report is not a failure.
 
 If no worker died, there are two cases. If a worker ended because its outputs have no readers, its peers end
 as well. If connections between the gang's hosts broke, all workers restart as long as the stage has restarts

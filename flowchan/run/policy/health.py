@@ -16,14 +16,14 @@ class Health:
     """Health of a run at one moment, as plain values for ``json.dumps(dataclasses.asdict(health))``.
 
     Attributes:
-        ready: True if the run accepts items and no stage is "starting". It stays True while a stage has both
-            working and starting workers, after a death or ``run.scale()``. It becomes False once the run is
+        ready: True if the run accepts items and no stage is "starting". It stays True while some workers of a
+            stage work and others start, after a death or ``run.scale()``. It becomes False once the run is
             stopping.
         failed: True if the run has failed.
         stages: State of each stage except inputs: "starting" until a worker has built its callable, then
             "running", and finally "ended".
-        restarts_left: Restarts that each stage on processes currently has left. At 0, the next death ends the
-            run. Stages without a limit are omitted.
+        restarts_left: Restarts that each stage on processes currently has left. If none are left, the next
+            death ends the run. Stages without a limit are omitted.
         waiting: Number of ``ask`` calls that wait for their answers.
 
     Example:

@@ -1,8 +1,8 @@
 """Log a run with the standard ``logging`` module, to the logger ``flowchan.run``.
 
 The log records the start and end of the run, and each worker process that starts, dies or is replaced. It
-also has warnings about stages, items blamed for deaths, and workers that miss their time to end. The start
-and end of the run are INFO, process starts DEBUG, problems WARNING, and blamed items ERROR. Records about a
+also has warnings about stages, items blamed for deaths, and workers that do not end in time. The start and
+end of the run are INFO, process starts DEBUG, problems WARNING, and blamed items ERROR. Records about a
 worker have the attributes ``stage`` and ``number``; records about a stage have ``stage``. Nothing appears
 unless the program configures logging. Exceptions that the run raises are not logged.
 """
@@ -36,7 +36,7 @@ class Journal:
         self._limits = plan.limits()
 
     def record(self, event: Any) -> None:
-        """Log an event from the feed, if it is one to log."""
+        """Log an event from the feed, if it belongs in the log."""
         match event:
             case RunBegan(workers, seed):
                 self._log(logging.INFO, f"{self._graph} starts with {workers} workers, seed {seed}")
@@ -91,7 +91,7 @@ class Journal:
         self._log(logging.WARNING, what, death.worker)
 
     def _slow(self, ended: Terminate) -> None:
-        """Log that a process missed its time to end."""
+        """Log that a process did not end in time."""
         how = "killed" if ended.force else "terminated"
         waited = decisions.GRACE * (1 + ended.force)
         text = f"worker {ended.worker} did not end within {waited:g} s and is {how}"

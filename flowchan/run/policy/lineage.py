@@ -20,12 +20,12 @@ from itertools import count
 from typing import Any
 
 Mark = int | tuple[Any, int]
-"""Number of a source item, or another mark with the position of one of its parts."""
+"""Number of a source item, or the pair of another mark and a position among its parts."""
 Marks = tuple[Mark, ...]
 Left = tuple[Marks, int]
-"""Reports that an item with these marks has left the graph, or was replaced with this many parts.
+"""Report that an item with these marks has left the graph, or was replaced by this number of parts.
 
-A plain tuple, because there is one report per item and the codec of channels encodes tuples fast.
+It is a plain tuple, because the codec of channels encodes tuples fast, and there is one report per item.
 """
 
 
@@ -72,7 +72,7 @@ class FinishedItems:
         return place < len(self.bits) and bool(self.bits[place] >> bit & 1)
 
     def length(self) -> int:
-        """Return how many items the source has, up to the last finished one."""
+        """Return how many items the source has up to the last finished one."""
         last = range(self.source, 8 * len(self.bits), self.sources)
         return next((place + 1 for place in reversed(range(len(last))) if self.is_finished(last[place])), 0)
 
@@ -82,7 +82,7 @@ NOTHING_FINISHED = FinishedItems()
 
 @dataclass(slots=True)
 class _Split:
-    """Parts of an item: their number and the item's marks, once known, and which parts have left."""
+    """Parts of an item: their number and the item's marks, once known, and the parts that have left."""
 
     marks: Marks = ()
     number: int | None = None

@@ -47,7 +47,7 @@ class PlannedWorker:
     def gathers(self) -> bool:
         """Return whether the worker only collects results for the program.
 
-        It starts only when the program begins to read the results.
+        Such a worker starts when the program begins to read the results.
         """
         return self.stage.operator.gathers and not self.outputs
 
@@ -66,8 +66,8 @@ class Plan:
     It has a channel for each of ``edges``; together, they may use ``memory`` bytes. ``inputs`` maps each
     input stage to the channels that the user fills: one, or one per worker of the reader. All random numbers
     of the workers derive from ``seed``. ``finished`` is set if the run can be resumed: it has the items of
-    each source that earlier runs finished. ``samples_items`` is true if the run follows a few items of each
-    source through the graph.
+    each source that earlier runs have finished. ``samples_items`` is true if the run follows a few items of
+    each source through the graph.
     """
 
     graph: Blueprint
@@ -85,7 +85,7 @@ class Plan:
         return max(1, self.memory // max(1, len(self.edges)))
 
     def finished_at(self, stage: str) -> FinishedItems | None:
-        """Return the finished items of a stage; none if it is not a source.
+        """Return a source's finished items; for any other stage, there are none.
 
         Return ``None`` if the run cannot be resumed.
         """
@@ -94,8 +94,8 @@ class Plan:
     def limits(self) -> dict[str, int]:
         """Return how many dead workers of each stage may be replaced.
 
-        Stages with state of their own have no restarts unless they are restartable. Threads are omitted,
-        because they do not die.
+        Stages that keep state have no restarts unless they are restartable. Threads are omitted, because they
+        do not die.
         """
         return {
             stage.name: stage.restarts if stage.restartable or stage.operator.per_item else 0
@@ -146,7 +146,7 @@ class Plan:
     def between(self) -> Iterator[tuple[set[str], set[str]]]:
         """Yield the input and output channels of each stage that does nothing but turn inputs into outputs.
 
-        Without readers of its outputs, such a stage needs no more inputs. Stages with ports are omitted,
+        Once its outputs have no readers, such a stage needs no more inputs. Stages with ports are omitted,
         because they decide for themselves.
         """
         into: dict[str, set[str]] = {}
@@ -161,7 +161,8 @@ class Plan:
         """Return the channels whose items can be discarded without affecting other items.
 
         Channels with results or failures are excluded, and all channels that lead to a worker with several
-        inputs, such as ``zip``. If items were missing there, it would combine items that do not match.
+        inputs, such as ``zip``. If items were missing there, the worker would combine items that do not
+        match.
         """
         kept = {worker.id.stage for worker in self.workers if len(worker.inputs) > 1}
         before = len(kept) - 1
@@ -215,11 +216,11 @@ def plan(
 def _on_hosts(
     workers: Iterator[PlannedWorker], placement: Placement, taken: Taken
 ) -> Iterator[PlannedWorker]:
-    """Assign each worker of a stage to the host with the fewest workers relative to its weight.
+    """Assign each worker of a stage to the host with the fewest workers relative to the host's weight.
 
     Among equal hosts, the first is chosen. A placement with shares counts only its own workers, so other
-    placements do not affect it. If the placement lists the host of each worker, only this list counts, and
-    repeats after its end.
+    placements do not affect it. If the placement lists the host of each worker, only this list counts; after
+    its last host, it starts again.
     """
     counted = (placement.hosts, placement.shares) if placement.shares else None
     weights = placement.weights()
@@ -228,7 +229,7 @@ def _on_hosts(
         return Fraction(taken[counted, host] + 1, weights.get(host, 1))
 
     least = [(load(host), place, host) for place, host in enumerate(placement.hosts)]
-    heapq.heapify(least)  # avoids a search through all hosts for each worker
+    heapq.heapify(least)  # so that no worker needs a search through all hosts
     for worker in workers:
         if placement.hosts:
             _, place, host = least[0]

@@ -3,9 +3,9 @@
 Algorithm. The estimate is the number of remaining items divided by a recent rate. The rate covers the last
 ``RECENT_S`` seconds or, in a long run, its last tenth. If fewer than ``FEWEST_ITEMS`` items were finished in
 that time, it covers a longer time. That time is divided into ``PARTS`` equal parts, and the rate is the
-median over these parts. A burst or pause of one or two parts therefore does not change the estimate, but a
-lasting change shows after three. If most parts have no items because items have become slow, the rate is the
-mean of all parts except the fastest.
+median over these parts. A burst or pause of one or two parts therefore does not change the estimate; a
+lasting change shows after three parts. If most parts have no items because items have become slow, the rate
+is the mean of all parts except the fastest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 from dataclasses import dataclass, field
 
 RECENT_S, RECENT_SHARE = 5.0, 0.1
-"""Time that the rate covers, in seconds and as a share of the run. The longer one counts."""
+"""Time that the rate covers, in seconds and as a share of the run. The longer of the two is used."""
 FEWEST_ITEMS = 10
 """Minimum number of items finished within that time."""
 PARTS = 5

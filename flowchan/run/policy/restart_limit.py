@@ -1,12 +1,13 @@
 """Count a stage's restarts against its limit.
 
-The limit applies to a period, like intensity and period of an Erlang/OTP supervisor, or ``StartLimitBurst``
-and ``StartLimitIntervalSec`` of systemd. A service can therefore run for years, while a stage that keeps
-dying still ends its run.
+The limit applies to a period, like the intensity and period of an Erlang/OTP supervisor, or systemd's
+``StartLimitBurst`` and ``StartLimitIntervalSec``. A service can therefore run for years, while a stage that
+keeps dying still ends its run.
 
 A restart counts until the stage has worked for ``RESTART_PERIOD_S`` seconds after the death. Pauses before
 replacements do not count as work; otherwise, long pauses would hide a stage that dies again and again. A
-death that is blamed on an item uses no restart, because ``max_deaths`` limits the attempts with this item.
+death that is blamed on an item does not use a restart, because ``max_deaths`` limits how often the item is
+tried.
 """
 
 from __future__ import annotations

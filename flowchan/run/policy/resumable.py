@@ -1,4 +1,4 @@
-"""Decide whether runs of a graph can be resumed (R14), and recognise the graph of earlier runs."""
+"""Decide whether runs of a graph can be resumed (R14), and recognise the graph of an earlier run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def refuse_unless_resumable(graph: Blueprint) -> None:
 
 
 def _reason_against(graph: Blueprint, stage: Stage) -> str:
-    """Describe why this stage prevents resuming, with the remedy; return an empty string if it does not."""
+    """Describe why this stage prevents resuming, and the remedy; return an empty string if it does not."""
     if stage.operator.outside:
         return "an input, because a later run cannot read its items again; use source()"
     if stage.operator.routes:
-        return ""  # the keyed stage after it is rejected instead
+        return ""  # the keyed stage that it feeds is rejected instead
     if stage.operator.resumable and "key" in stage.options:
         return (
             f"a {stage.kind} with key=, because a run starts without the states of earlier runs; do this "

@@ -1,7 +1,7 @@
 """Change the number of a stage's workers during a run (R13).
 
 New workers get numbers that no earlier worker of the stage had. Workers with the highest numbers are removed
-first, each after its current item. Workers that are being removed no longer count.
+first, each after its current item. Workers that are being removed are not counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flowchan.run.policy.events import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Number of workers of an elastic stage, and its history.
+    """Number of workers of an elastic stage, and how long they have worked.
 
     Attributes:
         workers: Number of workers.
@@ -35,7 +35,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Request from ``run.scale()`` to give a stage this number of ``workers``."""
+    """Request from ``run.scale()`` to change a stage to this number of ``workers``."""
 
     stage: str
     workers: int
@@ -65,7 +65,7 @@ class ScalingDecision:
         workers_before: Number of workers before the decision.
         workers: Number of workers after the decision.
         reason: Why the number changed, in words.
-        outcome: Measured effect, such as "kept: 1.93 × the rate"; empty until it has been measured.
+        outcome: Measured effect, such as "kept: 1.93 × the rate"; empty until then.
 
     Example:
         >>> from flowchan import ScalingDecision

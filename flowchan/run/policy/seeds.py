@@ -2,7 +2,7 @@
 
 Each worker has a separate seed, from which all random numbers in its process derive. The seed is a hash of
 the run's seed, the stage, the worker's number and its incarnation. Runs with equal seeds therefore draw equal
-numbers, but a replacement draws other numbers than the dead worker.
+numbers, but a replacement draws different numbers from the dead worker.
 
 :func:`begin` seeds the global generators of ``random``, ``numpy.random`` and torch in a worker's process.
 Modules that are already imported are seeded at once, because a forked process inherits their state. Other
@@ -25,7 +25,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Facts that a worker can know about itself.
+    """Identity and seed of the current worker.
 
     Attributes:
         stage: Name of its stage.

@@ -22,14 +22,14 @@ CauseKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class WorkSeconds:
-    """Time of a worker, or of all workers of a stage, since the start of the run, in seconds.
+    """Time that a worker, or all workers of a stage, spent since the start of the run, in seconds.
 
     Attributes:
         working: Time since the worker built its callable, up to its end or to now.
         input: Part of ``working`` spent waiting for items.
         place: Part of ``working`` spent waiting for room in an output channel.
-        turn: Part of ``working`` in which finished outputs waited for earlier items while the readers had
-            nothing to take.
+        turn: Part of ``working`` in which finished outputs had to wait for earlier items while the readers
+            had nothing to take.
         cpu: CPU time; ``None`` if unknown, as for workers on other hosts.
         ready: Time spent waiting for a core; ``None`` if unknown.
 
@@ -82,14 +82,14 @@ class WorkSeconds:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """Statistics of a worker that a stage currently has.
+    """Statistics of one current worker of a stage.
 
-    Times of dead workers that it replaced count only in the statistics of the stage.
+    The times of dead workers that it replaced are only in the statistics of the stage.
 
     Attributes:
         number: Number of the worker in its stage.
-        working: True if it has begun to work and has not ended.
-        seconds: How it spent the time.
+        working: True if it has started to work and has not ended.
+        seconds: Time that it has spent.
 
     Example:
         >>> from flowchan import Graph
@@ -115,10 +115,10 @@ class Cause:
             - "bottleneck": ``stage`` is the slowest stage;
             - "input": the program puts items slowly;
             - "consumer": the program reads results slowly;
-            - "order": workers of ``stage`` wait for earlier items;
+            - "order": the workers of ``stage`` wait for earlier items;
             - "gil": threads share one global interpreter lock;
             - "cores": the workers use all cores;
-            - "memory": a channel has reached its limit on bytes;
+            - "memory": a channel has no bytes left;
             - "in_flight": a loop admits too few items at a time;
             - "starting": no worker of ``stage`` has begun to work yet.
         stage: Name of the stage, if a stage is the cause.
@@ -144,13 +144,13 @@ class StageStats:
     """Statistics of one stage.
 
     Rate and shares (0 to 1) cover the window of :class:`RunStats`. Shares are fractions of the working
-    workers' total time. All counts start with the run.
+    workers' total time. All counts begin at the start of the run.
 
     Attributes:
         name: Name of the stage.
         kind: Name of the operator.
         on: Placement of the workers, such as "thread" or "process".
-        workers: Number of workers that the stage is meant to have.
+        workers: Number of workers that the stage should have.
         alive: Number of workers that have not ended.
         items_in: Number of items taken from the inputs.
         items_out: Number of items put into the outputs.
@@ -158,24 +158,24 @@ class StageStats:
         retried: Number of retries.
         restarts: Number of workers that were replaced.
         unwanted: Number of items taken although the output had no readers left.
-        discarded: Number of items in process when the run failed or was aborted.
-        in_hand: Number of items that workers hold: taken, but not finished.
+        discarded: Number of items that were being processed when the run failed or was aborted.
+        in_hand: Number of items that workers have taken but not finished.
         rate: Items finished per second.
         busy: Share of the time spent working.
         waiting_input: Share of the time spent waiting for an item.
         waiting_output: Share of the time spent waiting to put, including ``waiting_turn``.
         hosts: Hosts on which workers may run.
         pids: Process ids of the live workers, in the order of their numbers.
-        members_failed: Number of failed batch members whose batches went on without them.
+        members_failed: Number of failed batch members whose batches continued without them.
         waiting_turn: Share of the time in which an ordered stage's outputs waited for earlier items.
         cores: CPU seconds per second; ``None`` if unknown.
         working: Number of workers that have begun to work and have not ended.
-        seconds: How all workers spent the time.
+        seconds: Time spent by all workers.
         per_worker: Statistics of each working worker.
         rate_limit: Maximum number of items that start per second (``rate=``), or ``None``. A worker that
             waits to start its item counts as working.
-        starting: Number of workers that have yet to build their callables.
-        worked: How all workers spent the window.
+        starting: Number of workers that have not built their callables yet.
+        worked: Time spent by all workers in the window.
 
     Example:
         >>> from flowchan import Graph
@@ -247,7 +247,7 @@ class EdgeStats:
         waiting_writers: Number of workers that wait to put.
         readers_waiting_for: Longest current wait of a reader, in seconds.
         writers_waiting_for: Longest current wait of a writer, in seconds.
-        selecting: Number of waiters that other events may also wake.
+        selecting: Number of waiters that something other than this channel may also wake.
         woken: Number of waiters that have been woken but are not running yet.
         awaiting: Number of waiters in ``selecting`` that are coroutines in this process.
         bytes: Number of bytes in the channel now.
@@ -305,7 +305,7 @@ class HostStats:
         workers: Number of workers on the host.
         agents: Number of agents started so far.
         deaths: How its agents died.
-        breaks: Number of times that an agent's connection broke and was restored.
+        breaks: Number of times that the connection to an agent broke and was restored.
         sent: Number of bytes sent to the host.
         received: Number of bytes received from the host.
         round_trip: Round-trip time in seconds; 0 if unknown.
@@ -342,7 +342,7 @@ class RunStats:
         stages: Statistics of each stage.
         edges: Statistics of each channel.
         bottleneck: Name of the stage that limits the run, if any.
-        seed: Random seed; with equal seeds, workers draw equal random numbers.
+        seed: Random seed; in runs with equal seeds, workers draw equal random numbers.
         memory: Number of bytes that all channels together may use.
         hosts: Statistics of the other hosts that run workers.
         last_error: One line about the latest failed item or dead worker.

@@ -36,19 +36,19 @@ class PolicyState:
 
     Attributes:
         alive: Workers that have not ended.
-        processes: Workers with a process of their own.
+        processes: Workers that have their own process.
         sources: Workers of the stages where the graph begins.
         ends: Workers of the stages where the graph ends; the run is complete once they have ended.
         limits: Maximum number of restarts of each stage in one period.
         restarts: Number of replaced workers of each stage.
-        recent_restarts: When each stage was restarted, for restarts that count against its limit.
+        recent_restarts: Times of each stage's restarts that count against its limit.
         explicit: Stages for which the user has set the limit.
-        stateful: Class names of stateful callable objects, by stage. A replacement begins with a new object.
+        stateful: Class names of stateful callable objects, by stage. A replacement starts with a new object.
         phase: Phase of the run.
         since: When the phase began, in seconds of a monotonic clock.
         failures: Failures of the run, in order.
         stopped: True if a stop was requested.
-        stop_by: When to abort a stopped run.
+        stop_by: Time at which a stopped run is aborted.
         notified: True if the user has been warned that stopping takes long.
         aborted: True if the run was aborted.
         terminated: True if late processes were terminated.
@@ -56,14 +56,14 @@ class PolicyState:
         abandoned: Workers that were still alive when the run ended.
         gangs: Stages whose workers form a group and restart together.
         missing_peer: Reports from workers of gangs about missing peers.
-        restarting: Gangs whose workers are being ended because of a death, with the dead worker's
-            replacement.
+        restarting: Gangs whose workers are being ended because of a death, and the replacement of the dead
+            worker.
         ended_peers: Workers of gangs whose processes have ended and not been replaced.
         no_readers: Gangs in which a worker ended because its outputs have no readers.
         elastic: Gangs that continue while one of their workers is being replaced.
         without_group: Workers of elastic gangs that wait for a group, with the failure that ended the last
             one.
-        joining: Workers of elastic gangs whose replacements have yet to begin work.
+        joining: Workers of elastic gangs whose replacements have not started to work yet.
         changed: Elastic gangs in which a worker died, ended or joined since the current group was formed.
         began: When the run began.
         sizes: Sizes of the stages that can be scaled.
@@ -108,13 +108,13 @@ class PolicyState:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether dead workers still get replaced."""
+        """Return whether dead workers are still replaced."""
         return self.phase in ("running", "stopping")
 
     def ends_with_peers(self, worker: WorkerId) -> bool:
         """Return whether a worker's process is expected to end.
 
-        The worker has reported a missing peer, or its gang is being restarted.
+        It is if the worker has reported a missing peer, or if its gang is being restarted.
         """
         return worker in self.missing_peer or worker.stage in self.restarting
 
@@ -173,7 +173,7 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
 def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bool) -> Decision:
     """Record that a worker ended with an error.
 
-    An ``expected`` error, such as that of a terminated worker, is not a failure of the run.
+    An ``expected`` error, such as the error of a terminated worker, is not a failure of the run.
     """
     breaking = state.phase in ("running", "stopping", "finishing") and not expected
     if not expected:
@@ -193,7 +193,7 @@ def run_stuck(state: PolicyState, failure: Failure, now: float) -> Decision:
 
 
 def channel_broken(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """End a run because a channel was aborted, but not by the supervisor."""
+    """End a run because something other than the supervisor aborted a channel."""
     breaking = state.phase in ("running", "stopping", "finishing")
     state = dataclasses.replace(state, failures=with_failure(state.failures, failure))
     if not breaking:
@@ -209,7 +209,7 @@ def run_aborted(state: PolicyState, now: float) -> Decision:
 
 
 def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
-    """Return the state without a worker of an elastic gang, because that worker has ended.
+    """Return the state without a worker of an elastic gang that has ended.
 
     The other workers of the gang will form a group without it.
     """
@@ -223,9 +223,9 @@ def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
 
 
 def with_failure(failures: tuple[Failure, ...], new: Failure) -> tuple[Failure, ...]:
-    """Return the failures plus a new one.
+    """Return the failures with a new one added.
 
-    A stage may abort its channel with an error and then raise the same error, which counts as one failure.
+    If a stage aborts its channel with an error and then raises the same error, that counts as one failure.
     """
     for index, old in enumerate(failures):
         if (

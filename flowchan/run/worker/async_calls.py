@@ -24,7 +24,7 @@ class Driven:
         self._begun: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a synchronous version of ``function``, which runs it to its end and returns the result.
+        """Return a synchronous version of ``function``, which runs it to the end and returns its result.
 
         For an async generator, the synchronous version returns an iterator over the elements.
         """

@@ -1,8 +1,8 @@
 """Define the operators' loops for ``async def`` functions.
 
-They match the loops in ``operator_loops.py``, but await where those block. With ``workers=n``, a stage
-consists of n tasks in one event loop. Each task has separate ports, so ordering, errors, retries and ends
-work as with n threads.
+They correspond to the loops in ``operator_loops.py``, but await where those block. With ``workers=n``, a
+stage consists of n tasks in one event loop. Each task has separate ports, so ordering, errors, retries and
+ends work as with n threads.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Put all elements that the function returns for each item, each only once even after a retry."""
+    """Put all elements that the function returns for each item; a retry does not repeat any of them."""
     async for item in items:
-        emitted = 0  # outputs that a retry must not repeat
+        emitted = 0  # number of outputs that a retry must not repeat
         for attempt in range(1, job.retries + 2):
             await _wait_for_start(job)
             try:

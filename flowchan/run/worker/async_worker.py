@@ -1,9 +1,9 @@
 """Run the workers of an ``async def`` stage as tasks of one event loop on one thread.
 
-For deadlock detection, the supervisor asks whether these tasks can still make progress. An event loop without
-timers, sockets and due callbacks calls its selector without a timeout. If every task also awaits a channel of
-the graph, only a channel can wake the loop. Anything else counts as work, such as a task that awaits another
-task, an event or a future. Waits for channels in the user's own event loop also count as work.
+For deadlock detection, the supervisor asks whether these tasks can still make progress. An event loop that
+has no timers, no sockets and no due callbacks calls its selector without a timeout. If every task also awaits
+a channel of the graph, only a channel can wake the loop. Anything else counts as work, such as a task that
+awaits another task, an event or a future. Waits for channels in the user's own event loop also count as work.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StageLoop(asyncio.SelectorEventLoop):
 
 
 def _stage_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop: a :class:`StageLoop`, or a loop from a policy that the program has set."""
+    """Return a new event loop: a :class:`StageLoop`, or one from the policy that the program has set."""
     loop = asyncio.new_event_loop()
     if type(loop) is not asyncio.SelectorEventLoop:
         return loop
@@ -118,7 +118,7 @@ class Tasks:
     def examine(self, ids: Collection[WorkerId], read: Callable[[Any], str]) -> dict[WorkerId, str]:
         """Call ``read`` in the event loop, with the coroutine of each running worker in ``ids``.
 
-        Return nothing if the event loop has ended, or if a coroutine keeps it too busy to answer.
+        The result is empty if the event loop has ended, or if a coroutine keeps it too busy to answer.
         """
         answer: concurrent.futures.Future[dict[WorkerId, str]] = concurrent.futures.Future()
 
@@ -195,7 +195,7 @@ def work_together(
     try:
         with asyncio.Runner(loop_factory=_stage_loop) as runner:
             runner.run(work)
-    # the event loop failed: report each worker's end, or the run waits forever
+    # the event loop failed: report each worker's end, otherwise the run waits forever
     except BaseException as error:
         work.close()
         for worker in sorted(unreported, key=str):

@@ -1,8 +1,8 @@
 """Mark cancelled requests on boards in shared memory.
 
-All processes on a machine open a board by its path. A request has the slot with its number modulo ``SLOTS``,
-and cancelling it stores the number there. This needs no message, and a worker that takes an item reads only
-one word.
+All processes on a machine open a board by its path. A cancelled request's number is stored in the slot with
+that number modulo ``SLOTS``. Cancelling therefore needs no message, and a worker that takes an item reads
+only one word.
 
 The program has one board per run, and each agent has one for the workers on its host.
 """

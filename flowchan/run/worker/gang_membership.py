@@ -64,7 +64,7 @@ class GangMembership:
     def _run_in_group(self, call: Callable[[Any], None]) -> Failure | None:
         """Run ``call``. Return the failure that ended the group, or ``None`` if the group did not fail.
 
-        The frame of ``call`` is gone when this method returns.
+        The frame of ``call`` is released when this method returns.
         """
         try:
             call(self._group)
@@ -105,8 +105,8 @@ class GangMembership:
         """Leave the group, and tell the other members whether this worker failed.
 
         The worker leaves cleanly unless it lost a member, its outputs have no readers, or one of its channels
-        is broken. Otherwise it abandons the group, because its agent may have died, and then the whole gang
-        will restart.
+        is broken. Otherwise it abandons the group: its agent may have died, in which case the whole gang will
+        restart.
         """
         if self._member is None:
             return

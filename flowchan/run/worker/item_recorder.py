@@ -1,9 +1,9 @@
 """Follow sampled items through a worker.
 
 Algorithm. A source boxes a few items per second (``SampledItem``), each with a new mark. Every worker's ports
-take items out of their boxes and call the worker's recorder. Outputs put before the worker takes its next
-item get the marks of the sampled items that it holds. Only the first output into each channel is marked, so
-an item with many outputs is followed only once. The recorder measures when an item was taken and when its
+take items out of their boxes and call the worker's recorder. Outputs that the worker puts before it takes its
+next item get the marks of the sampled items that it holds. Only the first output into each channel is marked,
+so an item with many outputs is followed only once. The recorder measures when an item was taken and when its
 first output was put. It sends these times at intervals, and when the worker ends.
 
 Sampling. A source doubles the number of items between samples if they are too frequent, and halves it if they
@@ -29,9 +29,10 @@ from flowchan.run.worker.opening import Ports
 SEND_EVERY_NS = 500_000_000
 """Minimum time between reports from a worker with fewer than ``MOST_SPANS`` spans."""
 MOST_SPANS = 256
-"""Number of spans at which a worker sends them."""
+"""A worker sends its spans when it has this many."""
 CLOSEST_NS, FARTHEST_NS = 100_000_000, 400_000_000
-"""Below the first interval between samples, a source samples less often; above the second, more often."""
+"""A source samples less often if the interval between samples falls below the first value, and more often if
+it exceeds the second."""
 RAREST = 1 << 20
 """Maximum number of items between two samples of a source."""
 

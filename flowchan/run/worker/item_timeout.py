@@ -28,13 +28,13 @@ def exceeded(stage: Stage) -> str:
 
 
 def set_message(words: str, error: BaseException, limit: asyncio.Timeout) -> None:
-    """Set the message of ``error`` to ``words`` if ``limit`` raised it without a message."""
+    """Set the message of ``error`` to ``words`` if ``limit`` raised the error without a message."""
     if limit.expired() and isinstance(error, TimeoutError) and not error.args:
         error.args = (words,)
 
 
 def has_exceeded(stage: Stage, exitcode: int | None) -> bool:
-    """Return whether the exit code means that the worker exceeded the time limit."""
+    """Return whether the exit code shows that the worker exceeded the time limit."""
     return stage.timeout is not None and exitcode == -signal.SIGALRM
 
 

@@ -18,7 +18,7 @@ class Unroutable:
 
     The worker that gets it reports the error.
 
-    ``deaths`` is the number of workers that died trying.
+    ``deaths`` is the number of workers that died while unpickling it.
     """
 
     item: Any

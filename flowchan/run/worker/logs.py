@@ -20,7 +20,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """A worker's log record, as a mapping of its attributes."""
+    """Log record of a worker, as a mapping of its attributes."""
 
     attributes: Mapping[str, Any]
 
@@ -48,7 +48,7 @@ def _loggers() -> Iterator[logging.Logger]:
 class Sending(logging.Handler):
     """Handler that sends a worker process's records to the program.
 
-    It sends during runs, and in a process of a pool also while the process ends.
+    It sends during runs; in a process of a pool, it also sends while the process is ending.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Sending(logging.Handler):
         set_levels(levels)
 
     def _take_over(self) -> None:
-        """Remove handlers and filters that came with a fork or from re-importing the main script.
+        """Remove handlers and filters that came from a fork or from re-importing the main script.
 
         Otherwise, each record would be handled twice.
         """

@@ -1,7 +1,7 @@
 """Open a plan's channels, the ports of this machine's workers, and the program's inputs.
 
-All of them are open before any worker starts. A channel thus knows all its writers and readers from the start
-and cannot close too early.
+All of them are open before any worker starts. So each channel knows all its writers and readers from the
+start, and cannot close too early.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SharedWithRun:
     """Values and memory that a worker shares with the program and with the other workers of its stage."""
 
     pace: Pace | None = None
-    """When the stage's workers start their items, if its rate is limited."""
+    """Times at which the stage's workers start items, if its rate is limited."""
     finished: FinishedItems | None = None
     """In a run that can be resumed: the items of a source that earlier runs finished."""
     broadcasts: tuple[Broadcast[Any], ...] = ()

@@ -52,12 +52,12 @@ class OperatorJob:
     last_report_at: float = -FAILED_ITEM_INTERVAL_S
     on_clean_up: Callable[[], None] = lambda: None  # called when a task begins to clean up
     unwanted: int = 0  # items whose branch lost its readers, or whose request was cancelled
-    predecessors: tuple[str, ...] = ()  # how earlier workers died with the first item
+    predecessors: tuple[str, ...] = ()  # how earlier workers died that held the first item
     too_late: bool = False  # true if the first item has timed out too often
     is_over: Callable[[], bool] = lambda: False  # returns whether a channel of the worker is broken
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
-        """Retry ``call(item)`` after ``error``. Return its result, or SKIPPED after failing the item."""
+        """Retry ``call(item)`` after ``error``. Return its result; if the item fails, return SKIPPED."""
         if isinstance(error, ItemFailed):  # a batch member has already failed
             raise error
         attempts = 1
@@ -192,7 +192,7 @@ class OperatorJob:
         self.unwanted += 1
 
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
-        """Fail an item that cannot be processed, so that the items after it can be.
+        """Fail an item that cannot be processed, so that the following items can be processed.
 
         Either ``item`` is an :class:`Unreadable` and ``error`` says why, or ``deaths`` workers died while
         processing the item.

@@ -2,7 +2,7 @@
 
 Each function is the loop of one operator, and takes an :class:`OperatorJob` and its ports. It returns when
 its input is drained, or raises ``Closed`` when its output has no readers; both are clean ends. Taking an item
-finishes the previous one, so a loop takes the next item only when it is done with the current one.
+finishes the previous one, so a loop takes the next item only after all work on the current one.
 """
 
 from __future__ import annotations
@@ -266,8 +266,8 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio (Knuth, TAOCP 
 def route(job: OperatorJob, *, items: In[Any], out: Addressed) -> None:
     """Put each item into the channel of a worker that handles its key.
 
-    With ``spread=m``, the items of a key go to m consecutive workers. Multiples of the golden ratio pick one
-    of them, because they stay evenly distributed over any regular sequence of items.
+    With ``spread=m``, the items of a key go to m consecutive workers. Multiples of the golden ratio choose
+    one of them, because they stay evenly distributed over any regular sequence of items.
     """
     function, put, workers, spread = job.function, out.put, len(out.ports), job.options["spread"]
 
@@ -289,7 +289,7 @@ def route(job: OperatorJob, *, items: In[Any], out: Addressed) -> None:
 
 
 def bucket_of(key: Any) -> int:
-    """Return an integer for ``key``, equal for equal keys.
+    """Return an integer for ``key`` that is the same for equal keys.
 
     For built-in types it is the same in every process, unlike ``hash`` of a string.
     """
@@ -323,7 +323,7 @@ def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> N
 
 
 def allreduce(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
-    """Put the combination of one item from each input that has not ended."""
+    """Put the combination of one item from each input, leaving out inputs that have ended."""
     ports = dict(enumerate(inputs.values(), 1))
     op, to_workers = job.options.get("op", job.function), job.options["to_workers"]
     for number in itertools.count():

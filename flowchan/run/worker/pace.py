@@ -1,9 +1,9 @@
 """Space out the starts of a stage's items evenly, for the option ``rate=``.
 
 Algorithm. This is the generic cell rate algorithm (ITU-T I.371) with a burst of one. In each run, the workers
-of a stage share one value: when the next item starts. A worker takes this time for its item, and adds one
-interval to the shared value, in one step under a lock. Then it waits for its time. Unused time is not saved
-up.
+of a stage share one value: the start time of the next item. A worker takes this time for its item, and adds
+one interval to the shared value, in one step under a lock. Then it waits until that time. Time in which no
+item starts is not saved up.
 
 Invariants. A worker holds the lock only while it reads and writes the value. The kernel releases a file lock
 when the process that holds it ends. A worker that is killed at any point therefore wastes at most one start,
@@ -31,7 +31,7 @@ _TIME = struct.Struct("d")
 
 
 class Pace:
-    """When the workers of a stage start their items, for threads and coroutines.
+    """Start times of a stage's items, for workers on threads and coroutines.
 
     Args:
         interval: Seconds between consecutive starts.
@@ -43,7 +43,7 @@ class Pace:
         self._next = 0.0
 
     def take_start(self) -> float:
-        """Take the next start, and return when it is, on the monotonic clock."""
+        """Take the next start time, and return it (on the monotonic clock)."""
         with self._lock:
             start = max(time.monotonic(), self._next)
             self._next = start + self._interval
@@ -51,7 +51,7 @@ class Pace:
 
 
 class SharedPace(Pace):
-    """When a stage's worker processes on one machine start their items.
+    """Start times of the items of a stage's worker processes on one machine.
 
     The next start time is stored in an in-memory file of the program.
     """
@@ -66,7 +66,7 @@ class SharedPace(Pace):
 
 
 def _taken_from(fd: int, interval: float) -> float:
-    """Take the next start from a file, whose lock excludes other processes."""
+    """Take the next start time from a file, whose lock excludes other processes."""
     fcntl.lockf(fd, fcntl.LOCK_EX)
     try:
         (next_start,) = _TIME.unpack(os.pread(fd, _TIME.size, 0))

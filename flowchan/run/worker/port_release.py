@@ -1,10 +1,10 @@
 """Release a worker's ports so that no reader takes partial output for complete output (R3).
 
 A closed channel means complete output, so only a worker that ended cleanly may close its outputs. A broken
-channel means that the run has failed or was aborted. A worker with one breaks its other channels before it
-releases any port. The supervisor closes a failed worker's ports once it has broken the channels. The same
-rules apply to ports that user code closes. A ``with`` block that an error leaves does not close a worker's
-port.
+channel means that the run has failed or was aborted. A worker that finds one therefore breaks its other
+channels before it releases any port. The supervisor closes a failed worker's ports once it has broken the
+channels. The same rules apply to ports that user code closes. A ``with`` block that an error leaves does not
+close a worker's port.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flowchan.run.worker.opening import Ports
 class PortRelease:
     """Controls the release of one worker's ports.
 
-    A port asks this object before it closes, until :meth:`done` is called.
+    Before a port closes, it asks this object for permission, until :meth:`done` is called.
     """
 
     def __init__(self, worker: WorkerId, ports: Ports, tell: Callable[[Event], None]) -> None:

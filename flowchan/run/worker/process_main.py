@@ -39,9 +39,9 @@ from flowchan.transport.device import transfer
 class Order:
     """Tells a process to act as the worker ``info`` in one run, with these ports.
 
-    The process reports to ``mail``. ``suspicion`` describes earlier deaths with the first item.
-    ``memberships`` are for a worker in a gang. ``levels`` are the program's log levels. ``terminals`` are the
-    terminals that a pool's process prints to during the run.
+    The process reports to ``mail``. ``suspicion`` describes earlier deaths on the first item. A worker in a
+    gang uses ``memberships``. ``levels`` are the program's log levels. ``terminals`` are the terminals that a
+    pool's process prints to during the run.
     """
 
     info: seeds.Worker
@@ -65,8 +65,8 @@ def process_main(
 ) -> None:
     """Work in one run.
 
-    ``stage`` is pickled. The process is killed when its ``parent`` process ends. ``devices`` are the GPUs
-    that it may use; ``streams`` are its standard output and error.
+    ``stage`` is the pickled stage. The process is killed when its ``parent`` process ends. ``devices`` are
+    the GPUs that it may use; ``streams`` are its standard output and error.
     """
     streams.take()
     _prepare(id, parent, devices)
@@ -133,7 +133,7 @@ def show_name(name: str, end: str = "") -> None:
     """Set this process's name in ``ps``, ``top`` and debuggers: a worker's stage and number.
 
     The kernel keeps 15 bytes; ``end`` is never cut off. The command line stays as it is, because users find
-    their program's processes by it.
+    the processes of their program by it.
     """
     name = name.encode(errors="replace")[: 15 - len(end)].decode(errors="ignore")
     with contextlib.suppress(OSError):  # no /proc on this system
@@ -143,8 +143,8 @@ def show_name(name: str, end: str = "") -> None:
 class _Work:
     """Work of this process in one or more runs.
 
-    The stage is unpickled in the first run and then reused. If a run may use up part of it (a source's
-    iterable, or arguments), it is unpickled for every run.
+    The stage is unpickled in the first run and then reused. If a run may use up a part of it, such as a
+    source's iterable or arguments, it is unpickled for every run.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Send requests through a running graph: ``await run.ask(stream, item)``.
 
-An item from ``ask`` travels in a :class:`Request`, which has a number. A wrapper around the user's functions
-unwraps the item and wraps the result again. At the end of the graph, the result goes to the caller with this
-number. If an item fails, the caller gets the error through a worker event.
+An item from ``ask`` is sent in a numbered :class:`Request`. A wrapper around the user's functions unwraps the
+item and wraps the result again. At the end of the graph, the result goes to the caller with this number. If
+an item fails, a worker event carries the error to the caller.
 
 Cancelled requests are marked on a board, and the next worker that takes such an item drops it.
 """
@@ -78,7 +78,7 @@ class _Unknown:
 
 
 class _Questions(pickle.Unpickler):
-    """Unpickler that builds only a pickle's requests, so the search runs no other code."""
+    """Unpickler that creates only the requests in a pickle, so the search runs no other code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == (SampledItem.__module__, SampledItem.__name__):
@@ -97,7 +97,7 @@ def _question(number: int, _: Any, board: str) -> Request:
 
 
 def _questions_in(item: Unreadable) -> Any:
-    """Return an unreadable item's contents with its requests; ``None`` if it cannot be searched."""
+    """Return the contents of an unreadable item with its requests; ``None`` if it cannot be searched."""
     try:
         return _Questions(io.BytesIO(item.data), buffers=itertools.repeat(b"")).load()
     except Exception:
@@ -168,7 +168,7 @@ class Answering:
         return item
 
     def _is_usable(self, member: Request) -> bool:
-        """Return whether a batch member is readable and wanted. Refuse an unreadable one."""
+        """Return whether a batch member is readable and wanted. Answer an unreadable one with its error."""
         if type(member.item) is NotRead:
             self.refuse(member, member.item.error)
         return type(member.item) is not NotRead and not is_cancelled(member.question, member.board)
@@ -188,7 +188,7 @@ class Answering:
         return result
 
     def _wrapped(self, item: Any, result: Any) -> Any:
-        """Wrap the result of an operator with one output per item in the request.
+        """Wrap the result in the request, for an operator with one output per item.
 
         In a batch, each member's result is wrapped. A result that is an exception goes to this member's
         caller.
@@ -226,7 +226,7 @@ class Answering:
     def give_up(self, item: Any, error: BaseException) -> Any:
         """Report a failed item to its callers, and return the rest of the item.
 
-        The members of a batch that have no caller are left. If all members have callers, the result is
+        The rest of a batch is its members that have no caller. If all members have callers, the result is
         ``NOTHING`` and the item counts as failed once. An unreadable item is returned whole unless all its
         members have callers.
         """
@@ -398,7 +398,7 @@ def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None
 def answering_ends(plan: Plan, stage: str) -> list[str]:
     """Return the names of the results that deliver answers to requests at the input ``stage``.
 
-    Raise ``ValueError`` if items reach a stage that does not process single items, or cannot be answered.
+    Raise ``ValueError`` if the items reach a stage that does not process single items, or cannot be answered.
     """
     stages = {one.name: one for one in plan.graph.stages}
     found, now, seen = [], [stage], {stage}

@@ -3,8 +3,8 @@
 Algorithm. The program and the worker process share the file. At its start, the worker writes one byte:
 ``READY``, or ``REFUSED`` if another handler uses the signal. To request stacks, the program truncates the
 file after this byte, sends the signal, and reads the file until a dump is complete. The core writes a mark
-before and after each dump (stack_dumps.cpp). Dumps from before that were cut off have no opening mark, so
-they are ignored.
+before and after each dump (stack_dumps.cpp). Earlier dumps that were cut off lack the opening mark, so they
+are ignored.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@ Algorithm. Each worker has a write-ahead log in an in-memory file of the program
 the worker appends a record: the item's number, its key, and the key's state after the item. A replacement
 reads the log, and removes the records of its first item and of later ones.
 
-This is exact for the following reason. A worker takes its items one at a time, in the order of their numbers.
-Let n be the number of the replacement's first item.
+This is exact, for the following reasons. A worker takes its items one at a time, in the order of their
+numbers. Let n be the number of the replacement's first item.
 
 - If the worker died before its record of n was complete, the log ends with the items before n.
 - If it died later, but before the lease of n ended, the record of n is removed. The replacement calls the
   function again with the state from before n, and the channel discards outputs that it already has.
-- If an item's lease has ended, its record is in the log, because the record is written first. That item's
-  number is less than n.
+- If an item's lease has ended, its record is in the log, because the record is written before the lease ends.
+  That item's number is less than n.
 
 Invariants. A record is valid if its checksum matches. A worker that is killed while writing leaves at most
 one invalid record, at the end. When more than half of a log is out of date, the worker writes a copy of the
@@ -44,7 +44,7 @@ _START = struct.Struct("<Q")
 
 
 class StateLog:
-    """Two files of the program, one of which is a worker's current log."""
+    """Two files of the program, one of which is currently a worker's log."""
 
     def __init__(self) -> None:
         self.files = (ProgramFile("flowchan state"), ProgramFile("flowchan state"))
@@ -86,7 +86,7 @@ class KeyedStates:
             self._put(key, value, contents)
 
     def undo(self, state: KeyedState[Any]) -> None:
-        """Undo in-place changes that the function made to a value before it raised."""
+        """Undo changes in place that the function made to a value before it raised."""
         if state._used:
             self._values.pop(state.key, None)
             if state.key in self._pickled:

@@ -1,4 +1,4 @@
-"""Pass a process's standard output and error on to the processes that it starts."""
+"""Pass a process's standard output and error to the processes that it starts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def terminals() -> dict[int, str]:
 
 @contextlib.contextmanager
 def printing_to(wanted: Mapping[int, str]) -> Iterator[None]:
-    """Redirect terminal output to the ``wanted`` terminals.
+    """Redirect terminal output to the ``wanted`` terminals during the block.
 
     While a run displays its progress, another terminal takes the place of the user's.
     """

@@ -1,17 +1,17 @@
 """Try a batch's members one at a time, after workers died while processing the whole batch.
 
 A batch is one item of its stage, so a member that kills its worker would make all the others fail as well.
-Before one more death would use up ``max_deaths``, a ``map`` after a ``batch`` gets the members in batches of
+When one more death would use up ``max_deaths``, a ``map`` after a ``batch`` gets the members in batches of
 one.
 
-Algorithm. The worker reports each member before it calls the function (``TriesMember``), so the member that
-it dies on is known. The replacement skips this member and tries the others. In the end, members that killed a
-worker fail, and the results of the others form the batch's result. If a call with one member does not return
-a list of one result, the function is called again with all remaining members.
+Algorithm. The worker reports each member before it calls the function (``TriesMember``), so it is known which
+member the worker died on. The replacement skips this member and tries the others. In the end, members that
+killed a worker fail, and the results of the others form the batch's result. If a call with one member does
+not return a list of one result, the function is called again with all remaining members.
 
 Invariant. Once outputs may have been put, further attempts must put the same outputs in the same order,
-because a replacement skips some of them. The worker therefore reports when all members have been tried
-(``MembersTried``), and later deaths exclude no further members.
+because a replacement skips those already put. The worker therefore reports when all members have been tried
+(``MembersTried``). Later deaths exclude no further members.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def marks_of(item: Any) -> Marks:
 
 
 def _part(item: Any, place: int) -> Any:
-    """Return one part of an item, or of each member of a batch, with the same value."""
+    """Return one part of an item, or of all members of a batch, which keeps the item's value."""
     if type(item) is list:
         return [_part(member, place) for member in item]
     marks, value = item
@@ -62,7 +62,7 @@ class Tracking:
         self._tell((marks_of(item), 0))
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the user's function so that the wrapper takes items with marks."""
+        """Wrap the user's function in a function that takes items with marks."""
         if self._operator.calls != "item":
             return function
 
@@ -87,7 +87,7 @@ class Tracking:
         return result
 
     def parts(self, item: Any, elements: Iterable[Any]) -> Iterator[Any]:
-        """Yield the elements into which an item is split, with marks. Finally, report the split."""
+        """Yield the elements that an item is split into, with marks. Finally, report the split."""
         marks = self._begin_split(item)
         number = 0
         for element in elements:
@@ -148,7 +148,7 @@ class Tracking:
         return marks_of(remaining), kept
 
     def failed(self, item: Any, failed: Failed[Any]) -> Any:
-        """Return ``failed`` with the marks of the failed item.
+        """Return ``failed`` with the marks of the item that failed.
 
         It has no marks if an unknown number of the item's parts may be in the graph. The item then never
         counts as finished, and each later run processes it again.

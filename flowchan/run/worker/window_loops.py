@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Clock:
-    """Times of one stream's items, and the latest of these.
+    """Times of the items of one stream, and the latest of these times.
 
     Args:
         time_of: Returns the time of an item in seconds; None means its arrival time.
@@ -45,7 +45,7 @@ class Clock:
         return max(self.latest, time.time())
 
     def saw(self, seconds: float) -> None:
-        """Take an item's time into account."""
+        """Note the time of an item."""
         self.latest = max(self.latest, seconds)
 
 
@@ -108,7 +108,7 @@ class TimeWindows:
         return window
 
     def close(self, until: float) -> Iterator[Window[Any]]:
-        """Yield the windows that end by a given time, in order of their ends."""
+        """Yield the windows that have ended by a given time, in order of their ends."""
         self._closed = max(self._closed, until)
         while self._ends and self._ends[0][0] <= until:
             yield self._open.pop(heapq.heappop(self._ends)[2])
@@ -182,7 +182,7 @@ def _late(job: OperatorJob, item: Any, seconds: float) -> None:
 
 
 def _keys(kind: str, key: Callable[[Any], Hashable] | None) -> Callable[[Any], Hashable]:
-    """Return a function that gets an item's key; if ``key`` is None, all items have the key None."""
+    """Return a function that returns an item's key; if ``key`` is None, the key of all items is None."""
     return lambda item: None if key is None else hashable(key(item), kind)
 
 
@@ -230,7 +230,7 @@ class _Side(Generic[T]):
                 yield item
 
     def drop_before(self, until: float) -> None:
-        """Drop the items from before a given time."""
+        """Drop the items whose time is before a given one."""
         while self._times and self._times[0][0] < until:
             key = heapq.heappop(self._times)[2]
             left = [pair for pair in self._by_key.pop(key, ()) if pair[0] >= until]

@@ -49,14 +49,14 @@ from flowchan.run.worker.tracking import Tracking
 from flowchan.run.worker.worker_callable import Function, built, nothing
 
 Outcome = Literal["done", "failed", "retired"]
-"""How a worker ended: without an error, with an error, or with a request to be replaced."""
+"""How a worker ended: without an error, with an error, or by asking to be replaced."""
 
 
 def join_ports(ports: Ports, stage: Stage) -> None:
     """Connect a worker's output ports to its input port, if it has exactly one.
 
-    This keeps items in order, and shows a replacement which outputs of an item exist. All outputs of a
-    restartable source count as outputs of a single item.
+    This keeps items in order, and lets a replacement find out which outputs of an item already exist. All
+    outputs of a restartable source count as outputs of a single item.
     """
     if not ports.inputs and stage.restartable:
         for out in ports.outputs.values():
@@ -86,8 +86,8 @@ def work(
     """Run one worker to its end, and return the event that reports it.
 
     This never raises: any error is reported with ``tell`` before the ports close. ``sends`` is true if events
-    go to another process. ``suspicion`` describes earlier deaths with the first item. ``memberships`` are for
-    a worker in a gang. ``build`` builds the callable.
+    go to another process. ``suspicion`` describes earlier deaths on the first item. A worker in a gang uses
+    ``memberships``. ``build`` builds the callable.
     """
     worker = WorkerId(info.stage, info.number)
     membership = None if stage.gang is None else GangMembership(worker, memberships, tell, ports)
@@ -221,10 +221,10 @@ def job_of(
 def _try_again(
     job: OperatorJob, stage: Stage, ports: Ports, suspicion: Suspicion, tell: Callable[[Event], None]
 ) -> None:
-    """Decide whether to try the first item again, after workers died while processing it.
+    """Decide whether to try the first item again, because workers have died while processing it.
 
     An item that timed out too often fails. Its timeouts do not count as deaths. A batch is tried again as
-    long as each death reveals another deadly member.
+    long as each death reveals another member that kills its worker.
     """
     job.predecessors, deaths = suspicion.deaths, len(suspicion.deaths)
     late = 0 if stage.timeout is None else suspicion.deaths.count(item_timeout.exceeded(stage))
@@ -267,7 +267,7 @@ def end(
         tell(last)
     except (Closed, Broken):  # the run has ended
         reported = False
-    # The supervisor closes a failed worker's ports once it has broken the channels. If they were closed now,
+    # The supervisor closes a failed worker's ports once it has broken the channels. If it closed them now,
     # later stages would take the partial output for complete, and another worker would repeat the failed
     # item.
     if not (failed and reported):

@@ -1,7 +1,7 @@
 """Build a worker's callable: the user's function, or an instance of a callable class.
 
-Each worker builds one instance, and closes it at its end. The workers of an async stage may share one
-instance.
+Each worker builds one instance, and closes it when the worker ends. The workers of an async stage may share
+one instance.
 """
 
 from __future__ import annotations

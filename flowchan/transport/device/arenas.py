@@ -1,7 +1,7 @@
 """Manage device memory that other processes can open: arenas exported once, and blocks lent from them.
 
 A block returns when its last reference is dropped, possibly by the garbage collector in any thread. Returning
-it is therefore a single append, and the next ``take`` does the bookkeeping. A block is lent again only when
+it is therefore a single append, and the next ``take`` does the bookkeeping. A block is lent again only after
 the device has finished the last write to it. Arenas live as long as the process: freeing device memory waits
 for the whole device, and another process may be reading the arena.
 """
@@ -29,7 +29,7 @@ UNIT = 512
 
 
 class ArenaFull(Exception):
-    """No device memory can be shared, so the tensor travels through host memory."""
+    """No device memory can be shared, so the tensor is copied through host memory."""
 
 
 class Device(Protocol):
@@ -66,10 +66,10 @@ class Device(Protocol):
         """Enqueue a copy from the memory into a new tensor of the given form, and return the tensor."""
 
     def share_event(self, device: str) -> tuple[Any, bytes]:
-        """Make an event that other processes can wait for, and return it with its handle."""
+        """Make an event for which other processes can wait, and return it with its handle."""
 
     def open_event(self, device: str, handle: bytes) -> Any:
-        """Open an event by a handle that another process exported."""
+        """Open an event for which this process can wait, by a handle that another process exported."""
 
     def event(self, device: str) -> Any:
         """Make an event for this process alone."""
@@ -120,7 +120,7 @@ class Arena:
 
 
 class SharedEvent:
-    """Event of this process that other processes can wait for."""
+    """An event of this process for which other processes can wait."""
 
     def __init__(self, event: Any, handle: bytes) -> None:
         self.event, self.handle = event, handle

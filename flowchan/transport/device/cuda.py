@@ -2,8 +2,8 @@
 
 Copies, streams and events use torch. Shared memory uses the driver directly, with functions that every driver
 since CUDA 9 has. The allocator of torch may return memory without a handle, such as expandable segments. The
-sharing of storages in torch keeps separate reference counts in files. Each call uses the device's primary
-context, like torch.
+sharing of storages in torch keeps its reference counts in files. Each call uses the device's primary context,
+like torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class IpcHandle(ctypes.Structure):
 
 
 class Driver:
-    """Calls those functions of ``libcuda`` that torch lacks. A call that fails raises ``OSError``."""
+    """Calls those functions of ``libcuda`` that torch lacks. A failed call raises ``OSError``."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         calls = self._calls = ctypes.CDLL(library)

@@ -5,25 +5,26 @@ memory. The item contains a handle of the allocation, an offset, and an event th
 Neither the sender nor the receiver waits: only the receiver's stream waits for the event. *Get.* The receiver
 opens the allocation once, and closes it only when its owner has ended. It copies the contents into new
 memory. An item is thus a copy, as always between processes, and the sender may write to its tensor
-immediately. The receiver owns the received tensor: it may write to it and keep it, even after the sender has
-ended. An item that returns to the channel because a worker died is intact, even if that worker changed its
-copy. The cost is two copies at the speed of device memory, and as much memory as is in flight.
+immediately. The receiver owns the received tensor: it may write to the tensor and keep it, even after the
+sender has ended. An item that returns to the channel because a worker died is intact, even if that worker
+changed its copy. The cost is two copies at the speed of device memory, and memory for the contents of all
+items in flight.
 
 *Lifetime of a block.* A block is kept until its item has ended and the receiver's copy is complete. The item
 is PINNED (frame.hpp): it has an id, and the channel knows which ids exist. A receiver holds the item by a
 view (``keep``) until its copy is complete. This works even if a receiver is killed, because the channel
-itself detects the death. A process that exits waits until it keeps no more blocks, or until no process can
-read them. If nothing is read for ``FLOWCHAN_CUDA_EXIT_WAIT`` seconds (60), it prints a message and gives up.
-If a process is killed or calls ``os._exit``, the contents of its items are lost, and getting them raises
+detects the death. A process that exits waits until it keeps no more blocks, or until no process can read
+them. If nothing is read for ``FLOWCHAN_CUDA_EXIT_WAIT`` seconds (60), it prints a message and gives up. If a
+process is killed or calls ``os._exit``, the contents of its items are lost, and getting them raises
 ``ChannelError``.
 
-*Host memory instead.* These tensors travel through host memory:
+*Host memory instead.* These tensors are copied through host memory:
 
 - Tensors for another host, where they arrive on the device with the same number.
 - All tensors that a process puts with ``FLOWCHAN_CUDA_IPC=0`` in its environment.
 - Tensors for which no shared device memory is free.
 
-Tensors in expandable segments need no detour, because blocks do not come from torch's allocator.
+Tensors in expandable segments can be shared like others, because blocks do not come from torch's allocator.
 
 A :class:`Device` represents each kind of device. It is ``cuda`` for CUDA tensors; tests use a fake one.
 """
@@ -52,7 +53,7 @@ SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
 MAGIC = b"flowchan device memory\0"
 EVERY_FEW = 16  # number of items to keep before the first check of which still exist
-# seconds between checks for running copies; checking stops after this many checks in a row find none
+# seconds between checks for running copies; checks stop after this many in a row have found none
 POLL_INTERVAL_S, IDLE_POLLS = 0.02, 25
 
 
@@ -331,7 +332,10 @@ def _open_owner(place: DeviceKind) -> Owner:
 
 
 def _close_ended() -> None:
-    """Close the memory of processes that have ended. Call this rarely, because it may wait for the device."""
+    """Close the memory of processes that have ended.
+
+    Callers rarely do this, because it may wait for the device.
+    """
     busy = {copy.owner for copy in _state.copies}
     for token, owner in _state.owners.items():
         if token not in busy and owner.has_ended():
@@ -357,13 +361,13 @@ def settle() -> None:
         try:
             if not copy.device.done(copy.event):
                 copies.append(copy)
-        # a failed device does not finish its copies; its next use reports the failure
+        # a failed device does not finish its copies; its next use raises an error
         except RuntimeError:
             continue
 
 
 def _settle_in_background() -> None:
-    """Release items in the background for a while, because this process may not get another one."""
+    """Release items in the background for a while, because this process may not receive another item."""
     with _state.lock:
         if not _state.settling:
             _state.settling = True
