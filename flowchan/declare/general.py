@@ -156,15 +156,13 @@ class General(Builder):
                     or a pool.
                 workers (int): Number of workers (default: 1).
                 capacity (int): Capacity of each output channel in items (default: 64).
-                restarts (int): Maximum number of dead worker processes replaced within 60 seconds of work
-                    (default: 10).
+                restarts (int): Maximum number of dead workers replaced within 60 s of work (default: 10).
                 restartable (bool): True if the function keeps no state between items, so a dead worker
                     process can be replaced (default: False).
                 elastic (bool): For a gang: restart only the dead worker (default: False; implies
                     ``restartable``). The other workers keep their processes. Their function is called again
                     twice: with the group of survivors, and then with the complete group.
-                gpus (float): Number of GPUs for each worker process (default: 0); below 1, a share of one
-                    GPU.
+                gpus (float): Number of GPUs per worker process (default: 0); below 1, a share of one GPU.
                 per_worker (str or tuple): Name of an ``In`` parameter, or a tuple of names (default: none).
                     Its items are pairs ``(worker, item)``, and each goes to the worker with that number,
                     counted from 1.

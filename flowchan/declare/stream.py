@@ -118,8 +118,7 @@ class Stream(StreamEnd[T_co]):
                 share_instance (bool): Whether all coroutines share one instance of a class (default: False).
                 restarts (int): Maximum number of dead workers replaced within 60 s of work (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
-                gpus (float): Number of GPUs for each worker process (default: 0); below 1, a share of one
-                    GPU.
+                gpus (float): Number of GPUs per worker process (default: 0); below 1, a share of one GPU.
                 key (function): Function that returns the key of an item (default: none). Items with equal
                     keys are processed one after another, in stream order.
                 concurrency_per_key (int): Maximum number of items with equal keys at a time (default: 1).

@@ -9,9 +9,9 @@ and its receiver.
 
 Invariants. The owner sends items to the plain calls only while one of them waits. After some milliseconds, it
 takes back items that were not taken. It grants plain puts only as far as its channel has room. The channel
-thus keeps its capacity, unless two processes use the same room at the same time. A call that times out asks
-the owner once more before it fails, because an item may be in transit. The page docs/remote_channels.md lists the
-differences from a local channel.
+therefore keeps its capacity, unless two processes use the same room at the same time. A call that times out
+asks the owner once more before it fails, because an item may be in transit. The page docs/remote_channels.md
+lists the differences from a local channel.
 """
 
 from __future__ import annotations
