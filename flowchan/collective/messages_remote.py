@@ -2,7 +2,7 @@
 
 Every member has a listening thread. A sent message waits in a channel until a thread has connected to the
 receiver and forwards it. At the receiver, a thread puts it into the channel that ``receive`` reads. A sender
-thus waits for the receiver only while these channels are full.
+therefore waits for the receiver only while these channels are full.
 
 A member *watches* a peer from which it expects a first message. Such a connection carries only one kind of
 message: that the peer is leaving.

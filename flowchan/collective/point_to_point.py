@@ -339,7 +339,7 @@ class SameHostPeer:
         return self._out
 
     def _put_unfound(self, port: Out[Any], x: Any, timeout: float | None) -> None:
-        """Put a message for a receiver that has yet to open the channel.
+        """Put a message for a receiver that has not opened the channel yet.
 
         If such a receiver ends, the channel does not break, so the receiver's state is checked here. If the
         channel is full, wait until the receiver opens it, because each new attempt would serialise the

@@ -78,7 +78,7 @@ class Shrinking(Generic[M]):
         old._take_slot()
         try:
             old._give_up()  # members that still use the old group raise MemberDied
-            old._local.close(wait=False)  # so do members that wait for messages from this one
+            old._local.close(wait=False)  # members that wait for messages from this one raise it too
             for member in self._others:
                 old._publish_channel(member, 0, COME, True)
             while (new := self._try()) is None:

@@ -66,7 +66,7 @@ class WorkOptions(NameOption, total=False):
     """Number of worker deaths after which an item counts as failed (default: 3)."""
     gpus: float
     """Number of GPUs reserved for each worker process (default: 0). A number below 1, such as 0.5, is a share
-    of one GPU. With 0, a worker sees every GPU that the program or its host sees."""
+    of one GPU. With 0, a worker can use every GPU that the program or its host can use."""
 
 
 class ItemOptions(WorkOptions, total=False):

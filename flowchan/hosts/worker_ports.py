@@ -28,7 +28,7 @@ class WorkerPorts:
         info: Facts that the worker knows about itself.
         process_ended: True if its process has ended and not been replaced.
         failed: True if it has reported a failure.
-        blame: True if the item that it held may have killed it.
+        blame: True if the item that the worker held may have killed the worker.
         ended: Its report that it has ended; its last outputs may be in transit until ``finished``.
         finished: True if all its outputs have arrived.
         kill_by: When its agent must have killed it.

@@ -6,8 +6,9 @@ wakes the first sleeper on each side that can continue. A woken sleeper wakes th
 changes wake k sleepers.
 
 Invariants (C8). While a woken waiter has not run, its side wakes no other, unless the channel has ended.
-Every woken waiter runs and then wakes the next one, whether its call succeeds or not. A waiter that was woken
-twice in vain and has waited for 20 ms is starving. Newcomers then let it go first if it can continue.
+Every woken waiter runs and then wakes the next one, whether its call succeeds or not. A waiter is starving if
+it has waited for 20 ms and was woken twice without being able to continue. New waiters then let it go first
+if it can continue.
 
 Interrupts. Python runs signal handlers between any two bytecodes of the main thread. Ctrl-C and SIGTERM are
 deferred while the lock is held, so they always find a consistent queue. A destructor or another handler may

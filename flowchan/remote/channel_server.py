@@ -372,7 +372,7 @@ class ChannelServer:
         if not isinstance(id, str) or not isinstance(pid, int) or id in self._given_up:
             return None
         if differs(hello):
-            return None  # the client sees this server's version and raises the error
+            return None  # the client receives this server's version and raises the error
         if id not in self._sessions:
             if hello.get("again"):
                 return None

@@ -36,7 +36,7 @@ from flowchan.transport.versions import differs, versions
 PEER_TIMEOUT_S = 10.0
 """Seconds to wait for a reply from an owner that this process is not connected to yet."""
 REPLY_TIMEOUT_S = 1.0
-"""Extra seconds to wait for a reply, on top of the call's timeout and two round trips."""
+"""Seconds to wait for a reply, in addition to the call's timeout and two round trips."""
 EXIT_TIMEOUT_S = 2.0
 """Seconds for which an exiting process waits for its items in transit."""
 
@@ -120,7 +120,7 @@ class Connection(Calls):
 
         Args:
             channel: Number of the channel.
-            within: Seconds to wait for the reply, on top of two round trips (default: no limit).
+            within: Seconds to wait for the reply, in addition to two round trips (default: no limit).
 
         Returns:
             The channel's capacity, ``max_bytes`` and name.

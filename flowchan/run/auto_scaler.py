@@ -41,7 +41,7 @@ class AutoScaler:
         self._scaler = Scaler(limits)
         self._begin: RunStats | None = None  # at the beginning of the window
         self._ready = False
-        self._chosen: set[Scale] = set()  # changes that the supervisor has yet to carry out
+        self._chosen: set[Scale] = set()  # changes that the supervisor has not made yet
         self.next_at = time.monotonic() + POLL_S if limits else math.inf
 
     @property

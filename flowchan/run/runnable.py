@@ -163,9 +163,9 @@ class Runnable(ABC):
                 length, this includes totals and remaining time.
             resume: Path of a file that records which source items have left the graph (default: no file). The
                 file is created if it does not exist. If the program dies, the next run with this path skips
-                these items and processes all others, so sinks may see some items twice. The results contain
-                only items of this run. Sources must yield the same items in the same order each time; new
-                items may follow.
+                these items and processes all others, so sinks may receive some items twice. The results
+                contain only items of this run. Sources must yield the same items in the same order each time;
+                new items may follow.
             page: Serve a live page of the run on this machine, and print its address to standard error
                 (default: False).
             metrics: Port on which the run serves its metrics; see :meth:`start`.

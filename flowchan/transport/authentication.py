@@ -88,7 +88,7 @@ def meet(
         that encrypts the data (``tls.py``) and ends when the socket is closed.
 
     Raises:
-        Refused: The peer does not know the secret, is silent, or speaks another protocol. The message, one
+        Refused: The peer does not know the secret, sends nothing, or uses another protocol. The message, one
             line, contains the peer's address.
     """
     try:

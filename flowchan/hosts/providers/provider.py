@@ -40,7 +40,7 @@ class StartedAgent(Protocol):
         """
 
     def waits(self) -> bool:
-        """Return whether the agent has yet to be placed on a host. Do not wait."""
+        """Return whether the agent has not been placed on a host yet. Do not wait."""
 
     def kill(self) -> None:
         """End the agent and release its resources, as far as this machine can. Do not wait."""

@@ -98,7 +98,7 @@ def _unreached(host: str, code: int, output: ProcessOutput) -> str:
 def ssh(*hosts: str | Mapping[str, int], python: str = "python3", address: str | None = None) -> Ssh:
     """Make a provider of one agent on each host, started with the system's ``ssh`` without a password.
 
-    Killing an agent only cuts it off: it ends when its peer timeout expires.
+    Killing an agent only ends its connection: the agent itself ends when its peer timeout expires.
 
     Args:
         hosts: Hosts as ``ssh`` accepts them: ``"gpu1"``, ``"user@gpu2"``. Alternatively one mapping, which

@@ -28,7 +28,7 @@ from flowchan.run.worker.port_release import broken_by
 
 
 class RunChannels(Protocol):
-    """Channels of a run, as the supervisor sees them."""
+    """Channels of a run, in the form that the supervisor uses."""
 
     def stop_sources(self) -> None:
         """Close the channels of all sources and inputs."""

@@ -171,7 +171,7 @@ def _edge(snapshot: Snapshot, share: int) -> EdgeStats:
 
 @dataclass(frozen=True, slots=True)
 class _StageInput:
-    """Facts about one stage.
+    """Inputs for the statistics of one stage.
 
     ``broken`` is the number of failed items that ended the run or came from ``ask``. ``worked`` comes from
     the clocks of the workers.

@@ -106,7 +106,7 @@ class FreeMemory:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Change whose effect has yet to be checked.
+    """Change whose effect has not been checked yet.
 
     Attributes:
         before: Numbers of workers of the changed stages before the change.

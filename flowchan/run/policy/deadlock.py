@@ -50,8 +50,8 @@ class Waits:
     """Waits of workers on other hosts, which no channel in this process shows.
 
     Each host receives the question, and sends the answer, over the connection that also carries its items. An
-    item in transit during one observation has thus arrived before the next one, however slow the connection
-    is. The counts then include it.
+    item in transit during one observation has therefore arrived before the next one, however slow the
+    connection is. The counts then include it.
 
     Attributes:
         reading, writing: Number of remote workers that wait to take an item or to put one, by channel.
@@ -85,7 +85,7 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Facts about a run at one moment that decide whether any worker can move.
+    """State of a run at one moment, which shows whether any worker can move.
 
     Attributes:
         stats: Statistics of the run.

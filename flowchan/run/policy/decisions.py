@@ -15,9 +15,9 @@ In *stopping*, the sources are stopped and the other stages process the remainin
 unless the user sets one. In *failing* and *aborting*, all channels are broken.
 
 Processes still running after ``GRACE`` seconds are terminated, and after twice that time they are killed. A
-thread stuck in user code cannot be ended, so it is abandoned. In *finishing*, no stage has failed: all stages
-whose effects the user sees have ended, and the sources are stopped. The remaining workers are no longer
-needed, for example a source that waits for its device.
+thread stuck in user code cannot be ended, so it is abandoned. In *finishing*, workers are ended in the same
+way, although no stage has failed. All stages whose effects the user sees have ended, and the sources are
+stopped. The remaining workers are no longer needed, for example a source that waits for its device.
 
 A worker process that dies in *running* or *stopping* is replaced as long as its stage has restarts left
 (``policy/restart_limit.py``). The first replacement starts at once, and each later one after a pause, which

@@ -33,8 +33,9 @@ It is a plain tuple, because the codec of channels encodes tuples fast, and ther
 class FinishedItems:
     """Items of one source that earlier runs finished.
 
-    All sources of a graph share one sequence of numbers. The source with index ``source`` has items number
-    ``source``, ``source + sources``, and so on. Bit n of ``bits`` is set if item n is finished.
+    All sources of a graph share one sequence of numbers. The source with index ``source`` has the
+    items with the numbers ``source``, ``source + sources``, and so on. Bit n of ``bits`` is set if item n is
+    finished.
     """
 
     source: int = 0

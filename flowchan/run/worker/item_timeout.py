@@ -1,7 +1,7 @@
 """Limit the time for one item in a worker process: ``timeout=``.
 
 A kernel timer kills the process, even in C code that holds the GIL. Just before, the process writes its
-Python stacks, for the log. A timeout is thus a death blamed on the item, and the supervisor replaces the
+Python stacks, for the log. A timeout is therefore a death blamed on the item, and the supervisor replaces the
 worker. The replacement retries the item if the stage has retries left; otherwise the item fails.
 """
 

@@ -4,7 +4,7 @@
 memory. The item contains a handle of the allocation, an offset, and an event that marks the end of the copy.
 Neither the sender nor the receiver waits: only the receiver's stream waits for the event. *Get.* The receiver
 opens the allocation once, and closes it only when its owner has ended. It copies the contents into new
-memory. An item is thus a copy, as always between processes, and the sender may write to its tensor
+memory. An item is therefore a copy, as always between processes, and the sender may write to its tensor
 immediately. The receiver owns the received tensor: it may write to the tensor and keep it, even after the
 sender has ended. An item that returns to the channel because a worker died is intact, even if that worker
 changed its copy. The cost is two copies at the speed of device memory, and memory for the contents of all
