@@ -9,7 +9,7 @@ A channel call ends in one of five ways:
 - An argument is wrong: ``TypeError`` or ``ValueError``.
 
 A graph call may also raise :class:`GraphError` (the declaration is wrong) or :class:`RunError` (a stage
-failed). Ctrl-C raises :class:`Interrupted`, which carries the results so far.
+failed). Ctrl-C raises :class:`Interrupted`, which contains the results so far.
 """
 
 from __future__ import annotations

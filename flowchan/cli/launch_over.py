@@ -44,7 +44,7 @@ class OutputLine:
 
 @dataclass(frozen=True)
 class RankEnded:
-    """All ranks on a host have ended; carries the host's first failure."""
+    """All ranks on a host have ended; has the host's first failure."""
 
     failure: str
 

@@ -1,4 +1,4 @@
-"""Define a group member: its messages to other members, groups within the group, and its end.
+"""Implement one member of a group: its messages to other members, groups within the group, and its end.
 
 ``collectives.py`` has the collective operations.
 """

@@ -108,7 +108,7 @@ class Stream(StreamEnd[T_co]):
                 workers (int or "auto"): Number of workers (default: 1); see :func:`~flowchan.auto`.
                 ordered (bool): Whether several workers keep the order of the input (default: True).
                 capacity (int): Capacity of the output channel in items (default: 64).
-                retries (int): How often an item is retried if the function raises (default: 0).
+                retries (int): Number of times that an item is retried if the function raises (default: 0).
                 retry_delay (float): Seconds before each retry (default: 0).
                 retry_on (type or tuple): Exception types that trigger a retry (default: all).
                 timeout (float): Time limit for one item in seconds (default: none). An item that exceeds it

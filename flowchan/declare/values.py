@@ -32,7 +32,8 @@ DEFAULT_MAX_DEATHS = 3
 class Origin(NamedTuple):
     """Output port that an input reads.
 
-    If ``stage`` is empty, ``port`` is an index into the graph's table of loops or of foreign streams.
+    If ``stage`` is empty, ``port`` is an index into the graph's tables of loops and of streams from other
+    graphs.
     """
 
     stage: str

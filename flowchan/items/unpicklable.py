@@ -34,7 +34,7 @@ class _Nowhere:
     """File that discards its data, because only the error matters and the pickle may be large."""
 
     def write(self, data: Any) -> int:
-        return memoryview(data).nbytes  # large buffers arrive here uncopied
+        return memoryview(data).nbytes  # large buffers arrive here without a copy
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:

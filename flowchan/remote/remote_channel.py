@@ -383,7 +383,7 @@ def remote_channel(
 def make_remote(
     connection: Connection, place: str, secret: bytes, tls: bool, capacity: int
 ) -> RemoteChannel[Any]:
-    """Make a new channel at the owner behind this connection."""
+    """Make a new channel at the owner to which this connection leads."""
 
     def drop(reply: Reply) -> None:
         if reply.error is None:

@@ -53,7 +53,7 @@ class Run(ObservedRun):
     exception leaves the block, the run is aborted first.
 
     Ctrl-C, in the block or in a method that waits, stops the sources. Items in flight are finished unless a
-    second Ctrl-C aborts the run. The exception :class:`~flowchan.Interrupted` carries the results.
+    second Ctrl-C aborts the run. The exception :class:`~flowchan.Interrupted` contains the results.
 
     Example:
         >>> from flowchan import Graph
@@ -327,7 +327,7 @@ class Run(ObservedRun):
         Raises:
             TimeoutError: The run did not end within ``timeout`` seconds.
             RunError: A stage failed.
-            Interrupted: The program received Ctrl-C or SIGTERM. The exception carries the results.
+            Interrupted: The program received Ctrl-C or SIGTERM. The exception contains the results.
 
         Example:
             >>> from flowchan import Graph

@@ -182,7 +182,7 @@ class Runnable(ABC):
             OSError: The trace cannot be written. Nothing was started.
             RunError: A stage failed, or the disk is full.
             ValueError: ``trace`` does not end in ``.json`` or ``.json.gz``.
-            Interrupted: Ctrl-C or SIGTERM ended the run. This ``KeyboardInterrupt`` carries the finished
+            Interrupted: Ctrl-C or SIGTERM ended the run. This ``KeyboardInterrupt`` contains the finished
                 results.
 
         Example:

@@ -114,7 +114,7 @@ class TlsProxy:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     pass_fds=(other.fileno(), sock.fileno(), *handles),
-                    start_new_session=True,  # keeps Ctrl-C in the terminal from the proxy
+                    start_new_session=True,  # Ctrl-C in the terminal must not reach the proxy
                 )
         except BaseException:
             self.end.close()

@@ -1,4 +1,4 @@
-"""Train replicas of a torch module data-parallel, one on each member of a group.
+"""Implement data-parallel training of replicas of a torch module, one on each member of a group.
 
 :func:`synchronize` makes the replicas equal. One of these classes keeps them equal or close, and
 :func:`check_equal` compares them.

@@ -19,7 +19,7 @@ from flowchan.run.policy.plan import Plan
 from flowchan.run.worker.item_recorder import source_of
 
 COMPLETE_AFTER_NS = 1_200_000_000
-"""How long to wait for an item's other spans after the item has reached an end."""
+"""Time to wait for an item's other spans after the item has reached an end."""
 MOST_ITEMS = 4096
 """Maximum number of items followed at a time. If there are more, the oldest are dropped."""
 MOST_SPANS = 200

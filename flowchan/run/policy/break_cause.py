@@ -41,7 +41,7 @@ class Breaks:
         cause_of: Callable[[str], BaseException],
     ) -> None:
         self._plan = plan
-        # returns the names of one worker's broken channels; of all broken channels for None
+        # returns the names of a worker's broken channels, or of all broken channels for None
         self._broken = broken
         self._cause_of = cause_of
         self._aborts: list[Aborted] = []

@@ -6,8 +6,8 @@ next item get the marks of the sampled items that it holds. Only the first outpu
 so an item with many outputs is followed only once. The recorder measures when an item was taken and when its
 first output was put. It sends these times at intervals, and when the worker ends.
 
-Sampling. A source doubles the number of items between samples if they are too frequent, and halves it if they
-are too rare. This bounds the number of samples per second, whatever the item rate.
+Sampling. A source doubles the number of items between samples if samples are too frequent, and halves it if
+they are too rare. This bounds the number of samples per second, whatever the item rate.
 """
 
 from __future__ import annotations
