@@ -163,8 +163,8 @@ class AgentHandle:
     def close(self, give_up: float) -> None:
         """Wait until ``give_up`` for the agent to end, and release everything.
 
-        Call this after the agent has ended, or after :meth:`leave`. An agent that never dialled is not waited
-        for, because it has nothing to finish.
+        Call this after the agent has ended, or after :meth:`leave`. This does not wait for an agent that
+        never dialled, because such an agent has nothing to finish.
         """
         pause = threading.Event()
         while self.has_connected and not self._has_ended() and time.monotonic() < give_up:
