@@ -121,7 +121,7 @@ __all__ = [
     "worker",
 ]
 
-# Messages, tracebacks and pickles name the module that users import from.
+# Set the module that messages, tracebacks and pickles show to the module that users import from.
 for _name in __all__:
     globals()[_name].__module__ = "flowchan"
 del _name

@@ -1,15 +1,15 @@
-"""Define flowchan's exceptions, all derived from :class:`FlowchanError`.
+"""Define flowchan's exceptions, all of which derive from :class:`FlowchanError`.
 
 A channel call ends in one of five ways:
 
 - It succeeds.
-- It is not possible at the moment: :class:`Full`, :class:`Empty`.
+- It is impossible at the moment: :class:`Full` or :class:`Empty`.
 - The channel is closed: :class:`Closed`, or :class:`Drained` if it ended cleanly.
 - The channel failed: :class:`Broken`.
-- An argument is wrong: ``TypeError``, ``ValueError``.
+- An argument is wrong: ``TypeError`` or ``ValueError``.
 
 A graph call may also raise :class:`GraphError` (the declaration is wrong) or :class:`RunError` (a stage
-failed). Ctrl-C raises :class:`Interrupted`, which holds the results so far.
+failed). Ctrl-C raises :class:`Interrupted`, which contains the results so far.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 
 class FlowchanError(Exception):
-    """Base class of the exceptions that flowchan defines."""
+    """Base class of flowchan's exceptions."""
 
 
 class ChannelError(FlowchanError):
-    """Base class of the exceptions that channel calls raise, except for wrong arguments."""
+    """Base class of the exceptions that channel calls raise, except for invalid arguments."""
 
 
 class Closed(ChannelError):
     """The channel is closed and accepts no more items.
 
-    A channel closes when ``close()`` is called or its last reader ends.
+    A channel closes when ``close()`` is called, its last reader closes, or its last writer closes.
 
     Example:
         >>> from flowchan import Channel, Closed
@@ -49,7 +49,7 @@ class Closed(ChannelError):
 class Drained(Closed):
     """The channel ended cleanly: it is closed and empty, and no item is leased.
 
-    A ``for`` loop over the channel ends here instead of raising the exception.
+    A ``for`` loop over the channel then ends without an exception.
 
     Example:
         >>> from flowchan import Channel, Drained
@@ -64,10 +64,10 @@ class Drained(Closed):
 
 
 class Broken(ChannelError):
-    """The channel failed; ``__cause__`` is the reason.
+    """The channel failed; ``__cause__`` gives the reason.
 
-    A channel breaks if ``abort(cause)`` is called, if a process that held a counted writer dies, or if its
-    shared memory is damaged.
+    A channel breaks if ``abort(cause)`` is called, a process with a counted writer dies, or its shared memory
+    is damaged.
 
     Example:
         >>> from flowchan import Broken, Channel
@@ -82,7 +82,7 @@ class Broken(ChannelError):
 
 
 class Full(ChannelError, queue.Full, TimeoutError):
-    """The channel is full: the item could not be put immediately, or within ``timeout`` seconds.
+    """The channel had no room for the item, immediately or within ``timeout`` seconds.
 
     Example:
         >>> from flowchan import Channel, Full
@@ -97,7 +97,7 @@ class Full(ChannelError, queue.Full, TimeoutError):
 
 
 class Empty(ChannelError, queue.Empty, TimeoutError):
-    """The channel is empty but still open: no item was available immediately, or within ``timeout`` seconds.
+    """The channel had no item, immediately or within ``timeout`` seconds, but is still open.
 
     Example:
         >>> from flowchan import Channel, Empty
@@ -111,10 +111,10 @@ class Empty(ChannelError, queue.Empty, TimeoutError):
 
 
 class WorkerDied(FlowchanError):
-    """A worker process died: it was killed, it crashed, or code in it called ``os._exit``.
+    """A worker process died: it was killed, crashed, or called ``os._exit``.
 
     Attributes:
-        exitcode: Exit code of the process, or minus the number of the signal that killed it; ``None`` if
+        exitcode: Exit code of the process, or the negated number of the signal that killed it; ``None`` if
             unknown.
         pid: Process id, or ``None`` if unknown.
 
@@ -141,7 +141,7 @@ class WorkerDied(FlowchanError):
 
 
 def _needs_native(problem: str) -> RuntimeError:
-    """Return the error for a call that needs the compiled core."""
+    """Return the error for a call that the pure-Python core does not support."""
     return RuntimeError(
         f"{problem}; processes and hosts need flowchan's native module, which is available only on Linux"
     )
@@ -156,9 +156,9 @@ class ChildDied(FlowchanError):
 
     Attributes:
         number: Number of the child.
-        host: Name of the child's host; empty on the program's machine.
+        host: Name of the child's host; empty if the child ran on the program's machine.
         pid: Process id on that host; 0 if unknown.
-        signal: Number of the signal that killed the child; ``None`` without a signal or if it is unknown.
+        signal: Number of the signal that killed the child; ``None`` if there was none or it is unknown.
         exitcode: Exit code of the child; ``None`` if a signal killed the child or the code is unknown.
 
     Example:
@@ -199,7 +199,7 @@ def _child_died(
 
 
 class HostError(FlowchanError):
-    """A host cannot be used because its agent did not start or does not answer.
+    """A host is unusable because its agent did not start or does not answer.
 
     Attributes:
         host: Name of the host; empty if the error concerns all hosts.
@@ -223,7 +223,7 @@ class HostError(FlowchanError):
 
 
 class Refused(FlowchanError, ConnectionError):
-    """A connection between hosts failed during the handshake.
+    """The handshake of a connection between hosts failed.
 
     The peer did not prove that it knows the secret, did not answer, or spoke another protocol. The message
     contains the peer's address.
@@ -247,13 +247,13 @@ class GroupError(FlowchanError):
 
 
 class MemberDied(GroupError):
-    """A member of a group died or gave up during an operation, so the operation cannot complete.
+    """A group member died or gave up during an operation, so the operation cannot complete.
 
     Either all surviving members raise this exception, or none does.
 
     Attributes:
-        ranks: Ranks of the members that are gone.
-        operation: Name of the operation that raised the exception.
+        ranks: Ranks of the lost members.
+        operation: Name of the failed operation.
 
     Example:
         >>> from flowchan import MemberDied
@@ -275,7 +275,7 @@ class MemberDied(GroupError):
 
 
 class MemberLeft(MemberDied):
-    """A member closed its group while other members were still calling operations.
+    """A member closed its group while others were still calling operations.
 
     Example:
         >>> from flowchan import MemberLeft
@@ -292,9 +292,9 @@ class MemberLeft(MemberDied):
 
 
 class Mismatch(GroupError, ValueError):
-    """The members of a group called different operations, or the same one with conflicting arguments.
+    """Group members called different operations, or the same one with conflicting arguments.
 
-    All members raise this exception, and the message lists their calls. The group remains usable.
+    All members raise this exception, whose message lists their calls. The group stays usable.
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
@@ -312,10 +312,10 @@ class Mismatch(GroupError, ValueError):
 
 
 class LateItem(FlowchanError):
-    """An item came too late for its windows, or for its partners in a join.
+    """An item arrived too late for its windows, or for its partners in a join.
 
-    The item goes to the ``errors`` stream of the stage, if another stage reads that stream. Otherwise the run
-    ends with this error.
+    If another stage reads this stage's ``errors`` stream, the item goes there. Otherwise the run ends with
+    this error.
 
     Example:
         >>> from flowchan import Graph
@@ -329,9 +329,9 @@ class LateItem(FlowchanError):
 
 
 class Deadlock(FlowchanError):
-    """All workers of a run were waiting for channels, no item was in flight, and the run could not continue.
+    """All workers were waiting for channels and no item was in flight, so the run could not continue.
 
-    The message lists each waiting worker and its channel.
+    The message lists each waiting worker with its channel.
 
     Example:
         >>> from flowchan import Deadlock, Graph, In, RunError
@@ -360,13 +360,13 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Problem that a check found in a graph.
+    """Problem that ``check`` found in a graph.
 
     Attributes:
-        rule: Stable short name of the rule, such as "cycle", "unread" or "pickle".
+        rule: Short, stable name of the violated rule, such as "cycle", "unread" or "pickle".
         stage: Name of the stage; empty if the problem concerns the whole graph.
         where: Source line of the declaration.
-        message: Description of the problem and how to fix it.
+        message: Description of the problem and its remedy.
 
     Example:
         >>> from flowchan import Graph
@@ -418,12 +418,12 @@ class GraphError(FlowchanError):
 class StageError(FlowchanError):
     """A stage failed.
 
-    ``__cause__`` is the exception that the user's function raised, with the worker's own traceback as a note.
+    ``__cause__`` is the exception that the user's function raised, with the worker's traceback as a note.
 
     Attributes:
         stage: Name of the stage.
         worker: Name of the worker.
-        item: Text of the item that the worker was processing, or ``None`` if the worker had no item.
+        item: Text of the item that the worker was processing; ``None`` if it had none.
 
     Example:
         >>> from flowchan import Graph, RunError
@@ -443,7 +443,7 @@ class StageError(FlowchanError):
         self.worker = worker
         self.item = item
 
-    # If a run takes place inside a worker process, its errors are pickled and sent to the program.
+    # If a worker process runs a graph, it pickles the errors and sends them to the program.
     def __reduce__(self) -> tuple[Any, ...]:
         return _stage_error, (str(self), self.stage, self.worker, self.item, self.__cause__), self.__dict__
 
@@ -460,9 +460,9 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM ended a run.
 
     Attributes:
-        results: The results that are complete, in the form that ``run.wait()`` returns, with the items that
-            ``run.iter()`` had not yielded.
-        report: The run's report as text.
+        results: The complete results, as ``run.wait()`` returns them. For a stream that ``run.iter()`` was
+            reading, only the items not yielded yet.
+        report: Report of the run, as text.
         signal: Number of the signal: ``signal.SIGINT`` or ``signal.SIGTERM``.
         __cause__: The :class:`RunError` if a stage failed before the run ended.
 
@@ -489,7 +489,7 @@ class Interrupted(KeyboardInterrupt):
     ) -> None:
         super().__init__(message)
         self.signal = number
-        # returns the results and the report; if the run is still going on, waits until it ends
+        # returns the results and the report, after waiting for the run to end
         self._tell = tell
 
     @property
@@ -504,7 +504,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class RunError(ExceptionGroup[StageError], FlowchanError):
-    """A run failed; ``exceptions`` holds one :class:`StageError` per failure, in the order of the failures.
+    """A run failed; ``exceptions`` has one :class:`StageError` for each failure, in order.
 
     Example:
         >>> from flowchan import Graph, RunError
@@ -517,14 +517,14 @@ class RunError(ExceptionGroup[StageError], FlowchanError):
         int
     """
 
-    if TYPE_CHECKING:  # Typeshed declares that the group may also hold groups.
+    if TYPE_CHECKING:  # typeshed also allows groups inside the group
 
         @property
         def exceptions(self) -> tuple[StageError, ...]:
-            """One :class:`StageError` per failure, in the order of the failures."""
+            """One :class:`StageError` for each failure, in order."""
 
     def derive(self, excs: Sequence[StageError]) -> RunError:  # type: ignore[override]
-        """Return a run error with the same message and the given failures; ``except*`` calls this.
+        """Return a run error with the same message but these failures; ``except*`` calls this.
 
         Args:
             excs: The failures of the new error.

@@ -1,8 +1,8 @@
-"""Choose the core: the compiled module, or its Python replacement where the compiled one does not exist.
+"""Choose the core: the compiled module if it exists, otherwise its Python replacement.
 
-The compiled module needs Linux. Without it, channels between threads, graphs of threads, ``check`` and
-``viz`` work, and everything else raises ``RuntimeError``. ``flowchan/__init__.py`` imports this module before
-any module that imports ``flowchan._core``. No other module makes the choice.
+The compiled module needs Linux. Without it, only channels between threads, graphs of threads, ``check`` and
+``viz`` work; everything else raises ``RuntimeError``. ``flowchan/__init__.py`` imports this module before any
+module that imports ``flowchan._core``. Only this module makes the choice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from flowchan.errors import _needs_native
 
 SWITCH = "FLOWCHAN_PURE_PYTHON"
-"""Environment variable that hides the compiled module if it is "1"; tests use it."""
+"""Environment variable that hides the compiled module if set to "1"; tests use it."""
 
 _CORE = "flowchan._core"
 
@@ -26,15 +26,15 @@ def is_compiled() -> bool:
 
 
 def need_native(problem: str) -> None:
-    """Raise ``RuntimeError`` with ``problem`` unless this program uses the compiled core."""
+    """Raise ``RuntimeError(problem)`` unless this program uses the compiled core."""
     if not is_compiled():
         raise _needs_native(problem)
 
 
 def _choose() -> None:
-    """Load the core. An error of a compiled module that exists is raised."""
+    """Load the core. If a compiled module exists but fails to load, raise its error."""
     spec = None if os.environ.get(SWITCH) == "1" else importlib.util.find_spec(_CORE)
-    if spec is None or spec.origin is None:  # in a source tree without a build, only the folder exists
+    if spec is None or spec.origin is None:  # a source tree without a build has only the folder
         sys.modules[_CORE] = importlib.import_module("flowchan.pure.core")
 
 

@@ -1,1 +1,1 @@
-"""Public channel classes, which extend the channels and ports of the native core."""
+"""Public channel classes, which extend the native channels and ports."""

@@ -1,4 +1,4 @@
-"""Writing end of a ``per_worker`` input, with one port for each worker."""
+"""Define the writing end of a ``per_worker`` input, which has one port for each worker."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flowchan.items.text import shown
 class Addressed:
     """Send each item to the worker that the sender chooses.
 
-    A sender has an ``Addressed`` in place of an ``Out`` if the reader's input is declared with
-    ``per_worker``. Items are pairs ``(worker, item)``; workers are numbered from 1. A worker that has ended
-    receives no more items: ``put`` then calls ``unwanted``, or raises ``Closed`` without such a callback.
+    If the reader declared its input with ``per_worker``, the sender gets an ``Addressed`` instead of an
+    ``Out``. Items are pairs ``(worker, item)``; workers are numbered from 1. A worker that has ended receives
+    no more items: ``put`` then calls ``unwanted`` or, without this callback, raises ``Closed``.
 
     Args:
-        ports: Writing end of each worker's channel, in the order of the workers.
+        ports: Writing end of each worker's channel, in worker order.
         unwanted: Called once for each item whose worker has ended. Default: ``put`` raises ``Closed``.
     """
 
@@ -30,7 +30,7 @@ class Addressed:
         self._unwanted = unwanted
 
     def put(self, item: tuple[int, Any], timeout: float | None = None) -> None:
-        """Put an item into the channel of its worker, waiting up to ``timeout`` seconds for room."""
+        """Put an item into its worker's channel, waiting up to ``timeout`` seconds for room."""
         port, item = self._addressee(item)
         try:
             port.put(item, timeout)
@@ -38,11 +38,11 @@ class Addressed:
             self._ended(port, end)
 
     def put_nowait(self, item: tuple[int, Any], /) -> None:
-        """Put an item into the channel of its worker, or raise ``Full`` if the channel is full."""
+        """Put an item into its worker's channel, or raise ``Full`` if the channel is full."""
         self.put(item, 0)
 
     def put_many(self, items: Iterable[tuple[int, Any]], timeout: float | None = None) -> None:
-        """Put each item of an iterable, in order, waiting up to ``timeout`` seconds in total."""
+        """Put the items of an iterable in order, waiting up to ``timeout`` seconds in total."""
         until = None if timeout is None else time.monotonic() + timeout
         for number, item in enumerate(items):
             try:
@@ -52,7 +52,7 @@ class Addressed:
                 raise
 
     async def aput(self, item: tuple[int, Any]) -> None:
-        """Put an item as ``put`` does, without blocking the event loop."""
+        """Put an item like ``put``, without blocking the event loop."""
         port, item = self._addressee(item)
         try:
             await port.aput(item)
@@ -71,8 +71,8 @@ class Addressed:
         return self.ports[worker - 1], inner
 
     def _ended(self, port: Out[Any], end: Closed) -> None:
-        """Report an item whose channel has ended."""
-        # pickling the item raised this error, which concerns another channel
+        """Report an item whose channel is closed."""
+        # pickling the item raised this error, which is about another channel
         of_user = not port.channel.closed
         if self._unwanted is None or of_user or self.closed:
             raise end
@@ -80,12 +80,12 @@ class Addressed:
 
     @property
     def closed(self) -> bool:
-        """Return whether the channels of all workers are closed, so that no put can succeed."""
+        """Return whether the channels of all workers are closed, so no put can succeed."""
         return all(port.closed for port in self.ports)
 
     @property
     def channel(self) -> Any:
-        """Return a broken channel if any, else an open one, else the channel of worker 1."""
+        """Return a broken channel if there is one, else an open one, else the channel of worker 1."""
         channels = [port.channel for port in self.ports]
         still_open = next((channel for channel in channels if not channel.closed), channels[0])
         return next((channel for channel in channels if channel.broken), still_open)
@@ -106,5 +106,5 @@ class Addressed:
 
 
 def ports_of_end(end: Out[Any] | Addressed) -> tuple[Out[Any], ...]:
-    """Return the ports of a writing end."""
+    """Return the ports that make up a writing end."""
     return end.ports if isinstance(end, Addressed) else (end,)

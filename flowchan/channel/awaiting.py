@@ -1,10 +1,10 @@
-"""``await`` on channels and ports, for asyncio (C9).
+"""Make channels and ports awaitable for asyncio (C9).
 
-A coroutine that cannot continue joins the wait queue of the channel, as a thread would. It registers the wait
-with a :class:`Watcher` of its event loop. The watcher's thread sleeps on all registered waits at once, and
-notifies the loop of the waits that have been woken. The coroutines then try their operations again. A wait
-therefore does not need a separate thread. Items are taken only in the loop's thread, in the same step that
-returns them, so a cancelled call has not taken an item.
+A coroutine that cannot continue joins the channel's wait queue, as a thread would. It registers the wait with
+a :class:`Watcher` of its event loop. The watcher's thread sleeps on all registered waits at once, and tells
+the loop which waits have been woken. The coroutines then try their operations again. A wait therefore does
+not need a separate thread. Only the loop's thread takes items, in the same step that returns them, so a
+cancelled call never loses an item.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MOST = 127  # waits per thread: the limit of futex_waitv, minus one for waking the watcher itself
+MOST = 127  # number of waits per thread: the limit of futex_waitv, minus one for waking the watcher itself
 SLICE = 0.1
-"""Seconds after which a watcher checks whether its loop has ended, or whether a process that should have
-woken a waiter has died."""
+"""Seconds between checks for the end of the watcher's loop, and for the death of a process that should have
+woken a waiter."""
 LONG = 1.0
-"""Seconds between these checks if only threads of this process use the channels."""
+"""Seconds between these checks if only this process uses the channels."""
 
 
 class Watcher:
@@ -41,7 +41,7 @@ class Watcher:
     IDLE = 1.0
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # weak: an idle watcher does not keep the loop alive; the future of a wait keeps it alive
+        # weak, so that an idle watcher does not keep the loop alive; the future of each wait does
         self._loop = weakref.ref(loop)
         self._lock = threading.Lock()
         self._waits: dict[asyncio.Future[None], tuple[Await, asyncio.Task[Any] | None]] = {}
@@ -66,13 +66,13 @@ class Watcher:
         self._watch.ring()
 
     def remove(self, future: asyncio.Future[None]) -> None:
-        """Remove the wait that belongs to ``future``."""
+        """Remove the wait of ``future``."""
         with self._lock:
             self._waits.pop(future, None)
         self._watch.ring()
 
     def end(self) -> None:
-        """End the thread now. No wait may be left."""
+        """End the thread now. The caller ensures that no wait is left."""
         self._over = True
         self._watch.ring()
         thread = self._thread
@@ -80,7 +80,7 @@ class Watcher:
             thread.join()
 
     def waits(self) -> list[tuple[asyncio.Task[Any] | None, Any]]:
-        """Return a pair for each wait: its task, if any, and its channel."""
+        """Return the task, if any, and the channel of each wait."""
         with self._lock:
             return [(task, wait.channel) for wait, task in self._waits.values()]
 
@@ -105,15 +105,15 @@ class Watcher:
                     loop.call_soon_threadsafe(_tell, futures)
                 except RuntimeError:
                     break  # the loop was closed
-            del loop, waits, futures  # so that no finished future stays alive during the sleep
+            del loop, waits, futures  # do not keep finished futures alive while this thread sleeps
         with self._lock:
             left = [wait for wait, _ in self._waits.values()]
-            self._waits.clear()  # the waits keep the loop alive, and nothing will complete them
+            self._waits.clear()  # the waits keep the loop alive, although nothing will complete them
         for wait in left:
             wait.leave(True)
 
     def _take(self, changed: list[tuple[asyncio.Future[None], Await]]) -> list[asyncio.Future[None]]:
-        """Remove the woken waits, and return the futures of those that have not been cancelled."""
+        """Remove the woken waits, and return the futures of those that were not cancelled."""
         futures = []
         with self._lock:
             for future, wait in changed:
@@ -140,7 +140,10 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 
 
 def end_waits() -> None:
-    """End the running loop's watchers, because the loop is about to close and all its waits have ended."""
+    """End the running loop's watchers.
+
+    Call this when the loop is about to close and all its waits have ended.
+    """
     for watcher in _watchers.pop(_running_loop(), []):
         watcher.end()
 
@@ -156,7 +159,7 @@ def _watcher(loop: asyncio.AbstractEventLoop) -> Watcher:
 
 
 async def _changed(wait: Await) -> None:
-    """Sleep until ``wait`` is woken; it has then left the channel's wait queue."""
+    """Sleep until ``wait`` is woken, which also removes it from the channel's wait queue."""
     loop = _running_loop()
     watcher = _watcher(loop)
     future: asyncio.Future[None] = loop.create_future()
@@ -165,7 +168,7 @@ async def _changed(wait: Await) -> None:
         await future
     except BaseException:
         watcher.remove(future)
-        wait.leave(True)  # passes on a wake-up that this call may have received
+        wait.leave(True)  # passes on a wake-up that this call may have consumed
         raise
 
 
@@ -179,7 +182,7 @@ async def aput(self: Writable[T], item: T) -> None:  # noqa: D417 - a method of 
         Closed: The channel is closed.
         Broken: The channel is broken.
         TypeError: The item cannot be serialised for another process.
-        asyncio.CancelledError: The task was cancelled. The item is not in the channel.
+        asyncio.CancelledError: The task was cancelled. The item has not been put.
 
     Example:
         >>> import asyncio
@@ -196,7 +199,8 @@ async def aput(self: Writable[T], item: T) -> None:  # noqa: D417 - a method of 
         pass
     again = False
     while True:
-        wait = Await(self, False, again)  # before the next try, so that a later change wakes this call
+        # registered before the next try, so that any change after the try wakes this call
+        wait = Await(self, False, again)
         try:
             self.put_nowait(item)
         except Full:
@@ -219,7 +223,7 @@ async def aget(self: Readable[T]) -> T:
     Raises:
         Drained: The channel is closed and empty.
         Broken: The channel is broken.
-        asyncio.CancelledError: The task was cancelled. No item has left the channel.
+        asyncio.CancelledError: The task was cancelled. No item has been taken.
 
     Example:
         >>> import asyncio
@@ -263,9 +267,9 @@ def aiter_items(self: T) -> T:
 
 
 def waits_of_loops() -> list[tuple[asyncio.AbstractEventLoop, list[tuple[asyncio.Task[Any] | None, Any]]]]:
-    """Return each event loop in which a channel has been awaited, with the loop's current waits.
+    """Return each event loop that has awaited a channel, with its current waits.
 
-    Each wait is given as a pair: its task, if any, and its channel.
+    Each wait is a pair: its task, if any, and its channel.
     """
     return [
         (loop, [wait for watcher in watchers for wait in watcher.waits()])

@@ -1,8 +1,8 @@
-"""The channel: a bounded, closable FIFO with one contract on every transport.
+"""The channel: a bounded, closable FIFO with the same contract on every transport.
 
 The contract, C1 to C16, is in docs/explanation/contract.md; ``tests/contract/`` tests each clause. Methods
-such as ``put`` and ``get`` are native and inherited from the core. This module checks the constructor's
-arguments, builds the statistics, and moves channels to other processes.
+such as ``put`` and ``get`` are inherited from the native core. This module checks constructor arguments,
+builds statistics, and moves channels to other processes.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ __all__ = ["Channel", "ChannelStats", "Holder", "In", "Out"]
 T = TypeVar("T")
 
 hears_aborts: ContextVar[Callable[[Channel[Any], BaseException | None], None] | None]
-"""Function to call before a channel is aborted in this thread or task; set by the runner of a stage."""
+"""Function to call before this thread or task aborts a channel; the stage's runner sets it."""
 hears_aborts = ContextVar("hears_aborts", default=None)
 
 _NO_LIMIT = 2**64 - 1
 LARGEST = 10**15
 _BY_TRANSPORT: Any = object()
-"""The default of ``capacity``, because ``None`` means no limit."""
-_UNBOUNDED = 2 * LARGEST  # more than memory can hold, and more than a caller may pass
+"""Default of ``capacity``; it cannot be ``None``, which means no limit."""
+_UNBOUNDED = 2 * LARGEST  # more items than memory can hold, and more than a caller may request
 _MOST_BY_DEFAULT = 16 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Process that keeps a channel's memory in use through arrays, tensors or memory views.
+    """Process that keeps memory of a channel in use through arrays, tensors or memory views.
 
-    The process has received these objects and still refers to them, or it has them on loan.
+    It still refers to objects that it received, or it has objects on loan.
 
     Attributes:
-        pid: ID of the process.
+        pid: Process id.
         blocks: Number of memory blocks that the process keeps in use.
         bytes: Total size of these blocks.
 
@@ -82,30 +82,31 @@ class Holder:
 class ChannelStats:
     """Statistics of a channel at one moment (C15).
 
-    Times are in seconds. ``read_wait`` and ``write_wait`` are sums over all readers and all writers of the
-    channel, including those that are waiting now.
+    Times are in seconds. ``read_wait`` and ``write_wait`` are totals over all readers or writers, including
+    those waiting now.
 
     Attributes:
         items_in: Items put since the channel was created.
         items_out: Items taken since the channel was created.
         bytes_in: Bytes put since the channel was created.
-        inside: Items inside now.
-        leased: Items that have been taken through a port but are not finished.
+        inside: Items in the channel now.
+        leased: Items taken through a port but not yet finished.
         waiting_readers: Readers that are waiting now.
         waiting_writers: Writers that are waiting now.
         readers: Open reading ends.
         writers: Open writing ends.
-        read_wait: Time that readers have spent waiting.
-        write_wait: Time that writers have spent waiting.
-        turn_wait: Part of ``write_wait`` in which ordered writers waited for their turn at an empty channel.
-        readers_waiting_for: Time for which at least one reader has been waiting without a break.
-        writers_waiting_for: Time for which at least one writer has been waiting without a break.
+        read_wait: Total time that readers have waited.
+        write_wait: Total time that writers have waited.
+        turn_wait: Part of ``write_wait``: ordered writers waited for their turn although the channel was
+            empty.
+        readers_waiting_for: How long at least one reader has been waiting without interruption.
+        writers_waiting_for: How long at least one writer has been waiting without interruption.
         selecting: Waiters that another event may also wake (``select``, ``await``, a timeout).
-        woken: Waiters that have been signalled but are not running yet.
+        woken: Waiters that have been woken but are not running yet.
         awaiting: Waiters in ``selecting`` that are coroutines in this process.
-        bytes_inside: Bytes that count against ``max_bytes``.
-        short_of_bytes: True if a writer is waiting because of ``max_bytes`` rather than ``capacity``.
-        holders: Processes that keep blocks of the channel's memory in use.
+        bytes_inside: Bytes in the channel that count against ``max_bytes``.
+        short_of_bytes: True if a writer waits because of ``max_bytes`` rather than ``capacity``.
+        holders: Processes that keep memory blocks of the channel in use.
 
     Example:
         >>> from flowchan import Channel
@@ -139,7 +140,7 @@ class ChannelStats:
 
 
 class Reached(Protocol):
-    """Access to a channel across hosts: its address, its settings and its pickled form."""
+    """Access to a channel across hosts: its address, settings and pickled form."""
 
     address: str
     secret: bytes
@@ -153,29 +154,29 @@ class Reached(Protocol):
 
 
 def most_bytes() -> int:
-    """Return the default ``max_bytes`` of a channel between processes."""
+    """Return the default ``max_bytes`` of channels between processes."""
     return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2, _MOST_BY_DEFAULT)
 
 
 class Channel(_core.Channel[T]):
-    """A bounded FIFO of items with any number of writers and readers.
+    """Bounded FIFO of items with any number of writers and readers.
 
-    A channel is first open, then closed, and finally drained; or it is broken. All transports keep the same
-    contract (docs/explanation/contract.md).
+    A channel is first open, then closed and finally drained, unless it fails: then it is broken. All
+    transports fulfil the same contract (docs/explanation/contract.md).
 
     Args:
         capacity: Number of items at which ``put`` waits (default: 4,096 for threads, otherwise 64). ``None``
             sets no limit and is allowed only for threads.
         across: ``"threads"`` (the default) passes references within one process. ``"processes"`` passes
-            copies through shared memory. ``"hosts"`` does the same, and programs on other hosts can also open
-            the channel (docs/remote_channels.md).
+            copies through shared memory. ``"hosts"`` does the same, and lets programs on other hosts open the
+            channel (docs/remote_channels.md).
         max_bytes: Number of bytes at which ``put`` waits (default: no limit for threads; otherwise half of
             the machine's memory, but at most 16 GiB). Memory is allocated on demand.
 
     Raises:
         ValueError: An argument is out of range, or ``across`` is unknown.
-        TypeError: An argument has the wrong type or a misspelt name.
-        OSError: The machine lacks memory or descriptors.
+        TypeError: An argument has the wrong type or an unknown name.
+        OSError: The machine lacks memory or file descriptors.
         RuntimeError: gevent or eventlet has replaced Python's threads.
 
     Example:
@@ -213,15 +214,15 @@ class Channel(_core.Channel[T]):
 
     @property
     def transport(self) -> Transport:
-        """Return the transport of the channel."""
+        """Return the channel's transport."""
         return TRANSPORTS[self.across]
 
     @property
     def address(self) -> str:
-        """Return the address at which ``flowchan.hosts.open_channel`` opens a channel across hosts.
+        """Return the address that ``flowchan.hosts.open_channel`` needs to open this channel.
 
         Returns:
-            The string to pass to ``open_channel``.
+            The address, a string.
 
         Raises:
             ChannelError: The channel is not across hosts.
@@ -242,7 +243,7 @@ class Channel(_core.Channel[T]):
         and environment variables.
 
         Returns:
-            The bytes to pass to ``open_channel``.
+            The secret, as bytes for ``open_channel``.
 
         Raises:
             ChannelError: The channel is not across hosts.
@@ -255,18 +256,18 @@ class Channel(_core.Channel[T]):
         return self._reached
 
     def _another(self, capacity: int) -> Channel[Any]:
-        """Return a new channel with the same transport and the same owner as this one."""
+        """Return a new channel with this one's transport and owner."""
         if self.transport.reached_by:
             return self._reached.another(capacity)
         return Channel(capacity, across=self.across)
 
     def reader(self) -> In[T]:
-        """Open a counted reading end.
+        """Open a reading end; the channel counts its open ends.
 
-        When the last reading end is closed, puts raise ``Closed``.
+        Puts raise ``Closed`` once the last reading end is closed.
 
         Returns:
-            The end; leaving its ``with`` block closes it.
+            The reading end; leaving its ``with`` block closes it.
 
         Example:
             >>> from flowchan import Channel
@@ -279,12 +280,12 @@ class Channel(_core.Channel[T]):
         return In(self)
 
     def writer(self) -> Out[T]:
-        """Open a counted writing end.
+        """Open a writing end; the channel counts its open ends.
 
-        When the last writing end is closed, the channel is closed.
+        The channel closes when the last writing end is closed.
 
         Returns:
-            The end; leaving its ``with`` block closes it.
+            The writing end; leaving its ``with`` block closes it.
 
         Example:
             >>> from flowchan import Channel
@@ -297,10 +298,10 @@ class Channel(_core.Channel[T]):
         return Out(self)
 
     def abort(self, cause: BaseException | None = None) -> None:
-        """Break the channel, and discard the items inside.
+        """Break the channel and discard the items in it.
 
-        Every call that is waiting, and every later call, raises ``Broken`` from ``cause``. If a stage of a
-        graph calls this, the run also ends, with the same cause.
+        All waiting and later calls raise ``Broken`` from ``cause``. In a stage of a graph, this also ends the
+        run, with the same cause.
 
         Args:
             cause: The cause of the ``Broken`` errors (default: none).
@@ -325,18 +326,18 @@ class Channel(_core.Channel[T]):
         super().abort(cause)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the owner of a remote channel has every item that this process has put.
+        """Wait until the owner of a remote channel has received every item that this process has put.
 
         A remote channel (``flowchan.hosts.open_channel``) sends items in the background. On a local channel,
-        ``flush`` returns immediately, because each ``put`` has already put its item into the channel.
+        ``flush`` returns immediately, because ``put`` itself delivers the item.
 
         Args:
             timeout: Seconds to wait (default: no limit).
 
         Raises:
-            Full: The owner had no room for all items in time.
-            Closed: The channel was closed before the owner had all items.
-            Broken: The channel was aborted, or its owner is lost.
+            Full: The owner had no room for all items within ``timeout``.
+            Closed: The channel was closed before the owner received all items.
+            Broken: The channel was aborted, or its owner was lost.
 
         Example:
             >>> from flowchan import Channel
@@ -358,10 +359,10 @@ class Channel(_core.Channel[T]):
     def stats(self) -> ChannelStats:
         """Return the channel's current statistics.
 
-        They are read under the channel's lock, so they are consistent with each other.
+        The values are read under the channel's lock, so they are consistent with each other.
 
         Returns:
-            The numbers of items, bytes and waiting readers and writers, and the waiting times.
+            The counts of items, bytes and waiters, and the waiting times.
 
         Example:
             >>> from flowchan import Channel
@@ -410,14 +411,13 @@ def _places(capacity: int | None, transport: Transport) -> int:
     return whole("Channel", "capacity", capacity, 1, LARGEST)
 
 
-# The channels of this process, by the inode of their memory. A channel that is received again is the same
-# object.
+# Channels of this process, by the inode of their memory. Receiving a channel again returns the same object.
 _known: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
 
 
 def _arrive(handle: Handle, name: str) -> Channel[Any]:
     if not isinstance(handle, Inherited) and (known := _known.get(handle.inode)) is not None:
-        return known  # the descriptors in the item are not needed
+        return known  # the descriptors in the message are not needed
     if isinstance(handle, Beside):
         return _from_beside(handle.place, name)
     try:
@@ -446,10 +446,10 @@ def _arrive(handle: Handle, name: str) -> Channel[Any]:
 
 
 def beside_packed(channel: Channel[Any]) -> tuple[Any, ...] | None:
-    """Keep a cross-host channel next to the packed value, and return what to pickle in its place.
+    """Keep a cross-host channel alive along with the packed value, and return what to pickle for it.
 
-    The channel then lives as long as the packed value, which can be unpacked any number of times. Return
-    None if the current value is not packed in this way.
+    The channel lives as long as the packed value, which can be unpacked any number of times. Return None if
+    the current value is not being packed in this way.
     """
     if now.packing is None or not now.packing.keeps_far:
         return None

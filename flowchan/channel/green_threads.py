@@ -1,4 +1,4 @@
-"""Reject threads that gevent or eventlet has replaced, because a native wait would block all of them."""
+"""Reject green threads of gevent and eventlet, because a native wait would block all of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _PATCHERS = (
     ("gevent.monkey", "is_module_patched", "threading", "gevent.monkey.patch_all(thread=False)"),
     ("eventlet.patcher", "is_monkey_patched", "thread", "eventlet.monkey_patch(thread=False)"),
 )
-"""Patching module, its function that reports whether a module is patched, the module to ask about, and a
-call that does not patch threads."""
+"""Four values: the library, its function that reports whether a module is patched, that module, and a call
+without thread patching."""
 
 
 def refuse_green_threads() -> None:
-    """Raise ``RuntimeError`` if this program's threads are green threads."""
+    """Raise ``RuntimeError`` if gevent or eventlet has replaced this program's threads with green threads."""
     for module, is_patched, threads, remedy in _PATCHERS:
         patcher = sys.modules.get(module)
         if patcher is not None and getattr(patcher, is_patched)(threads):

@@ -1,4 +1,4 @@
-"""Latch for threads and coroutines."""
+"""Latch that threads and coroutines can wait for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from flowchan.errors import Drained, Empty
 
 
 class Latch:
-    """Event that is set once, implemented as a channel that closes.
+    """Event that can be set once, implemented as a channel that closes.
 
-    It replaces ``threading.Event``, because Ctrl-C during ``Event.wait`` can leave the event's lock held, and
-    Ctrl-C just before ``Event.wait`` is not noticed until the wait ends.
+    ``threading.Event`` does not suffice. Ctrl-C during ``Event.wait`` can leave its lock held, and Ctrl-C
+    just before it goes unnoticed until the wait ends.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The reading and writing ends of a channel, which extend the native ports."""
+"""Reading and writing ends of a channel, which extend the native ports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 Request = Callable[[Any, BaseException | None], bool]
 """Function that decides whether a port closes.
 
-Its arguments are the port and the error, if any, that is leaving the port's ``with`` block.
+Its arguments are the port and the exception, if any, that leaves the port's ``with`` block.
 """
 
 
@@ -31,7 +31,7 @@ class In(_core.In[T_co]):
     """Reading end of a channel.
 
     Taking the next item ends the lease of the previous one. Leaving the ``with`` block closes the end. If an
-    error leaves the block, the unfinished items go back into the channel.
+    exception leaves the block, unfinished items go back into the channel.
 
     Example:
         >>> from flowchan import Channel
@@ -45,11 +45,11 @@ class In(_core.In[T_co]):
         b
     """
 
-    __slots__ = ("_may_close",)  # set by a stage's runner, which decides whether the port may close
+    __slots__ = ("_may_close",)  # set by the stage's runner, which decides whether the port may close
     _may_close: Request | None
 
     def close(self) -> None:
-        """Close the reading end. The items that it has taken count as finished.
+        """Close the reading end. Items taken through it count as finished.
 
         Example:
             >>> from flowchan import Channel
@@ -85,13 +85,13 @@ class Out(_core.Out[T_contra]):
         ['a']
     """
 
-    __slots__ = ("_may_close",)  # set by a stage's runner, which decides whether the port may close
+    __slots__ = ("_may_close",)  # set by the stage's runner, which decides whether the port may close
     _may_close: Request | None
 
     def close(self) -> None:
         """Close the writing end.
 
-        When the last writing end is closed, the channel is closed.
+        The channel closes when the last writing end is closed.
 
         Example:
             >>> from flowchan import Channel
@@ -114,15 +114,15 @@ class Out(_core.Out[T_contra]):
             super().__exit__(type, error, traceback)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the channel's owner has every item put through this port; see ``Channel.flush``.
+        """Wait until the channel's owner has received every item put here; see ``Channel.flush``.
 
         Args:
             timeout: Seconds to wait (default: no limit).
 
         Raises:
-            Full: The owner had no room for all items in time.
-            Closed: The channel was closed before the owner had all items.
-            Broken: The channel was aborted, or its owner is lost.
+            Full: The owner had no room for all items within ``timeout``.
+            Closed: The channel was closed before the owner received all items.
+            Broken: The channel was aborted, or its owner was lost.
 
         Example:
             >>> from flowchan import Channel
@@ -139,13 +139,13 @@ class Out(_core.Out[T_contra]):
 
 
 def moved(port: In[Any] | Out[Any]) -> tuple[Any, ...]:
-    """Return what pickle stores for a port, so that the port moves to another process.
+    """Return the pickled form of a port that moves to another process.
 
     Args:
         port: The port.
 
     Returns:
-        The port's class, and the arguments with which the other process creates the port.
+        The port's class, and the arguments to recreate the port in the other process.
 
     Raises:
         TypeError: The channel is across hosts, so its ports cannot move.

@@ -1,4 +1,4 @@
-"""``select``: perform exactly one of several operations on channels, as soon as one is possible (C10)."""
+"""Define ``select``, which performs exactly one of several channel operations (C10)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Selected(Generic[T_co]):
-    """Result of :func:`select`.
+    """Result of :func:`select`: the operation that was performed.
 
     Attributes:
-        channel: The channel or port of the operation.
-        item: The item that was taken or put; None if ``channel`` is one of ``ready``.
-        put: True if the operation was a put.
+        channel: Channel or port of the operation that was performed.
+        item: Item that was taken or put; None if ``channel`` is one of ``ready``.
+        put: True for a put.
 
     Example:
         >>> from flowchan import Channel, select
@@ -40,7 +40,7 @@ class Selected(Generic[T_co]):
 
 
 class NothingReady(Empty, Full):
-    """None of a ``select``'s operations was possible within ``timeout`` seconds.
+    """None of the operations of a ``select`` became possible within ``timeout`` seconds.
 
     Example:
         >>> from flowchan import Channel, NothingReady, select
@@ -61,7 +61,7 @@ def select(
     gets: Iterable[Readable[T]], puts: Iterable[tuple[Writable[U], U]], timeout: float | None = None
 ) -> Selected[T | U]: ...
 @overload
-# the only overload for a list of channels of different types, because mypy infers one type for them
+# the only overload for channels of different item types, because mypy infers one type for such a list
 def select(
     gets: Iterable[Readable[object]],
     puts: Iterable[tuple[Writable[U], U]] = (),
@@ -81,26 +81,26 @@ def select(
     timeout: float | None = None,
     ready: Iterable[Channel[Any]] = (),
 ) -> Selected[Any]:
-    """Perform exactly one of several operations, as soon as one is possible.
+    """Perform exactly one of several operations as soon as one is possible.
 
-    If several operations are possible, ``select`` chooses one at random. The channels and ports may have
-    different transports.
+    If several are possible, ``select`` picks one at random. The channels and ports may have different
+    transports.
 
     Args:
-        gets: Channels or ports from which an item may be taken. Drained ones are ignored.
-        puts: Pairs of a channel or port and an item to put.
+        gets: Channels or ports from which to take an item. Drained ones are ignored.
+        puts: Pairs of a channel or port and the item to put.
         timeout: Seconds to wait. Default: no limit.
-        ready: Channels to wait for without taking an item. A channel is ready when a get would not wait,
-            because the channel has an item or is drained. Closing an empty channel therefore ends all selects
-            that are waiting for it.
+        ready: Channels to wait for without taking an item. A channel is ready when a get would return at
+            once, because the channel has an item or is drained. Closing an empty channel therefore ends all
+            selects that are waiting for it.
 
     Returns:
-        The operation that was performed, as a :class:`Selected`.
+        The operation that was performed.
 
     Raises:
-        Drained: All channels of ``gets`` are drained, and ``puts`` and ``ready`` are empty.
-        NothingReady: No operation was possible within ``timeout`` seconds. The error is an ``Empty`` and a
-            ``Full``.
+        Drained: All channels in ``gets`` are drained, and ``puts`` and ``ready`` are empty.
+        NothingReady: No operation became possible within ``timeout`` seconds. This error is both an ``Empty``
+            and a ``Full``.
         Closed: ``select`` chose a put whose channel is closed.
         Broken: ``select`` chose an operation whose channel is broken.
         TypeError: ``gets`` or ``ready`` is not a list of channels, or ``puts`` is not a list of pairs.
@@ -112,10 +112,10 @@ def select(
         >>> select([numbers, words]).item
         'a'
     """
-    if isinstance(gets, Channel | In):  # iterating over a channel would take its items
+    if isinstance(gets, Channel | In):  # iterating over a channel takes its items
         raise TypeError(f"select: gets must be a list of channels and ports, got {gets!r}; write select([…])")
     reading, looking = list(gets), _channels(ready)
-    # a copy, because the caller may change the list during the wait
+    # copied, because the caller may change the list during the wait
     writing = [pair if type(pair) is tuple and len(pair) == 2 else _pair(pair) for pair in _listed(puts)]
     index, item = _core._select(reading, writing, timeout, looking)
     if index == -2:
@@ -134,7 +134,7 @@ def select(
 
 
 def _listed(puts: Iterable[Any]) -> Iterable[Any]:
-    if isinstance(puts, Channel | In | Out):  # iterating over a channel would take its items
+    if isinstance(puts, Channel | In | Out):  # iterating over a channel takes its items
         raise TypeError(f"select: puts must be a list of pairs (channel, item), got {puts!r}")
     return puts
 
@@ -149,7 +149,7 @@ def _pair(pair: Any) -> tuple[Writable[Any], Any]:
 def _channels(ready: Iterable[Channel[Any]]) -> list[Channel[Any]]:
     """Check ``ready`` and return its channels as a list.
 
-    Ports are rejected, because a get from a port also finishes the previous item.
+    Ports are rejected, because the next get from a port also finishes the previous item.
     """
     looking: list[Channel[Any]] = [] if isinstance(ready, Channel | In) else list(ready)
     if isinstance(ready, Channel | In) or not all(isinstance(channel, Channel) for channel in looking):

@@ -1,4 +1,4 @@
-"""Protocols of channels and ports, for type checkers."""
+"""Protocols that describe channels and ports to type checkers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transports of a channel, and their properties."""
+"""Transports of channels, and their properties."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Across = Literal["threads", "processes", "hosts"]
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """Transport of a channel.
+    """Transport of a channel: how it carries items between its users.
 
     Attributes:
-        name: The value of ``across=``.
-        copies: True if a reader gets a copy of each item rather than a reference. Items then occupy shared
-            memory while they are in the channel.
-        capacity: Default number of items at which ``put`` waits. Threads need more room, because they switch
-            about twice for each full channel, and a switch costs as much as dozens of items.
-        reached_by: Module that serves the channel to processes that cannot receive its descriptors. Empty
-            if the transport has none.
+        name: Value for ``across=``.
+        copies: True if a reader gets a copy of each item instead of a reference. Items then occupy shared
+            memory until they are read.
+        capacity: Default number of items at which ``put`` waits. Threads need a larger default: they switch
+            about twice per full channel, and a switch costs as much as dozens of items.
+        reached_by: Module that serves the channel to processes that cannot receive its file descriptors.
+            Empty if the transport has none.
     """
 
     name: Across

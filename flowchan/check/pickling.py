@@ -1,4 +1,4 @@
-"""Check the rule "pickle": cloudpickle must be able to pickle a stage that is sent to a process.
+"""Check the rule "pickle": a stage that is sent to a process must be picklable by cloudpickle.
 
 The rule covers the stage's function, arguments and options.
 """
@@ -22,7 +22,7 @@ _REMEDY = (
 
 
 def pickle_problems(stage: Stage) -> Iterator[Problem]:
-    """Yield one problem for each part of a stage that cannot be sent to a worker process."""
+    """Yield a problem for each part of a stage that cannot be sent to a worker process."""
     if not stage.placement.own_process:
         return
     for name, part in _parts(stage):

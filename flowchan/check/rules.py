@@ -1,4 +1,4 @@
-"""Find every problem of a declared graph, in the order of declaration, before anything starts.
+"""Find all problems of a declared graph before anything starts, in the order of declaration.
 
 | rule | meaning |
 |---|---|
@@ -53,26 +53,26 @@ MEMINFO = Path("/proc/meminfo")
 _BYTES_PER_ITEM = 64
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT)
 _BYTES_PER_CHANNEL = 64 * 1024
-# Maximum number of ports in a channel between processes. Its table has additional entries for processes
+# Maximum number of ports in a channel between processes. The channel's table also has room for processes
 # without a port.
 _MOST_PORTS = 4096
-_MOST_SELECTED = 128  # operations in one select; Linux can't wait for more at once
+_MOST_SELECTED = 128  # operations in one select; Linux cannot wait for more at once
 
 Found = Iterator[tuple[int, Problem]]
-"""Problems, each with the index of its stage in the graph, or -1 for the whole graph."""
+"""Problems, each with the index of its stage in the graph; -1 stands for the whole graph."""
 
 
 def check(graph: Blueprint) -> tuple[Problem, ...]:
-    """Return every problem of the graph, in the order of declaration; an empty tuple if the graph can run.
+    """Return all problems of the graph in the order of declaration; an empty tuple if it can run.
 
-    The check does not start any stage, and does not raise because of the graph.
+    The check starts no stage, and never raises because of the graph.
     """
     stages = graph.stages
     found: list[tuple[int, Problem]] = []
     for rule in _RULES:
         found.extend(rule(graph, stages))
     count = Counter(stage.name for stage in stages)
-    items = {  # leave out duplicate names, because it is not clear which stage they refer to
+    items = {  # without duplicate names, because they do not identify a stage
         Origin(stage.name, output.port): output
         for stage in stages
         if count[stage.name] == 1
@@ -85,7 +85,7 @@ def check(graph: Blueprint) -> tuple[Problem, ...]:
 
 
 def raise_for(graph: Blueprint) -> None:
-    """Raise ``GraphError`` with all problems that :func:`check` finds, if any."""
+    """Raise ``GraphError`` if :func:`check` finds any problems."""
     problems = check(graph)
     if problems:
         raise GraphError(graph.name, problems)
@@ -148,10 +148,10 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Yield one problem for each set of stages that wait for each other.
+    """Yield a problem for each set of stages that wait for each other.
 
-    Stages with duplicate names are left out, because the names would connect stages that are not connected.
-    Another rule reports these names.
+    Skip stages with duplicate names, which another rule reports: edges refer to stages by name, so stages
+    with the same name would appear connected.
     """
     count = Counter(stage.name for stage in stages)
     indexes = {stage.name: index for index, stage in enumerate(stages) if count[stage.name] == 1}
@@ -163,7 +163,7 @@ def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     ]
     if not _goes_in_circles(edges):
         return
-    import networkx  # networkx takes longer to import than all of flowchan
+    import networkx  # importing networkx takes longer than importing all of flowchan
 
     joined = networkx.DiGraph(edges)
     for knot in networkx.strongly_connected_components(joined):
@@ -193,7 +193,7 @@ def _goes_in_circles(edges: list[tuple[str, str]]) -> bool:
 
 
 def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check that each feedback has a writer, and that its reader can end before its inputs end."""
+    """Check that each feedback has a writer, and that its reader can end before its inputs do."""
     for origin, loop in graph._loops.items():
         if loop.fed_by is None:
             message = f"nothing feeds {loop.name!r}; close the loop with .feed(stream)"
@@ -210,9 +210,9 @@ def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check that each output has exactly one reader. A result does not need one.
+    """Check that each output has exactly one reader. A result may have none.
 
-    Stages with duplicate names are left out, because it is not clear which stage reads them.
+    Skip stages with duplicate names, because it is unclear which of them a stage reads.
     """
     count = Counter(stage.name for stage in stages)
     readers: dict[Origin, list[Stage]] = {}
@@ -246,7 +246,10 @@ def _capacities(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check that the memory that a run reserves when it starts is free. Large items need more than this."""
+    """Check that the free memory suffices for the amount that a run reserves at its start.
+
+    Large items need more.
+    """
     shared = [edge for edge in graph.edges if edge.transport.copies and _is_capacity(edge.capacity)]
     if not shared:
         return
@@ -273,7 +276,8 @@ def free_memory() -> float:
 
 def _system(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     shared = next((edge for edge in graph.edges if edge.transport.copies), None)
-    if shared is None or not is_compiled():  # without the native module, the graph runs on another machine
+    # without the native module, the graph must run on another machine
+    if shared is None or not is_compiled():
         return
     try:
         _core.Channel(capacity=1, processes=True, max_bytes=4096, name="")
@@ -324,10 +328,10 @@ def _asyncs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _spent(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check the iterators of sources in threads.
+    """Check that the iterators of sources on threads have not been used up.
 
-    A worker process iterates over a copy, so the original is not used up. A channel reports its end in
-    another way.
+    In a worker process, a source iterates over a copy, so the original is not used up. Channels are skipped,
+    because they report their own end.
     """
     for index, stage in enumerate(stages):
         items = stage.options.get("iterable")
@@ -371,7 +375,7 @@ def _hosts(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _broadcasts(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check that the broadcast values reach the workers."""
+    """Check that all workers can read the broadcast values."""
     for index, stage in enumerate(stages):
         if graph._broadcasts and stage.placement.is_remote:
             message = (
@@ -404,7 +408,7 @@ def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _addressed(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check streams whose writers choose the worker for each item."""
+    """Check streams whose writers choose a worker for each item."""
     indexes = {stage.name: index for index, stage in enumerate(stages)}
     for edge in graph.edges:
         if edge.errors and edge.to_worker == 1 and edge.reader is not None:
@@ -425,7 +429,7 @@ def _is_capacity(value: object) -> bool:
 
 
 def _autos(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Report ``auto`` stages whose number of workers must be fixed because of readers declared later."""
+    """Report ``auto`` stages that need a fixed number of workers because of a reader declared later."""
     for index, stage in enumerate(stages):
         if stage.auto is not None and (why := fixed_workers(stage)):
             yield index, Problem("workers", stage.name, stage.where, auto_refusal(stage, why))

@@ -53,7 +53,7 @@ def main() -> None:
     If the file defines several graphs, write FILE:NAME. FILE may also be a module (package.module:NAME), or -
     for standard input.
     """
-    # Reports contain stage names and symbols that the terminal's encoding may be unable to represent.
+    # Reports contain stage names and symbols that the terminal's encoding may lack.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -66,9 +66,9 @@ class _Targeted(click.Command):
 
 
 def _command(*arguments: str) -> Callable[[Callable[P, int]], Callable[..., None]]:
-    """Return a decorator that makes a subcommand from a function that returns the exit code.
+    """Return a decorator that turns a function that returns an exit code into a subcommand.
 
-    The subcommand accepts ``arguments``, of which the first is FILE, and also ARGS and --debug. It reports
+    The subcommand accepts ``arguments``, the first of which is FILE, and also ARGS and --debug. It reports
     the user's errors in one line.
     """
 
@@ -139,7 +139,7 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBAD
 
 
 def _output_lost() -> int:
-    """Discard the remaining output, which Python would write at exit, and return the exit code."""
+    """Discard the remaining output, which Python would otherwise write at exit, and return the exit code."""
     if sys.stdout is not None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         with contextlib.suppress(OSError, ValueError):
@@ -149,7 +149,7 @@ def _output_lost() -> int:
 
 
 def _trace_path(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
-    """Refuse a path to which a trace cannot be written."""
+    """Reject a path to which a trace cannot be written."""
     if path is not None and not path.endswith((".json", ".json.gz")):
         raise click.BadParameter(f"{path!r} must end in .json or .json.gz")
     if path is not None and not os.access(Path(path).absolute().parent, os.W_OK):
@@ -196,7 +196,7 @@ def run(
 
 
 def _loaded(file: str, args: Sequence[str], hosts: str | None) -> Any:
-    """Load a graph that this command can run, with its hosts."""
+    """Load a graph that this command can run, and its hosts."""
     from flowchan.cli.loading import LoadError, load
 
     graph: Any = load(file, args)

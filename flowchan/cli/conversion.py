@@ -1,4 +1,4 @@
-"""Convert words from the command line to the types that a function or an option needs."""
+"""Convert command-line words to the types that a function or an option needs."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _ANY = (object, Any)
 """Annotations that leave the text unchanged."""
 
 _SEVERAL = (list, tuple, set, frozenset, dict)
-"""Collections, whose constructors would split a string into letters."""
+"""Collections, whose constructors would split a string into characters."""
 
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 def converted(text: str, annotation: Any) -> Any:
-    """Return ``text`` as a value of the annotated type.
+    """Convert ``text`` to the annotated type.
 
     Supported types are numbers, booleans (yes, no, true, false, on, off, 1, 0), paths, members of an ``Enum``
-    by name and values of a ``Literal``. ``X | None`` and classes whose constructor takes one string are also
-    supported. For other annotations, return the text.
+    by name, and values of a ``Literal``. So are ``X | None``, and classes whose constructor takes one string.
+    For any other annotation, return the text itself.
 
     Args:
-        text: A word from the command line.
-        annotation: Annotation of the parameter.
+        text: Word from the command line.
+        annotation: The parameter's annotation.
 
     Returns:
         The value.
 
     Raises:
         ValueError: The text is not allowed, or the type is a collection. A collection would split the text
-            into letters.
+            into characters.
     """
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return _any_of(text, [one for one in typing.get_args(annotation) if one is not types.NoneType])
@@ -58,7 +58,7 @@ def converted(text: str, annotation: Any) -> Any:
     try:
         return click.types.convert_type(annotation).convert(text, None, None)
     except click.BadParameter as error:
-        # click also lists an empty word as a boolean
+        # click would also list an empty word as a boolean
         problem = (
             f"the value must be one of {', '.join(_BOOLEANS)}, got {text!r}"
             if annotation is bool
@@ -70,7 +70,7 @@ def converted(text: str, annotation: Any) -> Any:
 
 
 def _any_of(text: str, annotations: list[Any]) -> Any:
-    """Return the text as a value of the first type that accepts the text."""
+    """Return the text as a value of the first type that accepts it."""
     for annotation in annotations[:-1]:
         with contextlib.suppress(ValueError):
             return converted(text, annotation)
@@ -85,7 +85,7 @@ def _chosen(text: str, allowed: dict[str, Any]) -> Any:
 
 
 def port_option(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
-    """Return the port that an option names, such as 9464 or "0.0.0.0:9464"."""
+    """Parse a port, such as 9464 or "0.0.0.0:9464"."""
     from flowchan.viz.insight.metrics_port import host_and_port
 
     if value is None:
@@ -99,7 +99,7 @@ def port_option(context: click.Context, parameter: click.Parameter, value: str |
 
 
 def size_option(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    """Return the number of bytes that an option gives, such as 4096, 500MB or 2GiB."""
+    """Parse a number of bytes, such as 4096, 500MB or 2GiB."""
     units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     units |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "B": 1}
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Z]*)", value.strip().upper())

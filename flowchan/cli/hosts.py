@@ -14,7 +14,7 @@ HEADS = ("host", "Python", "flowchan", "round trip", "bandwidth", "cores", "spee
 
 
 def check(spec: str) -> bool:
-    """Print a row for each host that answers and a line for each problem.
+    """Print a row for each host that answers, and a line for each problem.
 
     Args:
         spec: Value of ``--hosts``.
@@ -23,7 +23,7 @@ def check(spec: str) -> bool:
         True if all hosts work.
 
     Raises:
-        HostError: The list of hosts cannot be determined.
+        HostError: The hosts cannot be determined.
     """
     from flowchan.hosts.probe import check_hosts
     from flowchan.hosts.spec import parse

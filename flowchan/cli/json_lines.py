@@ -1,7 +1,7 @@
 """Write the events of a run to standard output as JSON lines, for ``flowchan run --json``.
 
-Each line is an object with the keys "event" and "time", which is in seconds since 1970. The events are
-"start", "stats" once a second, "failure", and finally "end". The program's own output goes to standard error.
+Each line is an object with the keys "event" and "time", in seconds since 1970. The events are "start",
+"stats" once a second, "failure", and finally "end". The program's own output goes to standard error.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from flowchan.run.policy.stats import RunStats
 from flowchan.run.run import Run
 
 STATS_EVERY_S = 1.0
-"""Seconds between two "stats" events."""
+"""Seconds between "stats" events."""
 LONGEST_TEXT = 200
-"""Maximum length of the string that replaces a value that JSON cannot represent."""
+"""Maximum length of the string that stands for a value without a JSON form."""
 
 
 class JsonLines:
-    """Writer for the events of one run.
+    """Writes the events of one run.
 
     The feed's thread only queues events. The main thread calls :meth:`write`, because an error on standard
     output must end the run. While the writer is open, the program's standard output is redirected to standard
@@ -60,7 +60,7 @@ class JsonLines:
             self._stream.close()
 
     def follow(self, run: Run) -> Subscription:
-        """Queue the "start" event, and subscribe to the other events of the run."""
+        """Queue the "start" event, and subscribe to the run's other events."""
         stats = run.stats()
         about = {"graph": stats.graph, "pid": os.getpid(), "seed": stats.seed}
         self._queue("start", schema=SCHEMA, **about, page=run.page, metrics=run.metrics)
@@ -71,7 +71,7 @@ class JsonLines:
         self._queue("stats", stats=to_json(stats))
 
     def _report(self, event: Any) -> None:
-        """Queue a "failure" event if an item has failed or a worker has died."""
+        """Queue a "failure" event if an item failed or a worker died."""
         match event:
             case ErrorSent(worker, text):
                 self._fail("item", worker, text)
@@ -120,7 +120,7 @@ def _described(error: StageError) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """Return a result as a JSON value.
 
-    Values that JSON cannot represent become strings of at most ``LONGEST_TEXT`` characters.
+    Values without a JSON form become strings of at most ``LONGEST_TEXT`` characters.
     """
     try:
         return _plain(value)

@@ -1,8 +1,8 @@
-"""Launch several processes of one script on this host, with the environment variables of torchrun.
+"""Launch several processes of a script on this host, with torchrun's environment variables.
 
-Each rank leads its own process group, so its children can be killed together with it, and Ctrl-C reaches a
-rank only through this process. If this process is killed, the kernel kills the ranks, and a guard process
-kills their children.
+Each rank leads a separate process group, so its children can be killed with it, and Ctrl-C reaches a rank
+only through this process. If this process is killed, the kernel kills the ranks, and a guard process kills
+their children.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from flowchan.run.crew.at_exit import die_with
 from flowchan.run.crew.process_exit import signal_name
 from flowchan.transport.tcp import joined, listen
 
-KILL_DELAY_S = 5.0  # seconds between asking a rank to end and SIGKILL
-_OWN_END = 1.0  # seconds that the other ranks have to end on their own after a failure
+KILL_DELAY_S = 5.0  # seconds from asking a rank to end until SIGKILL
+_OWN_END = 1.0  # seconds in which the other ranks may end by their own means after a failure
 _POLL_INTERVAL_S = 0.05
-_FOLLOWED = ("MemberDied", "MemberLeft")  # errors that a rank raises because another rank has failed
+_FOLLOWED = ("MemberDied", "MemberLeft")  # errors that a rank raises because another rank failed
 
 _GUARD = """
 import os, sys
@@ -41,16 +41,16 @@ for group in groups:
 """
 
 Tell = Callable[[int, str, bool], None]
-"""Callback for a line that a rank wrote: the rank, the line, and whether it went to standard error."""
+"""Receives a line that a rank wrote: the rank, the line, and whether it was written to standard error."""
 
 
 def show(rank: int, line: str, is_error: bool) -> None:
-    """Print a line that a rank wrote, with its rank number."""
+    """Print a line from a rank, with the rank's number."""
     click.echo(f"[{rank}] {line}", err=is_error)
 
 
 class Logs:
-    """Writer that stores the output of each rank in its own files in ``folder``.
+    """Writes each rank's output to files in ``folder``.
 
     Args:
         folder: Folder of the files.
@@ -69,7 +69,7 @@ class Logs:
             raise self._refused(error) from None
 
     def __call__(self, rank: int, line: str, is_error: bool) -> None:
-        """Write a line to the file for its rank and stream."""
+        """Write a line to the file of its rank and stream."""
         try:
             if (rank, is_error) not in self._files:
                 place = self._folder / str(rank)
@@ -93,7 +93,7 @@ class Logs:
 
 
 def cores_for(local: int, count: int) -> list[int]:
-    """Return the cores for rank ``local`` of ``count`` ranks on this host; empty if the host has too few."""
+    """Return the cores for rank ``local`` of ``count`` on this host; empty if the host has too few."""
     cores = sorted(os.sched_getaffinity(0))
     return (
         cores[len(cores) * local // count : len(cores) * (local + 1) // count] if len(cores) >= count else []
@@ -120,7 +120,7 @@ class Guard:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End the guard, after all processes that it would kill have ended."""
+        """End the guard, once all processes that it would kill have ended."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -128,9 +128,9 @@ class Guard:
 
 
 class Rank:
-    """Process of one rank, and the last line that it wrote to standard error.
+    """A rank's process, and the last line that it wrote to standard error.
 
-    ``cores`` are the cores on which it runs; an empty list means all cores.
+    ``cores`` are the cores that it runs on; an empty list means all.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Rank:
         self._unfinished = {False: b"", True: b""}
 
     def print_line(self, data: bytes, is_error: bool) -> None:
-        """Pass on the complete lines of ``data``; empty ``data`` means that the output has ended."""
+        """Pass on the complete lines in ``data``; empty ``data`` marks the end of the output."""
         *lines, rest = (self._unfinished[is_error] + data).split(b"\n")
         if not data and rest:
             lines, rest = [rest], b""
@@ -170,10 +170,9 @@ class Rank:
             self.last = text if is_error and text.strip() else self.last
 
     def code(self) -> int | None:
-        """Return the exit code in the form that ``Popen`` uses, or ``None`` if the process is still running.
+        """Return the exit code as ``Popen`` does, or ``None`` while the process runs.
 
-        The process is not reaped before :meth:`close`, so the system cannot reuse its process id or its group
-        id.
+        The process is not reaped before :meth:`close`, so its process id and group id are not reused.
         """
         if self._code is None:
             end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -195,7 +194,7 @@ class Rank:
             os.killpg(self.process.pid, number)
 
     def failure(self) -> str:
-        """Return one line with the reason of the failure; empty if the rank is still running or succeeded."""
+        """Return one line that says why the rank failed; empty if it still runs or succeeded."""
         code = self.code()
         if not code:
             return ""
@@ -204,10 +203,10 @@ class Rank:
 
 
 class LaunchJob:
-    """Ranks of a script on this host, from their start until all of them have ended.
+    """All ranks of a script on this host, from their start until all have ended.
 
-    ``first`` is the number of the first rank. If ``pin`` is true and the host has enough cores, each rank has
-    its own.
+    ``first`` is the number of the first rank. With ``pin``, each rank gets separate cores, if the host has
+    enough.
     """
 
     def __init__(
@@ -244,7 +243,7 @@ class LaunchJob:
 
     @property
     def first_failure(self) -> str:
-        """Description of the rank that failed first; empty if none failed."""
+        """Description of the first rank that failed; empty if none did."""
         return first_of([rank.failure() for rank in self._failed])
 
     def run(self) -> None:
@@ -256,7 +255,7 @@ class LaunchJob:
                 self.interrupt()
 
     def goes_on(self) -> bool:
-        """Return whether a rank is still running or some of its output has not been passed on."""
+        """Return whether a rank still runs, or some of its output has not been passed on."""
         return bool(self._selector.get_map()) or any(rank.code() is None for rank in self.ranks)
 
     def close(self) -> None:
@@ -267,7 +266,7 @@ class LaunchJob:
         self._selector.close()
 
     def poll(self) -> None:
-        """Pass on new output, and end all ranks if one has failed. Wait briefly for more output."""
+        """Pass on new output, and end all ranks if one failed. Wait briefly for more output."""
         if not self._selector.get_map():
             time.sleep(_POLL_INTERVAL_S)
         for key, _ in self._selector.select(_POLL_INTERVAL_S):
@@ -289,7 +288,7 @@ class LaunchJob:
             self._end(signal.SIGKILL, now)
 
     def interrupt(self) -> None:
-        """Interrupt the ranks as Ctrl-C would; the second call kills them."""
+        """Interrupt the ranks like Ctrl-C; a second call kills them."""
         self.interrupts += 1
         self._end(signal.SIGINT if self.interrupts == 1 else signal.SIGKILL, time.monotonic())
 
@@ -303,10 +302,10 @@ class LaunchJob:
 def variables(
     count: int, local_count: int, master: str, job: str, group: int = 0, groups: int = 1
 ) -> dict[str, str]:
-    """Return the environment for all ranks on a host, with the variables that torchrun sets.
+    """Return the environment of all ranks on a host, with torchrun's variables.
 
     The variables that identify a rank are added later. ``local_count`` of the ``count`` ranks run on this
-    host, which is host number ``group`` of ``groups``. ``master`` is a free address on rank 0's host.
+    host, which is number ``group`` of ``groups``. ``master`` is a free address on rank 0's host.
     """
     address, _, port = master.rpartition(":")
     return {
@@ -330,14 +329,14 @@ def variables(
 def first_of(failures: Sequence[str]) -> str:
     """Return the failure that caused the others.
 
-    A rank that fails because another rank failed may end before that rank.
+    A rank that fails because of another one may end before it does.
     """
     own = (text for text in failures if not any(word in text for word in _FOLLOWED))
     return next(own, (*failures, "")[0])
 
 
 def free_address(host: str) -> str:
-    """Return an address on the host with an unused port."""
+    """Return an address on the host with a free port."""
     with listen(joined((host, 0))) as listener:
         return listener.address
 
@@ -345,7 +344,7 @@ def free_address(host: str) -> str:
 def launch(count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, bool]:
     """Run all ranks of a script, or of a module after ``-m``, until they end.
 
-    Return a description of the first failure (empty if none failed), and whether an interrupt was received.
+    Return a description of the first failure (empty if none), and whether an interrupt arrived.
     """
     environ = variables(count, count, free_address("127.0.0.1"), secrets.token_hex(8))
     job = LaunchJob(count, [sys.executable, *script], environ, tell, pin)

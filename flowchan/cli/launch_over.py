@@ -1,7 +1,7 @@
-"""Launch the ranks of a script on several hosts, for ``flowchan launch --hosts``.
+"""Launch a script's ranks on several hosts, for ``flowchan launch --hosts``.
 
 The launch is a graph. On each host, a stage runs the ranks, sends their output to the launcher, and receives
-its orders. If a host is lost, the job therefore ends, and no process is left on any host.
+orders. If a host is lost, the job therefore ends, and no process remains on any host.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from flowchan.cli.launch import LaunchJob, Tell, first_of, free_address, variabl
 from flowchan.hosts.host_pool import Pool
 from flowchan.transport.tcp import route_to
 
-LATER = 1.0  # seconds that ranks on other hosts have to end on their own after a failure
+LATER = 1.0  # seconds in which ranks on other hosts may end by their own means after a failure
 
 
 @dataclass(frozen=True)
 class Begin:
-    """Message to all hosts with two addresses on rank 0's host, for torch and for flowchan, and a secret."""
+    """Gives all hosts a secret and two addresses on rank 0's host, for torch and for flowchan."""
 
     master: str
     at: str
@@ -35,7 +35,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class OutputLine:
-    """Message with a line that a rank wrote."""
+    """A rank wrote a line."""
 
     rank: int
     text: str
@@ -44,17 +44,17 @@ class OutputLine:
 
 @dataclass(frozen=True)
 class RankEnded:
-    """Message that all ranks on a host have ended, with the host's first failure."""
+    """All ranks on a host have ended; has the host's first failure."""
 
     failure: str
 
 
 @dataclass(frozen=True)
 class Share:
-    """Ranks that run on one host.
+    """Ranks to run on one host.
 
-    ``local_count`` of the ``count`` ranks run on the host, from number ``first`` on. The host is number
-    ``host`` of ``hosts`` and has the name ``name``. ``towards`` is the launcher's address.
+    These are ``local_count`` of the ``count`` ranks, from number ``first`` on. The host is number ``host`` of
+    ``hosts`` and is called ``name``. ``towards`` is the launcher's address.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Share:
 
 
 def run_ranks(share: Share, script: Sequence[str], pin: bool, orders: In[Any], messages: Out[Any]) -> None:
-    """Run the ranks on one host. The first host also sends addresses at which other hosts can reach it."""
+    """Run the ranks on one host. The first host also sends addresses at which the others can reach it."""
     if share.host == 0:
         address = route_to(share.towards)
         messages.put(Begin(free_address(address), free_address(address), secrets.token_hex(16)))
@@ -93,7 +93,7 @@ def run_ranks(share: Share, script: Sequence[str], pin: bool, orders: In[Any], m
 
 
 class HostLauncher:
-    """Launcher of ``count`` ranks, spread evenly over the hosts of a pool."""
+    """Launches ``count`` ranks, spread evenly over the hosts of a pool."""
 
     def __init__(self, pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> None:
         self._tell = tell
@@ -143,26 +143,26 @@ class HostLauncher:
             self._orders.put_nowait("end")
 
     def interrupt(self, *_: object) -> None:
-        """Interrupt the ranks as Ctrl-C would; the second call kills them."""
+        """Interrupt the ranks like Ctrl-C; a second call kills them."""
         self.interrupts += 1
         self._end()
 
 
 def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, bool]:
-    """Launch the ranks on the hosts of a pool, as ``launch`` does on this host.
+    """Launch the ranks on a pool's hosts, as ``launch`` does on this host.
 
     Args:
-        pool: The hosts.
+        pool: Hosts to use.
         count: Number of ranks.
-        script: The program and its arguments.
-        tell: Function that prints the output of a rank.
-        pin: Pin each rank to a share of the cores.
+        script: Program and its arguments.
+        tell: Prints a rank's output.
+        pin: Give each rank a share of the cores.
 
     Returns:
-        The same values as ``launch``.
+        The same as from ``launch``.
 
     Raises:
-        HostError: A host cannot be used.
+        HostError: A host is unusable.
         RunError: A host was lost.
     """
     launcher = HostLauncher(pool, count, script, tell, pin)

@@ -1,6 +1,6 @@
 """Find the graph in a user's file or module, for the command line.
 
-The file is imported rather than run, so its ``if __name__ == "__main__"`` block does not run.
+The file is imported, not run, so its ``if __name__ == "__main__"`` block does not run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ STDIN = Path("-")
 class LoadError(FlowchanError):
     """No graph could be loaded from the file.
 
-    The file does not exist, is not valid Python, fails during import, or defines no graph or several graphs.
-    The arguments may also not fit the file's function. The message is one line; ``__cause__`` is the user's
+    The file does not exist, is not valid Python, fails during import, or does not define exactly one graph.
+    Or the arguments do not match the file's function. The message is one line; ``__cause__`` is the user's
     own error.
     """
 
@@ -38,13 +38,13 @@ class LoadError(FlowchanError):
 def load(target: str, args: Sequence[str] = ()) -> Blueprint:
     """Return the graph that ``target`` defines.
 
-    ``target`` is ``FILE`` or ``FILE:NAME``. ``FILE`` may also be ``-`` for standard input, or the name of a
-    module, for example ``package.module:graph``.
+    ``target`` is ``FILE`` or ``FILE:NAME``. ``FILE`` may also be ``-`` for standard input, or a module name,
+    for example ``package.module:graph``.
 
     The graph is the module's only graph, or the result of its only function annotated ``-> Graph``. The
-    function is called with ``args``, converted to the types of its parameters. An object with a ``graph``
-    property annotated ``-> Graph`` counts as that graph. ``NAME`` selects one of several graphs or functions;
-    a function that is selected by name needs no annotation.
+    function is called with ``args``, converted to its parameters' types. An object whose ``graph`` property
+    is annotated ``-> Graph`` counts as that graph. ``NAME`` selects one of several graphs or functions; a
+    function selected by name needs no annotation.
 
     Args:
         target: Name of the file or module, optionally with the name of the graph in it.
@@ -54,7 +54,7 @@ def load(target: str, args: Sequence[str] = ()) -> Blueprint:
         The graph.
 
     Raises:
-        LoadError: The target defines no graph, or it defines several and ``NAME`` was not given.
+        LoadError: The target defines no graph, or several without a ``NAME`` to choose one.
     """
     path, name = split_target(target)
     module = load_module(path)
@@ -63,9 +63,9 @@ def load(target: str, args: Sequence[str] = ()) -> Blueprint:
 
 
 def split_target(target: str) -> tuple[Path, str | None]:
-    """Split ``FILE:NAME`` into the file and the name; the name is None if it is left out.
+    """Split ``FILE:NAME`` into the file and the name; the name is None if omitted.
 
-    The first part may be ``-``, the name of a module, or a file whose own name contains a colon.
+    The file may also be ``-`` or a module name, and its own name may contain a colon.
     """
     file, colon, name = target.rpartition(":")
     if not colon or Path(target).exists():
@@ -78,7 +78,7 @@ def split_target(target: str) -> tuple[Path, str | None]:
 
 
 def picture_name(target: str) -> str:
-    """Return the default file name for a picture of ``target``."""
+    """Return the default file name of a picture of ``target``."""
     path, _ = split_target(target)
     if path == STDIN:
         return "stdin.svg"
@@ -87,7 +87,7 @@ def picture_name(target: str) -> str:
 
 
 def load_timeline(path: str) -> str:
-    """Draw the timeline of a run from its trace file, and return it as SVG."""
+    """Draw a run's timeline from its trace file, and return it as SVG."""
     from flowchan.viz import timeline
 
     try:
@@ -101,11 +101,11 @@ def load_timeline(path: str) -> str:
 def load_module(path: Path) -> ModuleType:
     """Import a file, a module or standard input.
 
-    A file is imported as a module named after it, with its folder on ``sys.path``, as when Python runs a
-    script. For a module or for standard input, the working directory is on ``sys.path``.
+    A file is imported as a module named after it, with its folder on ``sys.path``, as if Python ran it. For a
+    module or standard input, the working directory is on ``sys.path``.
 
-    Functions from a file or from standard input are pickled by value afterwards, because a worker process may
-    be unable to import them.
+    Functions from a file or from standard input are pickled by value from then on, because worker processes
+    may not be able to import them.
     """
     if path == STDIN:
         return _from_stdin()
@@ -132,7 +132,7 @@ def load_module(path: Path) -> ModuleType:
 
 
 def find_in(folder: str) -> None:
-    """Let the program import modules from a folder."""
+    """Let the program import modules from this folder."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
@@ -145,7 +145,7 @@ def _by_value(module: ModuleType) -> ModuleType:
 
 
 def _names_module(path: Path) -> bool:
-    """Return whether the path is the name of a module. The folder of a package counts as one."""
+    """Return whether the path is a module name. The folder of a package also counts."""
     parts = str(path).split(".")
     named = all(map(str.isidentifier, parts)) and parts[-1] != "py"
     return named and (not path.exists() or (path / "__init__.py").is_file())
@@ -169,7 +169,7 @@ def _import(name: str) -> ModuleType:
 def _from_stdin() -> ModuleType:
     find_in(os.getcwd())
     text, file = sys.stdin.read(), "<stdin>"
-    # lets tracebacks show the source lines
+    # lets tracebacks show source lines
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     module = ModuleType("_stdin")
     module.__file__ = file
@@ -184,7 +184,7 @@ def _from_stdin() -> ModuleType:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loader that compiles the current file and writes no ``__pycache__``, as when Python runs a script."""
+    """Loader that compiles the current file and writes no ``__pycache__``, as if Python ran it."""
 
     def get_code(self, fullname: str) -> CodeType:
         try:
@@ -205,7 +205,7 @@ def _module_name(file: Path) -> str:
 
 @contextlib.contextmanager
 def _one_line(path: Path) -> Iterator[None]:
-    """Turn each exception from the user's code into a :class:`LoadError` that contains its cause and line."""
+    """Turn each exception from user code into a :class:`LoadError` with its cause and line."""
     try:
         yield
     except (KeyboardInterrupt, GraphError):
@@ -230,7 +230,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """Return " (line N)" for the last traceback entry in the user's own file, or "" without such an entry."""
+    """Return " (line N)" for the last traceback entry in the user's file; "" if there is none."""
     lines = []
     trace = error.__traceback__
     while trace is not None:
@@ -252,7 +252,7 @@ def _only(module: ModuleType, path: Path) -> str:
 
 
 def _candidates(module: ModuleType) -> Iterator[str]:
-    """Yield the public names of the module's graphs and of its functions that return one, each graph once."""
+    """Yield the public names of the module's graphs, and of functions that return one, each graph once."""
     seen: set[int] = set()
     for name, value in vars(module).items():
         if name.startswith("_"):
@@ -266,14 +266,14 @@ def _candidates(module: ModuleType) -> Iterator[str]:
 
 
 def _graph_behind(value: Any) -> Blueprint | None:
-    """Return the value if it is a graph, or the graph that it has."""
+    """Return the value if it is a graph; otherwise the graph in its ``graph`` property."""
     if not isinstance(value, Blueprint) and _has_graph(type(value)):
         value = value.graph
     return value if isinstance(value, Blueprint) else None
 
 
 def _has_graph(kind: type) -> bool:
-    """Return whether a class declares that its objects have a graph."""
+    """Return whether a class declares that its instances have a graph."""
     found = inspect.getattr_static(kind, "graph", None)
     return isinstance(found, property) and found.fget is not None and _is_graph(_returned(found.fget))
 
@@ -286,7 +286,7 @@ def _builds_graph(value: Any, module: ModuleType) -> bool:
 
 
 def _returned(function: Any) -> Any:
-    """Return the annotation of a function's result, or its source text if it cannot be resolved."""
+    """Return the annotation of a function's result; its source text if it cannot be resolved."""
     annotation = getattr(function, "__annotations__", {}).get("return")
     with contextlib.suppress(Exception):
         annotation = typing.get_type_hints(function).get("return")
@@ -329,7 +329,7 @@ def _graph_of(label: str, value: Any, args: Sequence[str], file: Path) -> Bluepr
 
 
 def _converted(label: str, function: Callable[..., Any], args: Sequence[str]) -> Sequence[Any]:
-    """Return the arguments, converted to the annotated types of the parameters."""
+    """Return the arguments, converted to their parameters' types."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # the callable has no signature

@@ -1,4 +1,4 @@
-"""Show and replay recordings: the bodies of ``flowchan peek`` and ``flowchan replay``."""
+"""Show and replay recordings, for ``flowchan peek`` and ``flowchan replay``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from flowchan.declare.values import Origin, Stage
 from flowchan.items.text import short
 
 WIDEST = 200
-"""Maximum length of a line about an item."""
+"""Maximum length of the line about an item."""
 MOST_ELEMENTS = 8
-"""Largest number of elements of an array that is shown with its values."""
+"""An array with more elements than this is shown without its values."""
 SOURCE = "recorded items"
 
 
 def open_recording(path: str) -> Recording:
-    """Open a recording. Raise ``LoadError`` if it cannot be read."""
-    find_in(os.getcwd())  # the items may be instances of classes from modules in this folder
+    """Open a recording. Raise ``LoadError`` if the file cannot be read."""
+    find_in(os.getcwd())  # items may be instances of classes from modules in this folder
     try:
         return Recording(path)
     except OSError as error:
@@ -41,7 +41,7 @@ def open_recording(path: str) -> Recording:
 
 
 def summary(path: str) -> str:
-    """Describe a recording in one line, and the reason if it does not contain all items of the channel."""
+    """Describe a recording in one line, and say why if it lacks some of the channel's items."""
     recording = open_recording(path)
     line = (
         f"{path}: {number_of(len(recording), 'item')} of channel {recording.channel!r} in graph "
@@ -55,7 +55,7 @@ def summary(path: str) -> str:
 
 
 def peek(path: str, count: int, width: int) -> bool:
-    """Print the first ``count`` items of a recording, and return whether all of them could be unpickled."""
+    """Print the first ``count`` items of a recording, and return whether all could be unpickled."""
     recording = open_recording(path)
     click.echo(summary(path))
     shown = min(count, len(recording))
@@ -64,7 +64,7 @@ def peek(path: str, count: int, width: int) -> bool:
         begin = f"{number:>{len(str(shown - 1)) + 2}}  "
         try:
             text = _texts.repr(recording[number])
-        except Exception as error:  # from the user's own code, which the item's pickle refers to
+        except Exception as error:  # from user code that the item's pickle refers to
             text, failed = f"<can't be unpickled: {type(error).__name__}: {error}>", failed + 1
         line = " ".join(text.split())
         most = max(20, min(width, WIDEST) - len(begin))
@@ -75,7 +75,7 @@ def peek(path: str, count: int, width: int) -> bool:
 
 
 class _ItemTexts(reprlib.Repr):
-    """Short texts for items. Arrays and tensors are shown with their shape and type."""
+    """Formats items as short text. Arrays and tensors appear as their shape and type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,17 +116,17 @@ def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Grap
     """Return a graph that feeds recorded items to one stage of ``graph`` and collects its outputs.
 
     Args:
-        graph: Graph with the stage.
+        graph: Graph that contains the stage.
         name: Name of the stage.
         path: Path of the recording.
-        number: Number of the only item to feed; ``None`` for all.
+        number: Number of the one item to feed; ``None`` for all items.
 
     Returns:
         The graph.
 
     Raises:
-        LoadError: The graph has no such stage, the stage cannot be replayed, or the recording or the item
-            cannot be read.
+        LoadError: The graph has no such stage, the stage cannot be replayed, or the recording or item cannot
+            be read.
     """
     stages = _stages_of(graph, name)
     alone = Graph(graph.name)
@@ -143,7 +143,7 @@ def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Grap
         origin = Origin(stage.name, "out")
     (*_, last) = stages
     ends = () if last.operator.result else streams_of(alone, last)
-    # Without a reader of its errors, a failed item ends the run and its traceback is shown.
+    # Without a reader of its errors, a failed item ends the run, so its traceback is shown.
     reads_errors = number is None and any(edge.errors and edge.writer == name for edge in graph.edges)
     for stream in (*ends, *([ends[0].errors] if ends and reads_errors else [])):
         stream.collect(name=f"output of {stream.name}")
@@ -151,7 +151,7 @@ def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Grap
 
 
 def _stages_of(graph: Blueprint, name: str) -> list[Stage]:
-    """Return the stage, after the stage that chooses its worker by the key of an item."""
+    """Return the stage, after the stage that picks its worker by the item's key, if any."""
     try:
         stage = graph.stage_named(name)
     except KeyError as error:

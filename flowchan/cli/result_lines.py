@@ -1,6 +1,6 @@
 """Format the results of a run as lines for a terminal.
 
-A small value is shown whole; for a larger value, its size and its beginning are shown.
+A small value is shown whole, and a larger one by its size and beginning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def result_lines(results: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def _size(value: Any) -> str:
-    """Return the size of a value that does not fit on a line."""
+    """Return the size of a value that does not fit into a line."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):
         return f"{type(value).__name__} of {' × '.join(map(str, shape)) or '1 number'}, "

@@ -27,7 +27,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 def run_graph(load: Callable[[], Any], as_json: bool = False, debug: bool = False, **options: Any) -> int:
     """Run the graph that ``load`` returns, print its report and results, and return the exit code.
 
-    ``options`` are those of ``Graph.start``.
+    ``options`` are the options of ``Graph.start``.
     """
     from flowchan.cli.json_lines import JsonLines
     from flowchan.cli.result_lines import result_lines
@@ -70,7 +70,7 @@ def run_graph(load: Callable[[], Any], as_json: bool = False, debug: bool = Fals
 
 
 def width() -> int:
-    """Return the width of the terminal, or a very large number if standard output is not a terminal."""
+    """Return the terminal's width, or a very large number if standard output is not a terminal."""
     shown = sys.stdout is not None and sys.stdout.isatty()  # stdout is None if it is closed
     return shutil.get_terminal_size().columns if shown else 10**6
 
@@ -93,11 +93,11 @@ def _logging() -> Iterator[None]:
 
 
 class Interrupts:
-    r"""Handler of Ctrl-C and SIGTERM while the command runs.
+    r"""Handles Ctrl-C and SIGTERM while the command runs.
 
-    While the file is being loaded, the signals raise ``KeyboardInterrupt``. After ``hold`` is set, they are
-    only counted for :func:`_follow`, but the third signal still raises. SIGQUIT (Ctrl-\) requests an
-    explanation that names the channel that each stage is waiting for.
+    While the file is being loaded, these signals raise ``KeyboardInterrupt``. Once ``hold`` is set, they are
+    only counted for :func:`_follow`, but a third one still raises. SIGQUIT (Ctrl-\) prints which channel each
+    stage waits for.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Interrupts:
 
 
 def _follow(running: Any, view: LiveView | JsonLines, interrupts: Interrupts, lines: JsonLines | None) -> Any:
-    """Wait until the run ends, pass interrupts on to the run, and return its results."""
+    """Wait for the run to end, pass interrupts on to it, and return its results."""
     handled = 0
     while True:
         if lines is not None:
@@ -155,7 +155,7 @@ def _interrupt(running: Any, view: LiveView | JsonLines, times: int, number: int
 
 
 def print_failures(error: RunError, debug: bool = False) -> None:
-    """Print one line for each failure, and the traceback of the first failure.
+    """Print one line for each failure, and the traceback of the first one.
 
     If ``debug`` is true, print all tracebacks instead.
     """

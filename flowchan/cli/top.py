@@ -15,14 +15,14 @@ from flowchan.transport.interrupts import signal_of
 from flowchan.viz.live.terminal import LiveView
 
 LIST_WITHIN_S = 3.0
-"""Seconds in which all programs together have to answer for the list."""
+"""Seconds in which all programs together must answer, for the list."""
 
 
 def top(chosen: str | None, width: int) -> int:
-    """Show a run until it has ended, then print its report. Print a list if several runs match.
+    """Show a run until it ends, then print its report. If several runs match, print a list.
 
     Args:
-        chosen: Process ID of a program, or name of a run from the list (default: the only run).
+        chosen: Process id of a program, or name of a run from the list (default: the only run).
         width: Width of the report and the list, in characters.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Connect to runs of other programs on this machine, which ``flowchan top`` shows.
+"""Connect to other programs' runs on this machine, for ``flowchan top``.
 
 ``flowchan.run.observe.view_socket`` describes the protocol.
 """
@@ -19,9 +19,9 @@ from flowchan.run.observe.view_socket import is_same_user, socket_prefix
 from flowchan.run.policy.stats import RunStats
 
 ANSWER_S = 10.0
-"""Maximum wait for the next line from a program, in seconds."""
+"""Maximum seconds to wait for a program's next line."""
 MOMENT_S = 0.01
-"""Seconds in which a line that has already arrived is read."""
+"""Seconds in which to read a line that has already arrived."""
 
 
 class ViewError(Exception):
@@ -29,17 +29,17 @@ class ViewError(Exception):
 
 
 class NoAnswer(ViewError):
-    """The program of a run does not answer in time."""
+    """The program of a run did not answer in time."""
 
 
 class ViewedRun:
-    """Connection to a run of another program.
+    """Connection to another program's run.
 
     Args:
         name: Name of the run, from its socket.
 
     Raises:
-        OSError: No program of this user has this socket.
+        OSError: No program of this user has such a socket.
     """
 
     def __init__(self, name: str) -> None:
@@ -63,7 +63,7 @@ class ViewedRun:
         """Return the first message, which describes the run.
 
         Raises:
-            ViewError: The program does not answer, refuses this user or uses another protocol.
+            ViewError: The program does not answer, rejects this user, or uses another protocol.
         """
         message = self._next()
         if message is None:
@@ -76,10 +76,10 @@ class ViewedRun:
         return message
 
     def statistics(self) -> Iterator[RunStats]:
-        """Yield the statistics of the run until it has ended.
+        """Yield the run's statistics until it ends.
 
         Raises:
-            ViewError: The program does not answer or was killed.
+            ViewError: The program does not answer, or was killed.
         """
         while message := self._next():
             if message["event"] == "end":
@@ -112,10 +112,10 @@ def viewed_runs(chosen: str | None = None) -> list[ViewedRun]:
     """Connect to this user's runs.
 
     Args:
-        chosen: Process ID of a program, or name of a run, to limit the search (default: all runs).
+        chosen: Process id of a program, or name of a run, to limit the search (default: all runs).
 
     Returns:
-        The connections, sorted by process ID.
+        The connections, sorted by process id.
     """
     found = []
     for name in sorted(run_names(), key=lambda name: [int(part) for part in name.split("-")]):

@@ -36,7 +36,7 @@ __all__ = [
 Group._membership = Membership
 
 MOST = 1024
-"""Largest number of members of a group."""
+"""Maximum number of members of a group."""
 
 _counts: defaultdict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
 
@@ -52,38 +52,39 @@ def group(
     timeout: float = 300.0,
     publish: Callable[[str], object] | None = None,
 ) -> Group:
-    """Join a group and return this process's member of it.
+    """Join a group, and return this process's member of it.
 
-    If ``rank``, ``size`` and ``at`` are omitted, the members are all processes that one launcher started. The
-    launcher is torchrun, mpirun (from Open MPI or MPICH), or Slurm's srun. If no launcher started this
-    process, it is the only member.
+    If ``rank``, ``size`` and ``at`` are omitted, all processes that one launcher started form the group. The
+    launcher is torchrun, mpirun (Open MPI or MPICH), or Slurm's srun. A process without a launcher is the
+    only member.
 
-    If the members create several groups, all of them must create the groups in the same order.
+    If members create several groups, all of them must do so in the same order.
 
     Args:
-        rank: Number of this member, from 0. If all members pass only ``size`` and ``at``, the order of their
-            arrival decides: the first one that listens is rank 0.
+        rank: Rank of this member, from 0. If all members pass only ``size`` and ``at``, ranks follow the
+            order of arrival: the first member to listen is rank 0.
         size: Number of members, at most 1024.
-        at: If ``secret`` is given, the address where rank 0 listens, such as ``"10.0.0.1:4711"``. Otherwise,
-            any string that is equal on all members; they must then be on one host. If the port is 0, rank 0
-            chooses a free port, which it passes to ``publish``.
-        secret: At least 16 bytes that all members share. It is required for members on several hosts.
-        name: Name of the group in messages.
+        at: With ``secret``, the address where rank 0 listens, such as ``"10.0.0.1:4711"``. Otherwise, any
+            string that is the same on all members, which must then be on one host. If the port is 0, rank 0
+            picks a free port and passes its address to ``publish``.
+        secret: At least 16 bytes that all members share. Required for members on several hosts.
+        name: Name of the group, for messages.
         timeout: Seconds to wait for the other members (default 300).
-        publish: Function that rank 0 calls with its address once it listens, to give it to the other members.
+        publish: Function that rank 0 calls with its address once it listens, in order to pass that address to
+            the other members.
 
     Returns:
-        This member. Use it as a context manager or close it.
+        This member. Use it as a context manager, or close it.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
-        ValueError: An argument is out of range, only one of ``size`` and ``at`` is given, or the
-            members cannot know the port.
-        TimeoutError: Some members did not arrive in time, or rank 0 cannot be reached.
+        ValueError: An argument is out of range, only one of ``size`` and ``at`` is given, or the members
+            cannot learn the port.
+        TimeoutError: Some members did not arrive in time, or rank 0 is unreachable.
         OSError: Rank 0 cannot listen at ``at``.
-        GroupError: The launcher's variables are wrong, two members have the same rank, or the members are on
-            several hosts and ``FLOWCHAN_AT`` or ``FLOWCHAN_SECRET`` is missing. Members in Slurm need only a
-            folder that all hosts share, ``FLOWCHAN_FOLDER`` (default ``~/.flowchan``).
+        GroupError: The launcher's variables are wrong, two members have the same rank, or ``FLOWCHAN_AT`` or
+            ``FLOWCHAN_SECRET`` is missing for members on several hosts. Under Slurm, a folder shared by all
+            hosts replaces these two: ``FLOWCHAN_FOLDER`` (default ``~/.flowchan``).
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
@@ -139,20 +140,20 @@ def _launched(launched: Launched, name: str, timeout: float) -> Group:
 
 
 def _number(job: str, rank: int) -> int:
-    """Return how many groups of this job the process has already created."""
+    """Return how many groups of this job this process has created so far."""
     return next(_counts[job, rank])
 
 
 @refuses_misspelt("members")
 def members(size: int, *, name: str = "") -> list[Group]:
-    """Create all members of a new group of threads or processes.
+    """Create all members of a new group for threads or processes.
 
-    Pass each member to one thread or process before using it. A member joins the group when it arrives in
-    another process, when its ``with`` block is entered, or with its first operation.
+    Pass each member to the thread or process that will use it. A member joins the group when it arrives in
+    another process, enters its ``with`` block, or begins its first operation.
 
     Args:
         size: Number of members, at most 1024.
-        name: Name of the group in messages.
+        name: Name of the group, for messages.
 
     Returns:
         The members in rank order.

@@ -1,4 +1,4 @@
-"""Choice of the algorithm for each operation, by the group or by its user."""
+"""Choose the algorithm of each operation, or let the user select it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from flowchan.collective.operations import COMBINING, MOVING, NAMES, REDUCE_SCAT
 from flowchan.items.tracebacks import ends_at_caller
 
 BACKENDS = ("gloo", "mpi", "nccl")
-"""Backends that torch.distributed provides."""
+"""Backends of torch.distributed."""
 BY_DEVICE = {"cuda": "nccl"}
 """Backend for the tensors of each device type."""
 COMBINED = (*COMBINING, NAMES[REDUCE_SCATTER])
 
 
 def algorithms_of(operation: str) -> tuple[str, ...]:
-    """Return the algorithm names that ``set_algorithm`` accepts for an operation."""
+    """Return the algorithm names that ``set_algorithm`` accepts for this operation."""
     if operation in COMBINING:
         return ("exchange", "slices", *BACKENDS)
     if operation in MOVING:
@@ -26,7 +26,7 @@ def algorithms_of(operation: str) -> tuple[str, ...]:
 
 
 class AlgorithmChoice:
-    """Methods of a group that select algorithms."""
+    """Methods by which a group chooses algorithms."""
 
     if TYPE_CHECKING:
 
@@ -42,14 +42,14 @@ class AlgorithmChoice:
 
     @ends_at_caller
     def explain(self, operation: str, x: Any = None) -> str:
-        """Describe the algorithm of an operation in one sentence.
+        """Describe in one sentence how an operation works.
 
         Args:
             operation: Name of an operation, such as ``"allreduce"``.
-            x: The value that would be passed to the operation (default None).
+            x: Value that would be passed to the operation (default None).
 
         Returns:
-            The sentence. If the operation does not accept ``x``, the sentence gives the reason.
+            The sentence. If the operation does not accept ``x``, the sentence says why.
 
         Raises:
             ValueError: The group has no such operation.
@@ -76,15 +76,15 @@ class AlgorithmChoice:
 
     @ends_at_caller
     def set_algorithm(self, operation: str, name: str | None) -> None:
-        """Select an operation's algorithm for arrays of any size. All members must make the same call.
+        """Select an operation's algorithm for arrays of any size. All members must make this call.
 
         Args:
             operation: ``"allreduce"``, ``"reduce"``, ``"reduce_scatter"``, ``"broadcast"``, ``"allgather"``,
                 ``"gather"`` or ``"alltoall"``.
-            name: The algorithm; None selects the fastest. ``allreduce`` and ``reduce`` accept ``"exchange"``
-                and ``"slices"``. The other operations accept ``"chunks"``. If members may read each other's
-                memory, they also accept ``"direct"``, except for ``reduce_scatter``. All of them also accept
-                torch's ``"gloo"``, ``"mpi"`` and ``"nccl"``.
+            name: The algorithm; None selects the fastest one. ``allreduce`` and ``reduce`` accept
+                ``"exchange"`` and ``"slices"``. The other operations accept ``"chunks"``. If members can read
+                each other's memory, they also accept ``"direct"``, except for ``reduce_scatter``. All
+                operations also accept torch's ``"gloo"``, ``"mpi"`` and ``"nccl"``.
 
         Raises:
             ValueError: The operation has no such algorithm, or the backend is not available.
@@ -112,13 +112,13 @@ class AlgorithmChoice:
             self._chosen_backends.pop(doing, None)
         else:
             self._chosen_backends[doing] = backend
-        # as long as a backend is chosen, the core leaves all calls to Python
+        # while a backend is selected, the core leaves all calls to Python
         self._queue(bool(self._chosen_backends) - before)
 
     def _backend_for(self, doing: int, x: Any) -> str | None:
-        """Return the torch backend that runs the operation, or None.
+        """Return the torch backend for the operation, or None.
 
-        Unless the user chose another backend, a tensor on a device uses that device's backend.
+        Unless the user selected another backend, a tensor on a device uses that device's backend.
         """
         chosen = self._chosen_backends.get(doing)
         if chosen is None and not array_access.is_here(x):
@@ -126,7 +126,7 @@ class AlgorithmChoice:
         return chosen
 
     def _by(self, doing: int, x: Any) -> Any:
-        """Return the object that runs the operation: this group or a torch backend."""
+        """Return what runs the operation: this group or a torch backend."""
         name = self._backend_for(doing, x)
         if name is None:
             return self
@@ -156,11 +156,11 @@ def wrong_device_message(call: str, x: Any) -> str:
 
 
 def check_combined(x: Any) -> None:
-    """Raise ``TypeError`` if the element type of ``x`` supports no reduction."""
+    """Raise ``TypeError`` if elements of this type cannot be reduced."""
     one = array_access.contiguous(x[(*[slice(1)] * x.ndim, ...)])
     try:
         _core._combine(one, [], "min")
-    except TypeError:  # complex numbers, for example, have no order
+    except TypeError:  # complex numbers, for example, are not ordered
         _core._combine(one, [], "sum")
 
 

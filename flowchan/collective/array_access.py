@@ -1,4 +1,4 @@
-"""Uniform access to NumPy arrays and torch tensors, without importing either library."""
+"""Access NumPy arrays and torch tensors uniformly, without importing either library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_numpy(x: Any) -> bool:
 
 
 def is_array(x: Any) -> bool:
-    """Return whether ``x`` is sent as raw memory, because it is an array or a tensor."""
+    """Return whether ``x`` is an array or tensor, and is therefore sent as raw memory."""
     return is_tensor(x) or is_numpy(x)
 
 
@@ -32,10 +32,10 @@ def is_dense(x: Any) -> bool:
         x: Any value.
 
     Returns:
-        False for a value that is neither an array nor a tensor.
+        False if the value is neither an array nor a tensor.
 
     Raises:
-        TypeError: The contents of the array or tensor are not one block of memory.
+        TypeError: The array or tensor is not one block of memory.
     """
     if is_tensor(x):
         if x.is_nested:
@@ -70,10 +70,10 @@ def is_dense(x: Any) -> bool:
 
 
 def _has_memory(x: Any) -> bool:
-    """Return False for wrappers around tensors and for tensors whose memory was freed."""
+    """Return False for tensor wrappers, and for tensors whose memory was freed."""
     try:
         return x.device.type == "meta" or not x.nbytes or bool(x.data_ptr())
-    except (RuntimeError, AttributeError):  # torch raises these errors for some wrappers
+    except (RuntimeError, AttributeError):  # torch raises these for some wrappers
         return False
 
 
@@ -88,7 +88,7 @@ def size_of(x: Any) -> int | None:
 
 
 def described(x: Any) -> str:
-    """Return the type and shape of an array, such as ``float32[2, 3]``, or the type of another value."""
+    """Return an array's type and shape, such as ``float32[2, 3]``, or the type of another value."""
     if not is_array(x):
         return type(x).__name__
     dtype, shape = kind(x)
@@ -97,7 +97,7 @@ def described(x: Any) -> str:
 
 
 def kind(x: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the element type and the shape, spelled in the same way for arrays and tensors."""
+    """Return the element type and shape, spelled in the same way for arrays and tensors."""
     return _type_of(x), tuple(x.shape)
 
 
@@ -134,7 +134,7 @@ def check_place(call: str, x: Any, out: Any) -> None:
 def check_overlap(call: str, x: Any, out: Any) -> None:
     """Raise ``ValueError`` if writing to ``out`` would overwrite elements of ``x`` that are still needed.
 
-    Both must be contiguous. ``out`` may be ``x`` itself, or one of the equal parts of ``x``.
+    Both must be contiguous. ``out`` may be ``x`` itself or one of its equal parts.
     """
     begins, of_out = _address(x), _address(out)
     overlap = of_out < begins + x.nbytes and begins < of_out + out.nbytes
@@ -157,7 +157,7 @@ def check_size(call: str, rank: int, given: int, size: int) -> None:
 
 
 def check_writable(call: str, argument: str, x: Any) -> None:
-    """Raise ``ValueError`` if the array is read-only or some of its elements share memory."""
+    """Raise ``ValueError`` if the array is read-only or its elements overlap in memory."""
     if is_numpy(x) and not x.flags.writeable:
         raise ValueError(f"{call}: {argument} must be writable, got a read-only {described(x)}; pass a copy")
     strides = x.stride() if is_tensor(x) else x.strides
@@ -169,9 +169,9 @@ def check_writable(call: str, argument: str, x: Any) -> None:
 
 
 def contiguous(x: Any) -> Any:
-    """Return ``x`` if it is contiguous, else a contiguous copy.
+    """Return ``x`` if it is contiguous, otherwise a contiguous copy.
 
-    :func:`give_back` copies the copy's contents back into ``x``.
+    :func:`give_back` copies its contents back into ``x``.
     """
     if is_tensor(x):
         return x.detach().contiguous().resolve_conj().resolve_neg()
@@ -179,9 +179,9 @@ def contiguous(x: Any) -> Any:
 
 
 def give_back(flat: Any, x: Any) -> Any:
-    """Return ``x``, after copying ``flat`` into it if they do not share memory.
+    """Copy ``flat`` into ``x`` unless they share memory, and return ``x``.
 
-    ``flat`` is the array that :func:`contiguous` returned for ``x``.
+    ``flat`` is what :func:`contiguous` returned for ``x``.
     """
     if is_tensor(x):
         torch = sys.modules["torch"]
@@ -204,22 +204,22 @@ def fill(x: Any, value: Any) -> Any:
 
 
 def of_library(like: Any, x: Any) -> Any:
-    """Convert ``x`` to an array of the library that ``like`` belongs to."""
+    """Convert ``x`` to an array of the same library as ``like``."""
     if is_tensor(like) and is_numpy(x):
-        return sys.modules["torch"].from_numpy(x.copy())  # a copy, because torch warns about read-only memory
+        return sys.modules["torch"].from_numpy(x.copy())  # copied, because torch warns about read-only memory
     if is_numpy(like) and is_tensor(x):
         return contiguous(x).cpu().numpy()
     return x
 
 
 def memory(x: Any) -> memoryview:
-    """Return a writable view of the bytes in a contiguous array, or a view of a bytes object."""
+    """Return a writable view of a contiguous array's bytes, or a view of a bytes object."""
     if is_tensor(x):
         if not is_here(x):
             raise TypeError(f"{described(x)} must be in main memory; copy it, for example with .cpu()")
         if not x.nbytes:
             return memoryview(bytearray())
-        # A view from numpy() would prevent resizing the tensor later, and FSDP resizes tensors.
+        # A view from numpy() would prevent later resizing, which FSDP needs.
         lent: Any = (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
         lent.tensor = x
         return memoryview(lent).cast("B")
@@ -229,9 +229,9 @@ def memory(x: Any) -> memoryview:
 
 
 def widened(x: Any) -> Any:
-    """Convert a half-precision array to float32, and return any other array unchanged.
+    """Convert a half-precision array to float32; return any other array unchanged.
 
-    Sums of half-precision arrays are computed in float32.
+    Half-precision arrays are summed in float32.
     """
     if is_tensor(x):
         torch = sys.modules["torch"]
@@ -253,7 +253,7 @@ def narrow(x: Any, wide: Any) -> None:
 
 
 def is_here(x: Any) -> bool:
-    """Return whether ``x`` is in main memory rather than on a device."""
+    """Return whether ``x`` is in main memory, not on a device."""
     return not is_tensor(x) or x.device.type == "cpu"
 
 
@@ -265,8 +265,8 @@ def empty_like(x: Any) -> Any:
 def divide(x: Any, by: int) -> None:
     """Divide the elements of the contiguous array ``x`` in place.
 
-    The parts of a complex number are divided separately, as in the core. NumPy and torch would multiply them
-    by ``1 / by``, which rounds twice.
+    The two parts of a complex number are divided separately, as in the core. NumPy and torch would multiply
+    them by ``1 / by``, which rounds twice.
     """
     if is_tensor(x):
         (sys.modules["torch"].view_as_real(x) if x.is_complex() else x).div_(by)
@@ -276,34 +276,34 @@ def divide(x: Any, by: int) -> None:
 
 
 def like(x: Any) -> tuple[str, Any, tuple[int, ...]]:
-    """Describe the library, type and shape of ``x``; :func:`make` creates an array from the description."""
+    """Describe the library, type and shape of ``x``, for :func:`make`."""
     if is_tensor(x):
         return "torch", str(x.dtype).removeprefix("torch."), tuple(x.shape)
     return "numpy", x.dtype if x.dtype.kind == "V" else x.dtype.str, tuple(x.shape)
 
 
 def place_of(x: Any) -> Any:
-    """Return the device of a tensor, or None for an array."""
+    """Return a tensor's device, or None for an array."""
     return x.device if is_tensor(x) else None
 
 
 def finish(x: Any) -> None:
-    """Wait until the device has finished the work on ``x`` that the current CUDA stream has queued.
+    """Wait until the device has finished the work on ``x`` queued in the current CUDA stream.
 
-    After that, another thread, which has its own CUDA stream, can use the tensor.
+    After that, another thread with another CUDA stream may use the tensor.
     """
     if is_tensor(x) and x.is_cuda:
         sys.modules["torch"].cuda.current_stream(x.device).synchronize()
 
 
 def make(made: tuple[str, Any, tuple[int, ...]], device_text: Any = None) -> Any:
-    """Create an empty array from a description that :func:`like` returned.
+    """Create an empty array from a description by :func:`like`.
 
     A tensor is created on the device ``device_text``.
     """
     library, dtype, shape = made
     if library == "torch":
-        import torch  # needed if only another member has imported torch
+        import torch  # may not be imported yet, if only another member has imported torch
 
         return torch.empty(shape, dtype=getattr(torch, dtype), device=device_text)
     import numpy
@@ -312,7 +312,7 @@ def make(made: tuple[str, Any, tuple[int, ...]], device_text: Any = None) -> Any
 
 
 def part_like(call: str, x: Any, parts: int) -> Any:
-    """Create an empty array for one of ``parts`` equal parts of ``x``, divided along the first dimension."""
+    """Create an empty array for one of ``parts`` equal parts of ``x`` along the first dimension."""
     if not x.shape or x.shape[0] % parts:
         raise ValueError(
             f"{call}: the first dimension of x must be divisible by {parts}, the number of members, got "
@@ -323,7 +323,7 @@ def part_like(call: str, x: Any, parts: int) -> Any:
 
 
 def parts_of(call: str, x: Any, parts: int) -> list[Any]:
-    """Divide ``x`` into ``parts`` equal flat parts, in memory order."""
+    """Divide ``x`` into ``parts`` equal flat parts in memory order."""
     count = math.prod(x.shape)
     if count % parts:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Checks of the arguments in a group's calls, and text for calls in messages.
+"""Check the arguments of group calls, and describe calls in messages.
 
-All checks run before anything is sent, so an invalid argument raises only on the member that passed it. The
-other members keep waiting until that member makes its next call.
+All checks come before anything is sent, so an invalid argument raises an error only on the member that passed
+it. The other members wait until this member makes its next call.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from flowchan.items.text import shown
 
 
 def called(call: str, x: Any, more: Any) -> str:
-    """Return a call as text, such as ``allreduce(float64[3], 'sum')``.
+    """Describe a call, for example ``allreduce(float64[3], 'sum')``.
 
-    ``more`` is one further argument or a tuple of further arguments.
+    ``more`` is one further argument or a tuple of several.
     """
     if isinstance(x, list):
         what = f"[{', '.join(map(array_access.described, x))}]"
@@ -32,7 +32,7 @@ def called(call: str, x: Any, more: Any) -> str:
 
 
 def op_argument(call: str, op: Any) -> None:
-    """Raise unless ``op`` is callable or the name of an operation."""
+    """Raise an error unless ``op`` is callable or the name of an operation."""
     if isinstance(op, str) and op in OPERATIONS:
         return
     if isinstance(op, str) or not callable(op):
@@ -56,7 +56,7 @@ def array_argument(call: str, argument: str, x: Any) -> None:
 
 
 def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any]:
-    """Return ``xs``, or raise unless it is a list with one part for each member."""
+    """Return ``xs``; raise an error unless it is a list with one part for each member."""
     if not isinstance(xs, Sized) or not hasattr(xs, "__getitem__"):
         raise TypeError(
             f"{call}: {argument} must be a list with one part for each of the {size} members, got {shown(xs)}"
@@ -70,10 +70,10 @@ def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any
 
 
 def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> str:
-    """Describe the first pair of ranks whose sizes differ, or return an empty string.
+    """Describe the first pair of ranks whose sizes differ; return an empty string if there is none.
 
-    ``sizes`` holds two lists for each rank: how many bytes it sends to each rank, and how many it has room
-    for from each rank.
+    For each rank, ``sizes`` has two lists: how many bytes it sends to each rank, and how many it expects from
+    each.
     """
     for source, to in itertools.product(range(len(sizes)), repeat=2):
         given, room = sizes[source][0][to], sizes[to][1][source : source + 1]
@@ -83,16 +83,16 @@ def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> st
 
 
 def received(x: Any, source: int, out: Any, rank: int) -> Any:
-    """Return the value that this member received from ``source``, copied into ``out`` if given.
+    """Return the value received from ``source``, copied into ``out`` if given.
 
     Args:
-        x: The received value.
+        x: Received value.
         source: Rank of the sender.
         out: Array for the value, or None.
         rank: Rank of this member.
 
     Returns:
-        ``out`` if given, else ``x``.
+        ``out`` if given, otherwise ``x``.
 
     Raises:
         Mismatch: The value does not fit into ``out``.
@@ -113,7 +113,7 @@ def received(x: Any, source: int, out: Any, rank: int) -> Any:
 
 
 def seconds_argument(call: str, argument: str, value: Any) -> float:
-    """Return ``value`` as a float, or raise unless it is a finite, non-negative number of seconds."""
+    """Return ``value`` as a float; raise an error unless it is a finite, non-negative number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{call}: {argument} must be a number of seconds, got {shown(value)}")
     if not 0 <= float(value) < math.inf:

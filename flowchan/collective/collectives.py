@@ -1,8 +1,7 @@
-"""The collective operations of a group on arrays, tensors, scalars and any other Python object.
+"""Define a group's collective operations on arrays, tensors, scalars and other Python objects.
 
-They are built on a few basic operations on bytes and contiguous arrays. Groups in shared memory
-(``one_host.py``) and groups that span several hosts (``many_hosts.py``) implement these basic operations
-differently.
+They build on a few basic operations on bytes and contiguous arrays. Groups in shared memory (``one_host.py``)
+and groups across hosts (``many_hosts.py``) implement these differently.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from flowchan.collective.value_bytes import dumps, loads
 
 
 class Collectives(GroupSteps):
-    """The collective operations of :class:`Group`.
+    """Collective operations of :class:`Group`.
 
-    The native core overrides the operations that it can run faster.
+    The native core overrides those that it can run faster.
     """
 
     def allreduce(
@@ -27,21 +26,20 @@ class Collectives(GroupSteps):
     ) -> Any:
         """Combine the values of all members element by element, in rank order.
 
-        The results on all members are bit-identical.
+        All members get bit-identical results.
 
         Args:
-            x: An array or tensor, which is overwritten with the result, or any other value, which is combined
+            x: Array or tensor, which is overwritten with the result, or any other value, which is combined
                 with Python's operators.
             op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"`` or
-                ``"xor"``. For values that are not arrays, it may also be a function that takes two values;
-                rank 0 runs it for all members.
-            out: Array for the result, with the same element type and size as ``x``; ``x`` then stays
-                unchanged.
+                ``"xor"``. For values other than arrays, it may also be a function of two values, which rank 0
+                runs for all members.
+            out: Array for the result, with the element type and size of ``x``; ``x`` then stays unchanged.
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
         Returns:
-            ``out`` if given, else ``x`` if it is an array or tensor, else the combined value.
+            ``out`` if given, otherwise ``x`` if it is an array or tensor, otherwise the combined value.
 
         Raises:
             TypeError: The operation is not defined for elements of this type.
@@ -64,14 +62,14 @@ class Collectives(GroupSteps):
         """Copy a value from ``root`` to all members.
 
         Args:
-            x: An array or tensor of the same type and shape on all members, or any other value on ``root``.
-                An array is overwritten on all members except ``root``.
-            root: Rank of the member whose value is sent (default 0).
+            x: Array or tensor of the same type and shape on all members, or any other value on ``root``. On
+                members other than ``root``, the array is overwritten.
+            root: Rank of the member that sends its value (default 0).
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
         Returns:
-            ``x`` if it is an array or tensor, else the value from ``root``.
+            ``x`` if it is an array or tensor, otherwise the value from ``root``.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -105,15 +103,15 @@ class Collectives(GroupSteps):
         """Gather one value from each member on all members.
 
         Args:
-            x: Any value. Arrays and tensors may differ in shape between members. If ``out`` is given, ``x``
-                must be an array or tensor with the element type of ``out``.
-            out: For the result: one array with ``size`` times as many elements as ``x``, or a list with one
-                array for each member.
+            x: Any value. The shapes of arrays and tensors may differ between members. With ``out``, ``x``
+                must be an array or tensor with its element type.
+            out: Where to put the result: one array with ``size`` times the elements of ``x``, or a list of
+                one array per member.
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
         Returns:
-            ``out`` if given, else the list of the values in rank order.
+            ``out`` if given, otherwise the list of values in rank order.
 
         Raises:
             ValueError: A member's array does not fit into its part of ``out``.
@@ -137,14 +135,14 @@ class Collectives(GroupSteps):
         """Send one value to each member and receive one value from each.
 
         Args:
-            xs: The values; ``xs[i]`` goes to rank i.
-            out: One array for each member to receive into. All of ``xs`` must then be arrays of the same
-                element type.
+            xs: Values to send; ``xs[i]`` goes to rank i.
+            out: Arrays to receive into, one per member. All of ``xs`` must then be arrays of the same element
+                type.
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
         Returns:
-            The list of the values that this member received, in rank order.
+            The list of received values in rank order.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -163,8 +161,8 @@ class Collectives(GroupSteps):
         """Combine the arrays of all members, and return this member's part of the result.
 
         Args:
-            x: An array or tensor. Its first dimension is divided into ``size`` equal parts; rank i gets part
-                i of the result.
+            x: Array or tensor. Its first dimension is divided into ``size`` equal parts; rank i gets part i
+                of the result.
             op: Name of the operation, as in :meth:`allreduce`.
             out: Array for this member's part (default: a new one).
             timeout: Seconds; None means no limit.
@@ -196,10 +194,10 @@ class Collectives(GroupSteps):
         timeout: float | None = None,
         wait: bool = True,
     ) -> Any:
-        """Combine the values of all members as ``allreduce`` does, but return the result only on ``root``.
+        """Combine the values of all members like ``allreduce``, but return the result only on ``root``.
 
         Args:
-            x: A value, as in :meth:`allreduce`. An array is overwritten only on ``root``.
+            x: Value, as in :meth:`allreduce`. An array is overwritten only on ``root``.
             root: Rank of the member that gets the result (default 0).
             op: Operation, as in :meth:`allreduce`.
             out: Array for the result on ``root``.
@@ -207,7 +205,7 @@ class Collectives(GroupSteps):
             wait: False returns a :class:`Handle` at once.
 
         Returns:
-            The result on ``root``, None on the other members.
+            The result on ``root``, and None on the other members.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -228,13 +226,13 @@ class Collectives(GroupSteps):
         """Gather one value from each member on ``root``.
 
         Args:
-            x: Any value. Arrays and tensors may differ in shape between members.
+            x: Any value. The shapes of arrays and tensors may differ between members.
             root: Rank of the member that gets the list (default 0).
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
         Returns:
-            On ``root``, the list of the values in rank order; None on the other members.
+            On ``root``, the list of values in rank order; None on the other members.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -285,16 +283,16 @@ class Collectives(GroupSteps):
         timeout: float | None = None,
         wait: bool = True,
     ) -> Any:
-        """Combine the values of all members that still have one, with a function that takes two values.
+        """Combine the values of all members that still have one, by a function of two values.
 
         The function is applied to each leaf of nested dictionaries, lists and tuples, in rank order. Rank 0
-        runs the function for all members; if it raises, all members raise. If ``fn`` is ``min``, ``max``, or
-        ``add``, ``mul``, ``and_``, ``or_`` or ``xor`` from the ``operator`` module, each member runs it
-        instead, which saves one step.
+        runs it for all members; if it raises, all members raise. Members run it themselves, which saves a
+        step, if ``fn`` is ``min`` or ``max``, or ``add``, ``mul``, ``and_``, ``or_`` or ``xor`` from
+        ``operator``.
 
         Args:
-            value: The value of this member.
-            fn: A function that takes two values. It may change its first argument.
+            value: Value of this member.
+            fn: Function of two values. It may modify its first argument.
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
@@ -314,10 +312,10 @@ class Collectives(GroupSteps):
     def join(
         self, fn: Callable[[Any, Any], Any], *, timeout: float | None = None
     ) -> Iterator[tuple[Any, int]]:
-        """Take part in ``allreduce_with`` without a value, until no member contributes any longer.
+        """Take part in ``allreduce_with`` without a value, until no member contributes one any more.
 
         Args:
-            fn: The function that the other members pass to :meth:`allreduce_with`.
+            fn: Function that the other members pass to :meth:`allreduce_with`.
             timeout: Seconds for each round; None means no limit.
 
         Yields:

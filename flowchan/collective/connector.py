@@ -1,4 +1,4 @@
-"""Connections between the members of a group on several hosts."""
+"""Connect the members of a group across hosts."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import dial, joined, listen, split
 
 PAUSE_S, TRY_S = 0.01, 5.0
-"""Seconds between two attempts to connect, and the time limit for one attempt."""
+"""Seconds between attempts to connect, and time limit of one attempt."""
 REFUSED_QUICKLY_S, REJECTION_TIMEOUT_S = 1.0, 30.0
-"""If a peer rejects every attempt within ``REFUSED_QUICKLY_S`` seconds, and continues to do so for
-``REJECTION_TIMEOUT_S`` seconds, it is another program. A member also rejects attempts, but only while too
-many peers dial at once."""
+"""A peer is another program if it rejects every attempt within ``REFUSED_QUICKLY_S`` seconds, for
+``REJECTION_TIMEOUT_S`` seconds. A member also rejects attempts, but only while too many peers dial at once.
+"""
 
 
 @dataclass(frozen=True)
 class Connector:
-    """Secret and listening address with which members on several hosts connect.
+    """Secret and listening address with which members on different hosts connect.
 
-    Each member listens at ``listen_at`` on a free port, or with ``transport`` if it is not None.
+    Each member listens at ``listen_at`` on a free port, or through ``transport`` if that is not None.
     """
 
     secret: bytes = field(repr=False)
@@ -38,7 +38,7 @@ class Connector:
 
     @property
     def transport_name(self) -> str:
-        """Return the name of the transport, which must be equal on all members."""
+        """Return the transport's name, which must be equal on all members."""
         return "TCP" if self.transport is None else self.transport.name
 
     def listen(self, hello: Hello) -> AuthenticatedListener:
@@ -63,17 +63,17 @@ class Connector:
         """Connect to the member that listens at an address.
 
         Args:
-            address: The address.
-            hello: The hello message of this member.
+            address: Address of the member.
+            hello: This member's hello message.
             wanted: Returns whether the connection is still needed.
-            give_up: Monotonic time at which the call stops trying (default: never).
+            give_up: Monotonic time at which to stop trying (default: never).
 
         Returns:
             The connection.
 
         Raises:
             ConnectionRefusedError: The member is gone, or another program uses its port.
-            OSError: The member can't be reached, the time is up, or ``wanted`` returns False.
+            OSError: The member is unreachable, the time is up, or ``wanted`` returns False.
         """
         refused_since = math.inf
         while wanted() and (remaining := give_up - (begun := time.monotonic())) > 0:

@@ -1,6 +1,6 @@
-"""Group operations that move arrays, or that combine arrays and scatter the result.
+"""Define group operations that move arrays, or combine and scatter them.
 
-Each operation checks its arguments before it sends anything, and then chooses the memory for its result.
+Each operation checks its arguments before it sends anything, and then chooses memory for the result.
 """
 
 from __future__ import annotations

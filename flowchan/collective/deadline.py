@@ -1,4 +1,4 @@
-"""Time that remains for a call with several steps."""
+"""Compute how much time a call with several steps has left."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 RemainingTime = Callable[[], float | None]
-"""Function that returns the seconds that remain for the next step, or None without a limit."""
+"""Returns the seconds left for the next step, or None without a limit."""
 
 
 def countdown(timeout: Any) -> RemainingTime:
-    """Return a function that returns the remaining part of the ``timeout`` seconds.
+    """Return a function that returns how many of the ``timeout`` seconds are left.
 
     If ``timeout`` is invalid, the function returns it unchanged, and the next step of the call raises the
     error.

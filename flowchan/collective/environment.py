@@ -1,4 +1,4 @@
-"""Rank and size of this process, read from its launcher's environment variables."""
+"""Read this process's rank and size from its launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flowchan.errors import GroupError
 
 
 class Launched(NamedTuple):
-    """The rank of a process, its job and the job's size, according to its launcher.
+    """A process's rank, its job and the job's size, according to the launcher.
 
-    ``job`` is equal for all members of a job, and differs between jobs on this host. ``local_size`` is the
+    ``job`` is the same for all members of a job, and differs between jobs on this host. ``local_size`` is the
     number of members on this host.
     """
 
@@ -24,10 +24,10 @@ class Launched(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """Names of the environment variables that a launcher sets.
+    """Names of a launcher's environment variables.
 
-    They hold the rank, the size, the number of members on this host (``local``) and the parts of the job's
-    name (``job``). ``ppid`` is true if all processes that the launcher starts on a host have the same parent.
+    They hold the rank, the size, the number of members on this host (``local``), and parts of the job's name
+    (``job``). ``ppid`` is true if all of the launcher's processes on a host have the same parent.
     """
 
     name: str
@@ -50,13 +50,13 @@ LAUNCHERS = (
 
 
 def place(environ: Mapping[str, str] = os.environ) -> Launched:
-    """Read the rank and size of this process from its launcher's variables.
+    """Read this process's rank and size from its launcher's variables.
 
     Args:
-        environ: The environment variables (default: those of this process).
+        environ: Environment variables (default: those of this process).
 
     Returns:
-        The rank and size. If no launcher started this process, it is the only member.
+        The rank and size. A process without a launcher is the only member.
 
     Raises:
         GroupError: The variables are not numbers, or the rank is out of range.

@@ -1,9 +1,9 @@
-"""One step of an operation: an exchange of messages between the leaders of a group's hosts.
+"""Run one step of an operation, in which the leaders of a group's hosts exchange messages.
 
-In a step, each leader exchanges one message with every other leader, all at the same time, so the leaders
-cannot deadlock. Each message identifies its sender's call. All leaders therefore detect a mismatch, and all
-notice a death. Data from one leader to all, or from all to one, follows a tree. Leaders that are not
-neighbours in the tree exchange empty messages.
+In a step, each leader exchanges one message with every other, all at the same time, so leaders cannot
+deadlock. Each message identifies its sender's call, so all leaders detect a mismatch and notice a death. Data
+from one leader to all, or from all to one, follows a tree. Leaders that are not neighbours in the tree
+exchange empty messages.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from flowchan.collective.value_bytes import loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 
-HEADER = struct.Struct("<BIQQ")  # kind, number of the operation, key of the call, length of the data
-SEGMENT = struct.Struct("<IQ")  # header of a segment in a gathered message: host, length of the host's data
+HEADER = struct.Struct("<BIQQ")  # kind, operation number, key of the call, length of the data
+SEGMENT = struct.Struct("<IQ")  # header of a segment in a gathered message: host, length of its data
 DATA, FAILED, LEFT = range(3)
 STALLED = 10.0
-"""Seconds of waiting after which a warning that names the missing members is logged."""
-PIECE = 1 << 20  # maximum number of bytes passed to one system call
+"""After this many seconds, log a warning that names the missing members."""
+PIECE = 1 << 20  # maximum number of bytes per system call
 
 log = logging.getLogger("flowchan.collective")
 
 Call = tuple[str, int, int]
-"""An operation: its name, its number and the key of its arguments."""
+"""An operation's name and number, and the key of its arguments."""
 
 
 class Differs(Exception):
-    """Raised when the leaders did not make the same call."""
+    """The leaders made different calls."""
 
 
 @dataclass(slots=True)
 class ConnectionStats:
-    """Traffic on the connection between the leaders of two hosts.
+    """Traffic on the connection between two hosts' leaders.
 
     Attributes:
         sent: Bytes sent.
         received: Bytes received.
-        steps: Number of completed steps; each operation consists of one or more steps.
+        steps: Number of completed steps; an operation has one or more.
         seconds: Total duration of these steps, measured on this side.
-        delay: Time until one byte arrives, in seconds. It is measured when a group on more than two hosts
-            forms; otherwise None.
-        bytes_per_second: Throughput, measured at the same time as ``delay``; otherwise None.
+        delay: Time until one byte arrives, in seconds. Measured when a group on more than two hosts forms;
+            otherwise None.
+        bytes_per_second: Throughput, measured together with ``delay``; otherwise None.
 
     Example:
         >>> from flowchan.collective import group
@@ -71,7 +71,7 @@ class ConnectionStats:
 class Connections:
     """Connections from the leader of ``host`` to the other leaders.
 
-    ``sockets`` maps each host to the connection to its leader, and ``ranks`` maps it to that leader's rank.
+    ``sockets`` has the connection to each host's leader, and ``ranks`` has that leader's rank.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int], host: int) -> None:
@@ -85,7 +85,7 @@ class Connections:
             sock.setblocking(False)
 
     def death_error(self, host: int, call: str, why: str) -> MemberDied:
-        """Return the error for a lost leader of ``host``."""
+        """Return the error for the case that the leader of ``host`` is lost."""
         rank = self.ranks[host]
         return MemberDied(
             f"{call} failed: rank {rank}, which connects its host to the others, died, gave up, or is "
@@ -96,10 +96,10 @@ class Connections:
 
 
 class LeaderPeer:
-    """The messages to and from one other leader in one step.
+    """Messages to and from one other leader in one step.
 
-    ``out`` holds the parts of the message to that leader, or is None if the message depends on one that has
-    not arrived yet.
+    ``out`` has the parts of the message to that leader; None while it depends on a message that has not
+    arrived yet.
     """
 
     def __init__(self, call: Call, out: Sequence[Any] | None, kind: int = DATA) -> None:
@@ -132,7 +132,7 @@ class LeaderPeer:
 
     @property
     def is_partially_sent(self) -> bool:
-        """Return whether only a part of the message to the leader has been sent."""
+        """Return whether the message to the leader has been sent only in part."""
         return bool(self.sent and not self.is_sent)
 
     def set_message(self, call: Call, parts: Sequence[Any], kind: int = DATA) -> None:
@@ -143,12 +143,12 @@ class LeaderPeer:
         self.waits = False
 
     def next_out(self) -> list[memoryview]:
-        """Return the buffers for the next system call: one piece, or a buffer's rest and the next piece."""
+        """Return the buffers for the next system call: one piece, or the rest of a buffer and a piece."""
         first = self.out[0]
         return [first[:PIECE]] if len(first) > PIECE else [first, *(part[:PIECE] for part in self.out[1:2])]
 
     def begin(self, call: Call, length: int, kind: int = DATA) -> None:
-        """Queue the header of a message whose data follows later."""
+        """Queue the header of a message whose data will follow."""
         _, doing, key = call
         self.out.append(memoryview(HEADER.pack(kind, doing, key, length)))
 
@@ -162,11 +162,11 @@ def interrupts(error: BaseException) -> bool:
 
 
 class Leaves(Exception):
-    """Raised in a step when another thread of this process is closing the member."""
+    """Another thread of this process is closing the member."""
 
 
 class ExchangeStep:
-    """One step: send a message to every other leader and receive one from each."""
+    """A step: send a message to every other leader, and receive one from each."""
 
     def __init__(
         self,
@@ -185,8 +185,8 @@ class ExchangeStep:
         """Run the step.
 
         Raises:
-            TimeoutError: The step took longer than its timeout.
-            MemberDied: Another leader is lost.
+            TimeoutError: The step took longer than its time limit.
+            MemberDied: Another leader was lost.
             Leaves: This member is being closed.
         """
         reported = False
@@ -255,7 +255,7 @@ class ExchangeStep:
     def _receive_last_message(self, host: int, error: OSError) -> None:
         """Receive the last message of a leader that has stopped accepting data.
 
-        The message may contain the reason.
+        It may contain the reason.
         """
         peer = self.peers[host]
         while not (peer.has_come and peer.kind == FAILED):
@@ -266,7 +266,7 @@ class ExchangeStep:
                 raise self._death_error(host, error.strerror or "") from error
 
     def _receive(self, host: int, keeps: bool = True) -> None:
-        """Receive from a leader. If ``keeps`` is false, discard the data."""
+        """Receive from a leader. Discard the data if ``keeps`` is false."""
         sock, peer = self._links.sockets[host], self.peers[host]
         try:
             while peer.into is None:
@@ -326,7 +326,7 @@ class ExchangeStep:
         return self._links.death_error(host, self.call[0], why)
 
     def _absent(self) -> str:
-        """Describe the hosts that the step is waiting for, except those that another late host delays."""
+        """Describe the hosts that the step waits for, except those held up by another late host."""
         late = {host for host in self._waiting if self.peers[host].out or not self.peers[host].has_come}
         names = [self._links.ranks[host] for host in sorted(late) if late.isdisjoint(self._needs_hosts(host))]
         return " and ".join(f"the host of rank {rank}" for rank in names)
@@ -360,8 +360,8 @@ class Gathering(ExchangeStep):
             return
         below = [self.peers[child] for child in self._children]
         parts = [*self._bundle, *(peer.into for peer in below)]
-        # After a failure further down the tree, all leaders still receive the error directly from the leader
-        # where it happened.
+        # After a failure further down the tree, the leader at which it happened reports the error to all
+        # leaders directly.
         self.peers[self._parent].set_message(self.call, parts if all(peer.is_right for peer in below) else [])
         self._send(self._parent)
 
@@ -370,7 +370,7 @@ class Gathering(ExchangeStep):
 
 
 class Spreading(ExchangeStep):
-    """Send the data of a tree's root to all leaders; each leader forwards the data while receiving it."""
+    """Send data from a tree's root to all leaders, each of which forwards it as it arrives."""
 
     def __init__(
         self, links: Connections, call: Call, memory: Any, tree: Tree, timeout: float | None
@@ -389,7 +389,7 @@ class Spreading(ExchangeStep):
         for child in self._children:
             peer = self.peers[child]
             if not parent.is_right:
-                if peer.waits:  # all leaders receive the error directly from the leader where it happened
+                if peer.waits:  # the leader at which the error happened reports it to all leaders directly
                     peer.set_message(self.call, [])
             elif piece:
                 peer.out.append(piece)
@@ -403,7 +403,7 @@ class Spreading(ExchangeStep):
 
 
 def segments(bundles: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Yield each host and its data from the messages that arrived at the root of a tree."""
+    """Yield each host and its data, from the messages that arrived at the root of a tree."""
     for bundle in bundles:
         while bundle:
             host, length = SEGMENT.unpack_from(bundle)

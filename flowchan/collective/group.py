@@ -1,4 +1,4 @@
-"""One member of a group: its messages to other members, groups within the group, and its end.
+"""Implement one member of a group: its messages to other members, groups within the group, and its end.
 
 ``collectives.py`` has the collective operations.
 """
@@ -21,28 +21,28 @@ from flowchan.errors import MemberDied
 
 
 class Group(Collectives):
-    """One member of a group of processes or threads, created by :func:`group` or :func:`members`.
+    """Member of a group of processes or threads, created by :func:`group` or :func:`members`.
 
-    All members call the same operations in the same order. An operation returns when this member's part is
-    done. If the member is used as a context manager, it closes when the block ends.
+    All members call the same operations in the same order. An operation returns once this member's part is
+    done. Used as a context manager, the member closes at the end of the block.
 
     Attributes:
-        rank: Number of this member, from 0.
+        rank: Rank of this member, from 0.
         size: Number of members.
-        local_rank: Number of this member among those of its host, from 0: the index of its device.
+        local_rank: Index of this member among those on its host, from 0, for example to choose a device.
         local_size: Number of members on the host of this member.
-        name: Name of the group in messages; may be empty.
-        leaders: On rank 0 of a group that :meth:`split` created, the group of the first members of all new
-            groups; otherwise None.
+        name: Name of the group, for messages; may be empty.
+        leaders: On rank 0 of a group made by :meth:`split`, the group of the first members of all new groups;
+            otherwise None.
 
     Raises:
         MemberDied: A member died before it completed its part. On one host, either all survivors raise this
-            error or none does. The group cannot be used after that.
-        MemberLeft: A member that the call needs has closed the group. The group cannot be used after that.
-        Mismatch: The members did not make the same call. The group can still be used.
+            error, or none does. The group is unusable afterwards.
+        MemberLeft: A member that the call needs has closed the group. The group is unusable afterwards.
+        Mismatch: The members made different calls. The group stays usable.
         TimeoutError: The call took longer than its ``timeout`` (seconds; None by default, which means no
-            limit). The group cannot be used after that.
-        GroupError: This member was closed, or another process uses it.
+            limit). The group is unusable afterwards.
+        GroupError: This member was closed, or belongs to another process.
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +57,7 @@ class Group(Collectives):
 
     name: str
     leaders: Group | None = None
-    """On rank 0 of a group that ``split`` created, the group of the first members of all new groups, in rank
+    """On rank 0 of a group made by ``split``, the group of the first members of all new groups, in rank
     order; otherwise None. Closing this member also closes its member of that group."""
 
     def _begin(self, name: str) -> None:
@@ -68,7 +68,7 @@ class Group(Collectives):
 
     @property
     def local_rank(self) -> int:
-        """Return the number of this member among those of its host, from 0."""
+        """Return the index of this member among those on its host, from 0."""
         return self.rank
 
     @property
@@ -79,16 +79,16 @@ class Group(Collectives):
     _loads = staticmethod(loads)
 
     _make_all: ClassVar[Callable[[int, str], Sequence[Group]]]
-    """Create all members of a new group of threads or processes (a graph calls this for a gang)."""
+    """Create all members of a new group for threads or processes; graphs do this for gangs."""
 
     _membership: ClassVar[Callable[..., Any]]
-    """Create a membership in a new group over several hosts (a graph calls this for a gang)."""
+    """Create one membership in a new group across hosts; graphs do this for gangs."""
 
-    if TYPE_CHECKING:  # implemented by SharedGroup and LinkedGroup
+    if TYPE_CHECKING:  # SharedGroup and LinkedGroup implement these
         _messages: Messages
 
         def close(self) -> None:
-            """Leave the group. Later operations of the other members raise ``MemberLeft``."""
+            """Leave the group. Later operations of other members raise ``MemberLeft``."""
 
         def _shrunk(self, name: str, give_up: float) -> Group: ...
         def _part(self, key: Any, name: str, timeout: float | None) -> Group | None: ...
@@ -102,10 +102,10 @@ class Group(Collectives):
     # --- messages between two members ---
 
     def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
-        """Send a value to one member, without waiting until it is received.
+        """Send a value to one member without waiting for its receipt.
 
-        The call blocks only while 64 messages to that member are unread, or while the unread messages fill
-        half of the machine's memory.
+        The call blocks only while that member has 64 unread messages, or while its unread messages fill half
+        of the machine's memory.
 
         Args:
             x: Any value.
@@ -136,19 +136,19 @@ class Group(Collectives):
     def receive(
         self, source: int, *, out: Any = None, timeout: float | None = None, wait: bool = True
     ) -> Any:
-        """Receive the next value that one member has sent to this one.
+        """Receive the next value that another member sent to this one.
 
         If Ctrl-C interrupts the call, the value is not lost: the next call returns it.
 
         Args:
             source: Rank of another member.
-            out: Array of the same type and number of elements, to fill and return.
+            out: Array with the same type and number of elements, to fill and return.
             timeout: Seconds; None means no limit.
-            wait: False returns a :class:`Handle` at once, which receives in its ``wait`` and ``done``. The
-                receives from one member keep their order.
+            wait: False returns a :class:`Handle` at once, which receives during its ``wait`` and ``done``.
+                Receives from the same member stay in order.
 
         Returns:
-            ``out`` if given, else the value; a :class:`Handle` with ``wait=False``.
+            ``out`` if given, otherwise the value; a :class:`Handle` with ``wait=False``.
 
         Raises:
             MemberDied: The sender is gone, and all its messages have been received. The error is
@@ -173,7 +173,7 @@ class Group(Collectives):
         """
         self._check_receive(source, out)
         self._take_slot()
-        rank = self.rank  # a handle must not keep this member
+        rank = self.rank  # so that a handle does not keep this member alive
 
         def use(x: Any) -> Any:
             return received(x, source, out, rank)
@@ -184,11 +184,11 @@ class Group(Collectives):
                     f"receive: timeout must be None with wait=False, got {timeout}; pass it to handle.wait()"
                 )
             return self._messages.start(source, use)
-        # Return the call itself: if another statement followed, Ctrl-C could lose the message.
+        # Return the call itself: if a statement came after it, Ctrl-C could lose the message.
         return self._messages.receive(source, timeout, use)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
-        """Receive the next value that any other member has sent to this one.
+        """Receive the next value that any other member sent to this one.
 
         If Ctrl-C interrupts the call, the value is not lost: a later call returns it.
 
@@ -196,13 +196,13 @@ class Group(Collectives):
             timeout: Seconds; None means no limit.
 
         Returns:
-            The value, and the rank of its sender.
+            The value and the rank of its sender.
 
         Raises:
-            MemberDied: All messages that arrived have been received, and one member died. A remote member
-                that ended before this member first connected to it counts as a member that left.
+            MemberDied: All messages that arrived have been received, and a member died. A remote member that
+                ended before this one first connected to it counts as having left.
             MemberLeft: All messages that arrived have been received, and all other members left.
-            GroupError: A receive that was started with ``wait=False`` is in progress.
+            GroupError: A receive with ``wait=False`` is in progress.
             TimeoutError: No message arrived in time.
             ValueError: The group has no other member.
 
@@ -230,7 +230,7 @@ class Group(Collectives):
         Args:
             x: Any value.
             to: Rank of the receiver.
-            source: Rank of the sender. If ``to`` and ``source`` are both this member, ``x`` is returned.
+            source: Rank of the sender. If both ``to`` and ``source`` are this member, ``x`` is returned.
             timeout: Seconds for both; None means no limit.
 
         Returns:
@@ -259,11 +259,11 @@ class Group(Collectives):
     # --- groups within the group ---
 
     def split(self, key: Any, *, name: str = "", timeout: float | None = None) -> Group | None:
-        """Divide the group into one new group for each key. All members must call this method.
+        """Divide the group into one new group for each key. All members must make this call.
 
         Args:
-            key: Members with equal keys form a group and keep their order.
-            name: Name of the new groups in messages.
+            key: Members with equal keys form a group, in the same order as before.
+            name: Name of the new groups, for messages.
             timeout: Seconds; None means no limit.
 
         Returns:
@@ -274,7 +274,7 @@ class Group(Collectives):
             MemberDied: A member died during the call. If a survivor already has its part, the part raises
                 this error at its first use.
             GroupError: A member cannot connect to another host. All members raise this error, which names
-                that member. They may call ``split`` again.
+                that member; they may call ``split`` again.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -302,13 +302,13 @@ class Group(Collectives):
     # --- failures and closing ---
 
     def shrink(self, *, name: str = "", timeout: float | None = None) -> Group:
-        """Return a new group of the remaining members, after others died or left.
+        """Return a new group of the remaining members after others died or left.
 
-        All remaining members must call this method; they keep their order. The old group is closed: members
+        All remaining members must make this call; they keep their order. The old group is closed: members
         that still use it get :class:`MemberDied`. A member that dies during the call is left out.
 
-        If the group spans several hosts, the members reconnect at the old group's address (``at=``), and rank
-        0 decides which members remain.
+        In a group across hosts, members reconnect at the old group's address (``at=``), and rank 0 decides
+        which members remain.
 
         Args:
             name: Name of the new group (default: the name of this one).
@@ -318,8 +318,8 @@ class Group(Collectives):
             This process's member of the new group.
 
         Raises:
-            GroupError: The group spans several hosts, and this member cannot reach rank 0, rank 0 is gone, or
-                the old group was created without an address.
+            GroupError: The group spans hosts, and rank 0 is gone or unreachable, or the old group was created
+                without an address.
             TimeoutError: A remaining member did not call ``shrink`` in time.
 
         Example:
@@ -342,9 +342,9 @@ class Group(Collectives):
         return self._shrunk(name or self.name, give_up)
 
     def _has_met(self, timeout: float | None) -> bool:
-        """Return True once all members have joined this new group, or False if one dies before joining.
+        """Return True once all members have joined this new group; False if one dies before it joins.
 
-        This member is closed if the method returns False or raises.
+        If the method returns False or raises, this member is closed.
         """
         try:
             self._wait_for_all(timeout)
@@ -367,10 +367,10 @@ class Group(Collectives):
         self.close()
 
     def stats(self) -> dict[int, ConnectionStats]:
-        """Return the traffic on each connection between hosts, keyed by the rank at the other end.
+        """Return the traffic on each connection between hosts, by the rank at the other end.
 
         Returns:
-            The statistics. Only the first member on each host has connections; the other members get an empty
+            The statistics. Only the first member on each host has connections; other members get an empty
             dictionary.
 
         Example:

@@ -1,4 +1,4 @@
-"""Steps of a group's operations, called by the public methods and by the native core."""
+"""Define the steps of group operations, for the public methods and the native core."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from flowchan.items.combining import OPERATIONS, combined, of_one_shape
 Op = str | Callable[[Any, Any], Any]
 
 _NUMBERS = {op: number for number, op in enumerate(OPERATIONS)}
-"""Numbers with which members compare named operations on values; functions that all members run have the next
-higher numbers."""
+"""Numbers by which members compare named operations on values. The next higher numbers are for functions that
+all members run."""
 
 
 class GroupSteps(Moving, Starting):
-    """Argument checks and the steps of each operation, for every kind of group."""
+    """Argument checks and steps of each operation, for all kinds of groups."""
 
     name: str
     _failure: BaseException | None
 
-    if TYPE_CHECKING:  # implemented by SharedGroup and LinkedGroup
+    if TYPE_CHECKING:  # SharedGroup and LinkedGroup implement these
 
         def _give_up_all(self) -> None: ...
         def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any: ...

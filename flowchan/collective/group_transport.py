@@ -1,9 +1,8 @@
-"""Transports that users register for the connections between the hosts of a group.
+"""Let users register transports for the connections between a group's hosts.
 
-The rendezvous of a group stays on TCP. It distributes the members' addresses, which may have any form,
-because only the transport reads them. Everything else between hosts goes over the transport's sockets:
-collectives, messages, and the notices of members that leave. Both ends then authenticate each other, as over
-TCP.
+A group's rendezvous stays on TCP. It distributes the members' addresses, which may have any form, because
+only the transport interprets them. Everything else between hosts uses the transport's sockets: collectives,
+messages, and notices of members that leave. Both ends then authenticate each other as over TCP.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from flowchan.transport.tcp import Listener, accept_waiting
 
 
 class GroupTransport(Protocol):
-    """Interface of a transport between the hosts of a group, for :func:`register_transport`.
+    """Interface of a transport between hosts, for :func:`register_transport`.
 
     Its sockets must be stream sockets of the operating system, for example from ``AF_UNIX``, ``AF_VSOCK`` or
-    a proxy. Other protocols need a thread that copies their bytes to one end of ``socket.socketpair()``. An
-    ``ssl.SSLSocket`` is not allowed, because it cannot send parts of several buffers.
+    a proxy. Other protocols need a thread that copies bytes to and from one end of ``socket.socketpair()``.
+    ``ssl.SSLSocket`` is not allowed, because it cannot send parts of several buffers at once.
 
     Attributes:
-        name: Name in errors. It must be equal on all members.
+        name: Name in errors, equal on all members.
 
     Example:
         >>> import socket
@@ -52,7 +51,8 @@ class GroupTransport(Protocol):
             host: IP address or name of this host on its route to rank 0.
 
         Returns:
-            The address for ``connect``, any text, and the listening socket. The group closes the socket.
+            The address to pass to ``connect``, which may be any text, and the listening socket. The group
+            closes the socket.
         """
 
     def connect(self, address: str, timeout: float) -> socket.socket:
@@ -60,7 +60,7 @@ class GroupTransport(Protocol):
 
         Args:
             address: Address that ``listen`` returned on that member.
-            timeout: Seconds for this attempt. The group calls again if it takes longer.
+            timeout: Seconds for this attempt. If an attempt takes longer, the group calls again.
 
         Returns:
             The connected socket.
@@ -76,10 +76,10 @@ _registered: GroupTransport | None = None
 
 @refuses_misspelt("register_transport")
 def register_transport(transport: GroupTransport | None) -> None:
-    """Use a transport for the connections between hosts of the groups that this process joins from now on.
+    """Use a transport between hosts in all groups that this process joins from now on.
 
-    All members must register a transport with the same name. Members on one host share memory and do not use
-    the transport. Existing groups keep their transport.
+    All members must register transports with the same name. Members on the same host share memory and do not
+    use the transport. Existing groups keep their transport.
 
     Args:
         transport: Object with the methods of :class:`GroupTransport`; None for TCP, the default.
@@ -133,7 +133,7 @@ class TransportListener(Listener):
         sock.setblocking(False)
 
     def accept_now(self) -> socket.socket | None:
-        """Return a waiting connection, or None."""
+        """Return a connection that is ready to be accepted, or None."""
         accepted = accept_waiting(self._socket)
         if accepted is None:
             return None

@@ -1,4 +1,4 @@
-"""Operations that run in the background, while their caller continues."""
+"""Run operations in the background while their caller continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Handle:
-    """An operation that was started with ``wait=False``.
+    """Operation that was started with ``wait=False``.
 
     Example:
         >>> from flowchan.collective import group
@@ -34,7 +34,7 @@ class Handle:
         self._future = future
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the operation and return its result. This method may be called repeatedly.
+        """Wait for the operation and return its result. It may be called repeatedly.
 
         Args:
             timeout: Seconds to wait; None means no limit.
@@ -43,9 +43,8 @@ class Handle:
             The result of the operation.
 
         Raises:
-            TimeoutError: The operation did not finish in time. It continues, and ``wait`` may be called
-                again.
-            Exception: The exception that the operation raised.
+            TimeoutError: The operation did not finish in time. It continues, and you may call ``wait`` again.
+            Exception: Whatever the operation raised.
         """
         return self._future.result(timeout)
 
@@ -59,14 +58,14 @@ class Handle:
 
 
 class HandleOwner(Protocol):
-    """A member that starts operations. ``_queue`` receives each change in the number of unfinished ones."""
+    """Member that starts operations. ``_queue`` receives each change in the number of unfinished ones."""
 
     def _queue(self, change: int) -> None: ...
     def close(self) -> None: ...
 
 
 class Later:
-    """A member's background thread, which runs started operations one at a time."""
+    """A member's background thread, which runs started operations one after another."""
 
     def __init__(self, member: HandleOwner) -> None:
         self._member = weakref.proxy(member)  # weak, so that an unused member is closed at once
@@ -77,8 +76,8 @@ class Later:
     def start(self, call: Callable[[], Any], given: Sequence[Any] = ()) -> Handle:
         """Queue a call and return its handle.
 
-        ``given`` holds the call's arrays. For arrays on a device, the caller's stream finishes before the
-        call is queued, and the thread's stream finishes before the call counts as done.
+        ``given`` has the arrays of the call. For arrays on a device, the caller's stream finishes before the
+        call is queued. The thread's stream finishes before the call counts as done.
         """
         on_devices = [x for x in given if not array_access.is_here(x)]
 
@@ -110,7 +109,7 @@ class Later:
     def leave(self) -> None:
         """Close the member if an exception ended the program.
 
-        Otherwise the thread could wait for other members while they wait for this one.
+        Otherwise, the thread could wait for other members while they wait for this one.
         """
         if hasattr(sys, "last_value"):
             with contextlib.suppress(ReferenceError):
@@ -124,9 +123,9 @@ _ends: weakref.WeakKeyDictionary[Any, tuple[int, Callable[[Any], None]]] = weakr
 
 
 def end_before_threads(owner: T, end: Callable[[T], None]) -> None:
-    """Call ``end(owner)`` when the program exits, before Python joins the threads of its pools.
+    """Call ``end(owner)`` when the program exits, before Python joins its threads.
 
-    A forked child does not call ``end``, because it has none of these threads.
+    A forked child does not have these threads, so it does not call ``end``.
     """
     _ends[owner] = os.getpid(), end
 
@@ -141,11 +140,11 @@ threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 
 class Starting:
-    """Methods of a member that run an operation now or in the member's thread."""
+    """Methods that run an operation now or in the member's thread."""
 
     _later: Later | None
 
-    if TYPE_CHECKING:  # implemented by the core and by each kind of group
+    if TYPE_CHECKING:  # the core and each kind of group implement these
 
         def _queue(self, change: int) -> None: ...
         def close(self) -> None: ...
@@ -153,9 +152,9 @@ class Starting:
     def _do(
         self, call: Callable[[float | None], Any], timeout: float | None, wait: bool | None, *given: Any
     ) -> Any:
-        """Run ``call`` after all operations that were started earlier, or queue it and return its handle.
+        """Run ``call`` after all operations that were started before, or queue it and return its handle.
 
-        ``call`` is passed the remaining seconds; ``given`` holds its arrays.
+        ``call`` gets the remaining seconds; ``given`` has its arrays.
         """
         if wait is not False:
             try:
@@ -172,9 +171,9 @@ class Starting:
         return self._later.start(call, given)
 
     def _settle(self, timeout: float | None = None) -> float | None:
-        """Wait for all operations that were started earlier, and return the remaining seconds.
+        """Wait for all operations that were started before, and return the remaining seconds.
 
-        Waiting keeps the operations in order.
+        This keeps operations in order.
         """
         if self._later is None:
             return timeout

@@ -1,4 +1,4 @@
-"""Connections from the leader of one host to the leaders of the group's other hosts."""
+"""Connect the leader of one host to the leaders of a group's other hosts."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ from flowchan.errors import GroupError, MemberDied
 LAST = 1.0
 """Seconds to wait for the rest of a leader's last message."""
 WHOLE, WHOLE_OF_TWO = 64 * 1024, 1 << 20
-"""Largest arrays, in bytes, that leaders exchange whole; for larger ones, each leader combines one slice.
-Two hosts send the same amount either way, but exchanging whole arrays takes one step instead of two."""
+"""Up to this size in bytes, leaders exchange whole arrays; of larger ones, each leader combines one slice.
+Between two hosts, the amount of data is the same, but exchanging whole arrays takes one step instead of two.
+"""
 BLOCK = 8 << 20
-"""Bytes that are sliced at a time; received data is then combined while it is still in the CPU's caches."""
+"""Slice this many bytes at a time, to combine received data while it is still in the CPU's caches."""
 _BETWEEN_HOSTS = {
     NAMES[BARRIER]: "one word from each host",
     NAMES[BROADCAST]: "the data of the root",
@@ -59,14 +60,14 @@ _BETWEEN_HOSTS = {
 
 
 def whole(hosts: int) -> int:
-    """Return the largest array size, in bytes, that the leaders of this many hosts exchange whole."""
+    """Return the maximum size in bytes of arrays that leaders of this many hosts exchange whole."""
     return WHOLE_OF_TWO if hosts == 2 else WHOLE
 
 
 def shown(operation: str, size: int | None, hosts: int) -> str:
-    """Describe the data that leaders exchange when they use no tree.
+    """Describe what leaders exchange when they use no tree.
 
-    ``size`` is the size of the array in bytes, or None for other values.
+    ``size`` is the array's size in bytes, or None for other values.
     """
     if operation in (*COMBINING, NAMES[REDUCE_SCATTER]) and size is not None and size > whole(hosts):
         return "one slice for each host"
@@ -74,19 +75,19 @@ def shown(operation: str, size: int | None, hosts: int) -> str:
 
 
 class Links(Connections):
-    """The connections of this leader, and the operations that use them."""
+    """This leader's connections, and the operations on them."""
 
     def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int], host: int) -> None:
         super().__init__(sockets, ranks, host)
         self._table: Table = trees.alike(len(self.sockets) + 1)
         self._trees: dict[tuple[int, bool], Tree] = {}
-        self._partially_sent: set[int] = set()  # hosts that were sent only a part of a message
+        self._partially_sent: set[int] = set()  # hosts to which a message was sent only in part
         self._leaving = self._closed = False
         self._in_use = threading.RLock()
 
     @property
     def edges(self) -> dict[int, ConnectionStats]:
-        """Return the traffic of each connection, keyed by the rank of the other leader."""
+        """Return the traffic of each connection, by the rank of the other leader."""
         return {self.ranks[host]: replace(edge) for host, edge in self.edges_by_host.items()}
 
     def swap(
@@ -96,30 +97,30 @@ class Links(Connections):
         into: Callable[[int], memoryview | None] = lambda _: None,
         timeout: float | None = None,
     ) -> dict[int, memoryview]:
-        """Exchange messages with each host in one step.
+        """Exchange messages with all hosts in one step.
 
         Args:
-            call: This leader's call, which is compared with the calls of the others.
+            call: This leader's call, to compare with those of the others.
             out: Returns the parts of the message for a host.
-            into: Returns the memory for the data from a host, or None for new memory (default).
+            into: Returns memory for the data from a host, or None for new memory (default).
             timeout: Seconds; None means no limit.
 
         Returns:
             The data from each host.
 
         Raises:
-            Differs: The leaders did not make the same call.
-            TimeoutError: The step took longer than ``timeout`` seconds.
-            MemberDied: Another leader is lost.
-            Exception: The error that another leader reported.
+            Differs: The leaders made different calls.
+            TimeoutError: The step took longer than ``timeout``.
+            MemberDied: Another leader was lost.
+            Exception: An error that another leader reported.
         """
         peers = {host: LeaderPeer(call, out(host)) for host in self.sockets}
         return self._run_step(ExchangeStep(self, call, peers, into, timeout))
 
     def combine(self, call: Call, total: Any, op: str, remaining: RemainingTime) -> None:
-        """Combine ``total``, the result of this host, with the results of the other hosts, in place.
+        """Combine ``total``, this host's result, with the results of the other hosts, in place.
 
-        Small arrays are exchanged whole; for large ones, each leader combines one slice on behalf of all.
+        Small arrays are exchanged whole; of large ones, each leader combines one slice for all.
         """
         flat, size = total.reshape(-1), int(total.nbytes)
         if size <= whole(len(self.sockets) + 1):
@@ -144,7 +145,7 @@ class Links(Connections):
     def _add_others(
         self, call: Call, out: Callable[[int], Any], own: Any, op: str, remaining: RemainingTime
     ) -> None:
-        """Send ``out(host)`` to each host, and combine ``own`` with the received data, in host order."""
+        """Send ``out(host)`` to each host, and combine ``own`` with the received data in host order."""
         found = {host: array_access.empty_like(own) for host in self.sockets}
         self.swap(
             call,
@@ -155,10 +156,10 @@ class Links(Connections):
         _core._combine(own, [found.get(host, own) for host in range(len(found) + 1)], op)
 
     def gather(self, call: Call, own: Any, tree: Tree, timeout: float | None) -> dict[int, memoryview]:
-        """Gather the data of all leaders at the root of the tree in one step.
+        """Gather the data of all leaders at the root of the tree, in one step.
 
-        At the root, return the data of the other leaders by host; elsewhere return an empty dictionary. This
-        method raises the same errors as :meth:`swap`.
+        Return the other leaders' data by host at the root, and an empty dictionary elsewhere. Raises the same
+        errors as :meth:`swap`.
         """
         found = self._run_step(Gathering(self, call, own, tree, timeout))
         if tree.root != self.host:
@@ -166,24 +167,24 @@ class Links(Connections):
         return dict(segments(found[child] for child in tree.children[self.host]))
 
     def spread(self, call: Call, memory: Any, tree: Tree, timeout: float | None) -> memoryview:
-        """Send ``memory`` from the tree's root to the other leaders in one step.
+        """Send ``memory`` from the tree's root to the other leaders, in one step.
 
-        The other leaders receive into their ``memory``, or into new memory if it is None. This method raises
-        the same errors as :meth:`swap`.
+        The other leaders receive into their ``memory``, or into new memory if it is None. Raises the same
+        errors as :meth:`swap`.
         """
         found = self._run_step(Spreading(self, call, memory, tree, timeout))
         return memory if tree.root == self.host else found[tree.parent[self.host]]
 
     def tree(self, root: int, small: bool = False) -> Tree:
-        """Return the tree with this root for small or large messages; all leaders get the same tree."""
+        """Return the tree with this root for small or large messages; all leaders get the same one."""
         if (root, small) not in self._trees:
             self._trees[root, small] = trees.grown(len(self.sockets) + 1, root, self._table, small)
         return self._trees[root, small]
 
     def measure(self, timeout: float | None) -> None:
-        """Measure the connections, so that trees can be built. All leaders call this at the same time.
+        """Measure the connections, in order to build trees. All leaders call this at the same time.
 
-        This method raises the same errors as :meth:`swap`.
+        Raises the same errors as :meth:`swap`.
         """
         call, remaining = ("measuring the connections", 0, 0), countdown(timeout)
         hosts, measured = len(self.sockets) + 1, {}
@@ -217,7 +218,7 @@ class Links(Connections):
     def fail(self, error: BaseException, call: Call, goes_on: bool) -> None:
         """Report an error to the other leaders instead of sending this step's message.
 
-        If ``goes_on`` is true, also receive the messages of the others, so that the group can run its next
+        If ``goes_on`` is true, also receive the others' messages, so that the group can run its next
         operation.
         """
         if self._leaving:
@@ -228,15 +229,15 @@ class Links(Connections):
             self._go(ExchangeStep(self, call, peers, lambda _: None, None))
             return
         for host, peer in peers.items():
-            # a blocked leader will find the connection closed
+            # a blocked leader finds the connection closed
             with contextlib.suppress(OSError):
                 self.sockets[host].sendmsg(peer.out)
         self.close()
 
     def _go(self, step: ExchangeStep) -> None:
-        """Run a step. After an error, the connections are closed, or another thread is about to close them.
+        """Run a step. After an error, the connections are closed, or another thread will close them.
 
-        It is then not known how much of each message was transferred.
+        It is then unknown how much of each message was transferred.
         """
         with self._in_use:
             if self._closed:
@@ -257,18 +258,18 @@ class Links(Connections):
                 raise
 
     def _report_death(self, step: ExchangeStep, error: MemberDied) -> None:
-        """Report to the other leaders which leader died, so that they do not report this one as dead."""
+        """Tell the other leaders which leader died, so that they do not report this one as dead."""
         word = LeaderPeer(step.call, [dumps(error)], FAILED)
         for host, peer in step.peers.items():
             if not peer.is_partially_sent:
-                with contextlib.suppress(OSError):  # that leader is also gone
+                with contextlib.suppress(OSError):  # that leader is gone as well
                     self.sockets[host].sendmsg(word.out)
         self.close()
 
     def ended(self) -> int | None:
-        """Return a host whose leader will not take part in the next step, or None.
+        """Return a host whose leader will not take part in the next step; None if there is none.
 
-        Call this method between two steps.
+        Call this only between two steps.
         """
         for host, sock in self.sockets.items():
             try:
@@ -282,9 +283,9 @@ class Links(Connections):
         return None
 
     def last_message(self, host: int, call: str) -> BaseException:
-        """Return the error with which the leader of ``host`` ended; ``host`` comes from :meth:`ended`.
+        """Return the error with which a leader ended; ``host`` comes from :meth:`ended`.
 
-        The connections cannot be used after that.
+        The connections are unusable afterwards.
         """
         peers = {host: LeaderPeer((call, 0, 0), [])}
         step = ExchangeStep(self, (call, 0, 0), peers, lambda _: None, LAST)
@@ -297,7 +298,7 @@ class Links(Connections):
         return self.death_error(host, call, "its last message has not arrived")
 
     def interrupt(self) -> None:
-        """Interrupt the step that another thread is running, before :meth:`leave` is called."""
+        """Interrupt the step that another thread is running; call this before :meth:`leave`."""
         self._leaving = True
         with contextlib.suppress(ValueError, OSError):  # that step failed and closed the event
             os.eventfd_write(self.leaves.fileno(), 1)
@@ -305,14 +306,14 @@ class Links(Connections):
     def cut(self) -> None:
         """Interrupt the step that another thread is running, and make all later steps fail.
 
-        The step and all later ones raise :class:`MemberDied`.
+        All these steps raise :class:`MemberDied`.
         """
         for sock in self.sockets.values():
             with contextlib.suppress(OSError):  # the socket is closed
                 sock.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
-        """Notify the other leaders that the members on this host are leaving, and close the connections."""
+        """Tell the other leaders that this host's members leave, and close the connections."""
         with self._in_use:
             for host, sock in self.sockets.items():
                 if host not in self._partially_sent:

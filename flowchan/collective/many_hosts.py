@@ -1,12 +1,12 @@
-"""A group that spans several hosts.
+"""Implement a group that spans several hosts.
 
-The members on each host share memory and form a *node*. The first member of each node is its leader, and the
+The members on each host share memory and form a *node*. The first member of each node is its leader, and all
 leaders are connected.
 
-An operation runs within the nodes, then once over the connections, and then within the nodes again. Each node
+An operation runs within the nodes, then once between the leaders, and then within the nodes again. Each node
 combines arrays in rank order. Each leader then combines the nodes' results in host order, so all members get
-the same bits. Data from one member to all, or from all to one, follows a tree. A leader reports failures on
-other hosts to its node, and failures in its node to the other leaders.
+identical bits. Data from one member to all, or from all to one, follows a tree. A leader reports failures on
+other hosts to its node, and its node's failures to the other leaders.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ T = TypeVar("T")
 
 
 class LinkedGroup(Group):
-    """A member of a group that spans several hosts.
+    """Member of a group that spans several hosts.
 
-    ``hosts`` lists the ranks on each host, leaders first, and ``host`` is the index of this one. ``links``
-    holds the leader's connections; it is None on other members. ``link_up`` connects the members of a group
-    that is split off from this one.
+    ``hosts`` has the ranks on each host, leaders first; ``host`` is the index of this host. ``links`` has the
+    leader's connections; it is None on other members. ``link_up`` connects the members of a subgroup.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class LinkedGroup(Group):
 
     @property
     def rank(self) -> int:
-        """Number of this member, from 0."""
+        """Rank of this member, from 0."""
         return self._rank
 
     @property
@@ -91,7 +90,7 @@ class LinkedGroup(Group):
 
     @property
     def local_rank(self) -> int:
-        """Return the number of this member among those of its host, from 0."""
+        """Return the index of this member among those on its host, from 0."""
         return self._node.rank
 
     @property
@@ -100,12 +99,12 @@ class LinkedGroup(Group):
         return self._node.size
 
     def close(self) -> None:
-        """Leave the group, as for a group on one host."""
+        """Leave the group; see :meth:`Group.close`."""
         if self.leaders is not None:
             self.leaders.close()
         if self._links is not None:
             self._links.interrupt()
-        self._node._leave()  # started operations that are still waiting end now
+        self._node._leave()  # ends started operations that are still waiting
         if self._later is not None:
             self._later.close()
             self._later = None
@@ -129,7 +128,7 @@ class LinkedGroup(Group):
         return f"{local_plan}; over connections between the {hosts} hosts' leaders, {how}"
 
     def _set_algorithm(self, doing: int, name: str | None) -> None:
-        """Select the algorithm that each node uses."""
+        """Select the algorithm for each node."""
         self._node._set_algorithm(doing, name)
 
     def stats(self) -> dict[int, ConnectionStats]:
@@ -148,7 +147,7 @@ class LinkedGroup(Group):
         pass
 
     def _part(self, key: Any, name: str, timeout: float | None) -> Group | None:
-        """Form the part of the group with this member's key. Members of the part on one host share memory."""
+        """Form the part of the group with this member's key. Its members on the same host share memory."""
         remaining = countdown(timeout)
         part = self._on_node(
             (NAMES[SPLIT], SPLIT, 0), lambda: self._node._part(key, name, remaining()), first=True
@@ -170,7 +169,7 @@ class LinkedGroup(Group):
             self.close()
 
     def _abandon(self) -> None:
-        """Leave the group after a failure, as for a group on one host."""
+        """Leave the group after a failure; see :meth:`Group._abandon`."""
         self._let_go_of_all()
         self.close()
 
@@ -187,7 +186,7 @@ class LinkedGroup(Group):
         self._remote.close(wait=False)
 
     def _disbanding(self) -> Callable[[], None]:
-        """Return a function that ends the group while another thread uses it."""
+        """Return a function with which one thread ends the group while another uses it."""
         local_plan, links = self._node._disbanding(), self._links
 
         def disband() -> None:
@@ -286,7 +285,7 @@ class LinkedGroup(Group):
                 parts, other_sizes = pickle.loads(received)
                 found |= parts
                 all_sizes |= other_sizes
-            # all leaders know all sizes, so either all of them raise or none
+            # all leaders know all sizes, so either all of them raise, or none
             if why := sizes_differ(call[0], all_sizes):
                 raise Mismatch(f"the calls of {self._title()} do not match: {why}")
             return pickle.dumps(found, 5)
@@ -342,7 +341,7 @@ class LinkedGroup(Group):
         if own:
             local = self._hosts[source].index(root)
             self._on_node(call, lambda: self._node._spread(x, local, remaining()), first=True)
-        # before any data arrives, this checks that all members on this host make the same call
+        # checks that all members on this host make the same call, before any data arrives
         elif self._node.size > 1:
             self._first(call, b"", 0, remaining, (x, root))
 
@@ -362,14 +361,14 @@ class LinkedGroup(Group):
     def _first(
         self, call: Call, data: Any, only: int, remaining: RemainingTime, given: tuple[Any, Any]
     ) -> list[bytes]:
-        """Run the first step of an operation: collect the data of the members on this host."""
+        """Run an operation's first step: collect the data of the members on this host."""
         _, doing, key = call
         return self._on_node(
             call, lambda: self._node._exchange(doing, key, data, only, remaining(), *given), first=True
         )
 
     def _by_rank(self, packed: bytes) -> list[bytes]:
-        """Return the data of each member in rank order, unpacked from the data of each host."""
+        """Unpack the data of each host, and return each member's data in rank order."""
         found, parts = pickle.loads(packed), [b""] * self.size
         for host, ranks in enumerate(self._hosts):
             for rank, part in zip(ranks, pickle.loads(found[host]), strict=True):
@@ -387,8 +386,8 @@ class LinkedGroup(Group):
     def _on_node(self, call: Call, work: Callable[[], T], first: bool = False) -> T:
         """Run a step in the node. If it fails, the leader reports the error to the other hosts.
 
-        If the ``first`` step finds that the members' calls differ, the group can still be used. In a later
-        step, other hosts have already completed the operation. After that, messages could not be matched to
+        If the ``first`` step finds that members made different calls, the group stays usable. In a later
+        step, other hosts have already completed the operation. Their messages could no longer be matched to
         operations, so the group fails.
         """
         if self._failure is not None:
@@ -410,9 +409,9 @@ class LinkedGroup(Group):
     def _over_links(
         self, call: Call, step: Callable[[Links], bytes], given: tuple[Any, Any], remaining: RemainingTime
     ) -> bytes:
-        """Run the leader's ``step`` and send its result or its exception to all members on this host.
+        """Run the leader's ``step``, and send its result or exception to all members on this host.
 
-        ``given`` holds the arguments of the call, for messages.
+        ``given`` has the arguments of the call, for messages.
         """
         word = b""
         if self._links is not None:
@@ -444,9 +443,9 @@ class LinkedGroup(Group):
         return self._node._has_lost_any() or (self._links is not None and self._links.ended() is not None)
 
     def _cut_off(self, call: str) -> None:
-        """Make the node give up if another host has ended its connection.
+        """Make the node give up if another host has closed its connection.
 
-        The other members on this host do not notice the lost connection, so their leader gives up for them.
+        The other members on this host do not notice this, so their leader gives up for them.
         """
         host = None if self._links is None else self._links.ended()
         if self._links is not None and host is not None:

@@ -1,11 +1,11 @@
-"""Messages to members on other hosts: one connection from each sender to each of its receivers.
+"""Exchange messages with members on other hosts, over one connection from each sender to each receiver.
 
-Every member has a listening thread. A message that is sent waits in a channel until another thread has
-connected to the receiver and forwards the message. On the receiving side, a thread puts the message into the
-channel that ``receive`` reads. A sender therefore waits for the receiver only when these channels are full.
+Every member has a listening thread. A sent message waits in a channel until a thread has connected to the
+receiver and forwards it. At the receiver, a thread puts it into the channel that ``receive`` reads. A sender
+therefore waits for the receiver only while these channels are full.
 
-A member *watches* a peer from which it expects a first message. A watching connection carries only one kind
-of message: that the peer is leaving.
+A member *watches* a peer from which it expects a first message. Such a connection carries only one kind of
+message: that the peer is leaving.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from flowchan.transport.interrupts import is_interrupt
 from flowchan.transport.listener import AuthenticatedListener
 
 SIZE = struct.Struct("<q")
-LEFT_WORD = -1  # sent instead of a message's size when the sender leaves
-# largest message, in bytes, that the caller sends itself if no other message is waiting
+LEFT_WORD = -1  # sent in place of a message's size when the sender leaves
+# up to this size in bytes, the caller sends a message itself if no other is waiting
 SENT_AT_ONCE = 16 * 1024
-READ_AHEAD = 8  # number of messages that the receiving thread reads in advance
+READ_AHEAD = 8  # number of messages that the receiving thread reads ahead
 BUFFER = 1 << 16
 POLL_INTERVAL_S, LISTENER_INTERVAL_S, WATCH_AFTER_S = 0.05, 1.0, 0.2
 
 LEFT, DIED, UNKNOWN = "left", "died", "unknown"
-"""How a peer has ended. ``UNKNOWN``: the peer was already gone when this member first tried to connect."""
+"""How a peer ended. ``UNKNOWN``: it was already gone when this member first tried to connect."""
 
 
 Framed = tuple[bytes, bytes]
-"""The size of a message, and the message."""
+"""Size of a message, and the message itself."""
 
 
 class RemotePeers:
-    """The members on other hosts, as peers of member ``rank``.
+    """Members on other hosts, as the peers of member ``rank``.
 
-    Member ``rank`` listens with ``listener``; the others listen at ``addresses``.
+    Member ``rank`` listens with ``listener``, and the others at ``addresses``.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RemotePeers:
         self._listener = listener
         self._peers: dict[int, RemotePeer] = {}
         self._watchers: list[socket.socket] = []  # connections over which other members watch this one
-        # reentrant, because the garbage collector may drop instances while the lock is held
+        # reentrant, because garbage collection may drop instances while the lock is held
         self._lock = threading.RLock()
         self._wake = os.fdopen(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", 0)
         self._thread = start("listener", self._serve)
@@ -76,7 +76,7 @@ class RemotePeers:
             return self._peers[rank]
 
     def adopt(self, sock: socket.socket, hello: Hello) -> None:
-        """Accept a connection that a sending or watching peer, or another leader, has opened."""
+        """Accept a connection that a sender, a watcher or another leader has opened."""
         if "host" in hello:
             self.leaders.put((hello["host"], sock))
         elif "watches" in hello:
@@ -85,14 +85,14 @@ class RemotePeers:
             self.peer(hello["rank"]).attach(sock)
 
     def next_leader(self, missing: Sequence[int], give_up: float) -> tuple[int, socket.socket]:
-        """Wait until one of the ``missing`` leaders has connected.
+        """Wait until one of the ``missing`` leaders connects.
 
         Args:
             missing: Hosts of the leaders.
-            give_up: Monotonic time at which the call ends.
+            give_up: Monotonic time at which to stop waiting.
 
         Returns:
-            The host of the leader, and the connection to it.
+            The leader's host, and the connection to it.
 
         Raises:
             MemberDied: One of the leaders is gone.
@@ -129,7 +129,7 @@ class RemotePeers:
                     self._listener.accept(0.0, self.adopt)
             for peer in peers:
                 peer.begin_watch()
-            for peer in ended:  # all connections that these peers opened earlier have been accepted by now
+            for peer in ended:  # all connections that these peers opened before have been accepted by now
                 peer.receive_end()
         for sock in self._watchers:
             with contextlib.suppress(OSError), sock:
@@ -148,7 +148,7 @@ class RemotePeers:
                 os.eventfd_write(self._wake.fileno(), 1)
 
     def drop(self) -> None:
-        """Leave without waiting until sent messages have been received."""
+        """Leave without waiting for sent messages to be received."""
         for peer in [*self._peers.values()]:
             peer.send_no_more()
         self._stop()
@@ -157,7 +157,7 @@ class RemotePeers:
         """Leave the group.
 
         If ``wait`` is true, return once all sent messages have been received or their receivers are gone.
-        Otherwise drop messages that have not been sent yet.
+        Otherwise, drop unsent messages.
         """
         with self._lock:
             self._is_leaving = True
@@ -186,16 +186,17 @@ class RemotePeer:
         self.was_refused = False  # an attempt to watch this peer was refused
         self._owner, self._rank = owner, rank
         self._in: Channel[bytearray] = Channel(READ_AHEAD)
-        self._again: list[bytearray] = []  # messages that interrupted calls have put back
+        self._again: list[bytearray] = []  # messages returned by interrupted calls
         self._out: tuple[Channel[Framed], Out[Framed], threading.Thread] | None = None
-        self._waiting = 0  # number of messages that the thread still has to send
+        self._waiting = 0  # messages that the thread still has to send
         self._incoming: socket.socket | None = None
-        self._sock: socket.socket | None = None  # the connection over which this member sends
+        self._sock: socket.socket | None = None  # connection over which this member sends
         self._ended = ""
         self.wants_watch = self._is_watched = self._sends_no_more = self._is_abandoned = (
             self._receives_no_more
         ) = False
-        self._lock = threading.Lock()  # guards the flags, so that each direction has at most one connection
+        # guards the flags, so that there is at most one connection in each direction
+        self._lock = threading.Lock()
 
     # --- sending ---
 
@@ -225,7 +226,7 @@ class RemotePeer:
             raise
 
     def _send_now(self, data: bytes) -> bool:
-        """Send as many bytes as the kernel accepts at once, and let the thread send the rest.
+        """Send as many bytes as the kernel accepts at once, and leave the rest to the thread.
 
         Return whether the kernel accepted any bytes.
         """
@@ -240,7 +241,7 @@ class RemotePeer:
                 self._out[0].put((b"", rest), 0.0)
         except BaseException as error:
             if sent and sent[0] < len(data):
-                _shut_down(self._sock)  # only a part of the message was sent
+                _shut_down(self._sock)  # the message was sent only in part
             if sent or not isinstance(error, OSError) or is_interrupt(error):
                 raise
         return bool(sent)
@@ -271,11 +272,11 @@ class RemotePeer:
         return self._owner.connector.connect(self._owner.addresses[self._rank], hello, wanted)
 
     def connect_leader(self, host: int, give_up: float) -> socket.socket:
-        """Connect the leader of a host to this peer, which is also a leader.
+        """Connect a host's leader to this peer, which is also a leader.
 
         Args:
-            host: The host of this process.
-            give_up: Monotonic time at which the call ends.
+            host: Host of this process.
+            give_up: Monotonic time at which to stop trying.
 
         Returns:
             The connection.
@@ -296,7 +297,7 @@ class RemotePeer:
             self._out[0].close()
 
     def abandon(self) -> None:
-        """Drop the messages that are waiting to be sent."""
+        """Drop the messages that wait to be sent."""
         self._is_abandoned = True
         self.send_no_more()
         if self._out is not None:
@@ -304,14 +305,14 @@ class RemotePeer:
         _shut_down(self._sock)
 
     def join(self) -> None:
-        """Wait until all messages have been sent or have become undeliverable."""
+        """Wait until all messages have been sent or can no longer be delivered."""
         if self._out is not None and not self._is_abandoned:
             self._out[2].join()
 
     # --- receiving ---
 
     def incoming(self) -> Channel[bytearray]:
-        """Return the channel of messages from this peer; watch the peer if it has sent nothing yet."""
+        """Return the channel of messages from this peer. Watch the peer if it has sent nothing yet."""
         if not self.wants_watch and self._incoming is None and not self._ended:
             self.wants_watch = True
             self._owner.wake_thread()
@@ -320,8 +321,8 @@ class RemotePeer:
     def begin_watch(self) -> None:
         """Start to watch this peer, if requested.
 
-        Call this only from the serving thread: in the main thread, Ctrl-C could interrupt the start of the
-        new thread.
+        Call this only from the serving thread, because Ctrl-C in the main thread could interrupt the start of
+        the new thread.
         """
         if self.wants_watch and not self._is_watched:
             self._is_watched = True
@@ -364,7 +365,7 @@ class RemotePeer:
         with contextlib.suppress(OSError, EOFError), sock, sock.makefile("rb", BUFFER) as stream:
             while (size := SIZE.unpack(_exactly(stream, SIZE.size))[0]) != LEFT_WORD:
                 message = _exactly(stream, size)
-                with contextlib.suppress(ChannelError):  # this member has stopped receiving
+                with contextlib.suppress(ChannelError):  # this member no longer receives
                     self._in.put(message)
             how = LEFT
         self._end(how)
@@ -377,12 +378,12 @@ class RemotePeer:
         return take(self._again, channel, timeout, lambda message: use(loads(message)))
 
     def receive_no_more(self) -> None:
-        """End calls that are waiting for a message, and drop later messages, so that their sender can end."""
+        """End calls that wait for a message, and drop later messages, so that their sender can end."""
         self._receives_no_more = True
         self._in.abort()
 
     def end(self) -> None:
-        """Close the connections from which this member receives."""
+        """Close the connections over which this member receives."""
         _shut_down(self._incoming)
         if self.watch is not None:
             self.watch.close()
@@ -393,7 +394,7 @@ class RemotePeer:
         return bool(self._ended)
 
     def has_left(self) -> bool:
-        """Return whether the peer has left, or was already gone when this member first connected."""
+        """Return whether the peer left, or was already gone when this member first connected."""
         return self._ended in (LEFT, UNKNOWN)
 
     def death_error(self, call: str) -> GroupError:
@@ -417,7 +418,7 @@ def start(what: str, work: Callable[..., None], *given: Any) -> threading.Thread
 def _shut_down(sock: socket.socket | None) -> None:
     """Shut down a socket, which ends calls that are waiting for it.
 
-    The method of a TLS socket would continue in plain text.
+    A TLS socket's own method would continue in plain text.
     """
     if sock is not None:
         with contextlib.suppress(OSError):
@@ -428,7 +429,7 @@ def _exactly(stream: Any, size: int) -> bytearray:
     """Read exactly ``size`` bytes.
 
     Raises:
-        EOFError: The stream ended earlier.
+        EOFError: The stream ended too early.
     """
     data = bytearray(size)
     if stream.readinto(data) != size:

@@ -1,7 +1,7 @@
-"""A group whose members are on one host and share memory.
+"""Implement a group whose members are on one host and share memory.
 
-The core runs the rounds over that memory and the operations on contiguous arrays (``_core/group*.cpp``). This
-module adds messages between members, splitting and shrinking, and error messages.
+The core runs the rounds and the operations on contiguous arrays in that memory (``_core/group*.cpp``). This
+module adds messages, splitting, shrinking and error messages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MEMBER_LOST, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN, WITHIN
 PRESENT, LEFT, _GAVE_UP = range(3)
 
 Gather = Callable[[Any], list[Any]]
-"""Function that sends a JSON value to all members and returns the values of all members, in rank order."""
+"""Sends a JSON value to all members, and returns all members' values in rank order."""
 
 _HOW = {
     "exchange": "each member reads the inputs of the others",
@@ -53,11 +53,11 @@ _OF_VALUES = {
 }
 _OF_ANY_VALUE = "the members serialize their values, and each reads those of the others"
 _ALGORITHMS = ("", *_HOW)
-"""Names of the algorithms, in the order in which the core numbers them."""
+"""Names of the algorithms, in the order of the core's numbers."""
 
 
 def _plan(algorithm: int, piece: int, shows_past: bool, keeps_past: bool, by_two: bool) -> str:
-    """Describe a plan that the core has chosen."""
+    """Describe a plan that the core chose."""
     if _ALGORITHMS[algorithm] == "direct":
         return "direct" + " with two threads" * by_two
     past = " sent past the caches" * shows_past + " received past the caches" * keeps_past
@@ -68,13 +68,13 @@ log = logging.getLogger("flowchan.collective")
 
 
 _unused: weakref.WeakSet[SharedGroup] = weakref.WeakSet()
-"""Members that this process created for threads or other processes and that have not joined yet."""
+"""Members that this process created for threads or other processes but that have not joined yet."""
 
 
 class SharedGroup(_core.Group, Group):
-    """A member of a group on one host.
+    """Member of a group on one host.
 
-    ``_ranks`` holds the ranks that messages show. They differ from the core's ranks if this group is the node
+    ``_ranks`` has the ranks that messages show. They differ from the core's ranks if this group is the node
     of a larger group.
     """
 
@@ -88,13 +88,12 @@ class SharedGroup(_core.Group, Group):
         self._ranks: Sequence[int] = range(self.size)
         self._chosen: dict[int, str | None] = {}
         self._original_call: tuple[Any, Any] | None = None
-        """Arguments of a call on several hosts, while this group runs a step of that call with other
-        arguments."""
+        """Arguments of a call across hosts, while this group runs a step of it with other arguments."""
 
     _remedy_in_a_stage = (
         "send each worker its member as an item, as in graph.source(members(n)).map(…), or declare a gang"
     )
-    """Remedy for a member in the function or arguments of a stage."""
+    """Remedy for a member in a stage's function or arguments."""
 
     # --- groups split off from this one, and the group of the survivors ---
 
@@ -118,8 +117,8 @@ class SharedGroup(_core.Group, Group):
     def close(self) -> None:
         """Leave the group. Members may close in any order, and closing again has no effect.
 
-        Later calls of the other members raise :class:`MemberLeft`. If this member was sent to another
-        process, only this process's copy is closed.
+        Later calls of other members raise :class:`MemberLeft`. If this member was sent to another process,
+        only the copy here is closed.
         """
         if not self._joined:
             self._let_go()
@@ -133,20 +132,20 @@ class SharedGroup(_core.Group, Group):
         self._close_backends()
 
     def _abandon(self) -> None:
-        """Leave the group after a failure; later calls of the other members raise :class:`MemberDied`."""
+        """Leave the group after a failure; later calls of other members raise :class:`MemberDied`."""
         self._take_slot()
         self._give_up()
         self._local.close(wait=False)
         self.close()
 
     def _overseer(self) -> Overseer:
-        """Return an overseer for the process that created this member and sends it to another process."""
+        """Return an overseer for the process that creates this member and sends it to another process."""
         return Overseer(os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC))
 
     def _disbanding(self) -> Callable[[], None]:
-        """Return a function that ends the group while another thread uses it.
+        """Return a function that ends the group while another thread is using it.
 
-        Calls that the other thread is making then raise :class:`MemberDied`.
+        Calls in that thread then raise :class:`MemberDied`.
         """
         return self._overseer().disband
 
@@ -186,7 +185,7 @@ class SharedGroup(_core.Group, Group):
     # --- methods that the core calls ---
 
     def _failed(self, end: int, doing: int, x: Any, more: Any) -> NoReturn:
-        """Raise the exception that matches the status of an operation."""
+        """Raise the exception that matches an operation's status."""
         call = NAMES[doing]
         if end == MISMATCH:
             x, more = self._original_call or (x, more)
@@ -222,7 +221,7 @@ class SharedGroup(_core.Group, Group):
         raise self._failed_before(call) from self._failure
 
     def _stalled(self, doing: int, seconds: float) -> None:
-        """Log once which members an operation is waiting for."""
+        """Log once which members an operation waits for."""
         log.warning(
             "%s of %s has been waiting %.0f s for these members: %s",
             NAMES[doing],
@@ -236,7 +235,7 @@ class SharedGroup(_core.Group, Group):
             return
         if self._join():
             raise GroupError(f"{self!r} is already used by another process; give each process its own member")
-        # a forked process also inherits the other members' descriptors
+        # a forked process inherits the other members' descriptors as well
         if self._maker not in (None, os.getpid()):
             for other in list(_unused):
                 if other is not self and other._family == self._family and not other._joined:
@@ -253,10 +252,10 @@ class SharedGroup(_core.Group, Group):
             self._hold()
 
     def _let_go(self) -> bool:
-        """Replace this member's descriptor with one that does not hold the lock.
+        """Replace this member's descriptor with one without the lock.
 
-        Return False if the system refuses. A memory mapping would keep the lock of the descriptor that it was
-        made from, so the locked descriptor is never mapped.
+        Return False if the system refuses. A memory mapping would keep its descriptor's lock, so the locked
+        descriptor is never mapped.
         """
         try:
             other = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR)
@@ -267,7 +266,7 @@ class SharedGroup(_core.Group, Group):
         return True
 
     def _absent(self) -> str:
-        """Describe the members that the current operation is waiting for, and their last operations."""
+        """Describe the members that the current operation waits for, and what they did last."""
         return "; ".join(
             f"rank {self._ranks[rank]} {_state(*self._see(rank)[:6])}"
             for rank in range(self.size)
@@ -282,7 +281,7 @@ class SharedGroup(_core.Group, Group):
     def _has_lost_any(self) -> bool:
         """Return whether a member that has not completed the current operation is gone.
 
-        A member that has completed the operation is already in a later round.
+        A member that has completed it is already in a later round.
         """
         begun = self._see(self.rank)[2]
         states = (self._see(rank) for rank in range(self.size) if rank != self.rank)
@@ -325,7 +324,7 @@ class SharedGroup(_core.Group, Group):
 
 
 class Overseer:
-    """Control of a group by a process that is not a member.
+    """Controls a group from a process that is not a member.
 
     ``fd`` is a separate descriptor of the group's memory, so it holds none of the members' locks.
     """
@@ -334,9 +333,9 @@ class Overseer:
         self._group = _core.Group(fd, 0)
 
     def count_out(self, rank: int) -> None:
-        """Report that the process of a member has ended.
+        """Report that a member's process has ended.
 
-        If that member never joined, the others stop waiting for it.
+        If the member never joined, the others stop waiting for it.
         """
         self._group._count_out(rank)
 
@@ -366,21 +365,21 @@ def _arrive(handle: Inherited | Sent | Borrowed, rank: int, name: str) -> Shared
 
 
 def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> SharedGroup | None:
-    """Form a group of the ``members`` in shared memory.
+    """Form a group of ``members`` in shared memory.
 
-    All processes that ``gather`` connects must call it.
+    All processes that ``gather`` connects must call this.
 
     Args:
-        gather: Function that exchanges a value with all these processes.
+        gather: Exchanges a value with all these processes.
         rank: Rank of this process.
         members: Ranks of the members.
         name: Name of the group in messages.
 
     Returns:
-        The member of this process, or None if ``members`` is empty.
+        This process's member, or None if ``members`` is empty.
 
     Raises:
-        GroupError: A process cannot create or open the memory. All processes raise it.
+        GroupError: A process cannot create or open the memory. All processes raise this error.
     """
     member, place, error = None, None, ""
     try:
@@ -399,7 +398,7 @@ def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> Share
         except OSError as failed:
             error = f"rank {rank} cannot open the shared memory that rank {members[0]} created: {failed}"
         if member is not None:
-            # must precede the last gather: from now on the others notice if this process ends
+            # must precede the last gather: from now on, the others notice if this process ends
             member._take_slot()
         if errors := [text for text in gather(error) if text]:
             raise GroupError("; ".join(errors))

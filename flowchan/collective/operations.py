@@ -1,4 +1,4 @@
-"""Numbers and names of the group operations, and the keys with which members compare their calls."""
+"""Define numbers and names of group operations, and the keys by which members compare their calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMES = (
     "nothing", "barrier", "broadcast", "reduce", "allreduce", "reduce_scatter", "allgather", "gather",
     "scatter", "alltoall", "split", "comparing the calls", "allreduce_with",
 )  # fmt: skip
-"""Names of the operations; the index of a name is the number that the core uses."""
+"""Names of the operations; each name's index is its number in the core."""
 BARRIER, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, GATHER, SCATTER, ALLTOALL = range(1, 10)
 SPLIT, TELL, ALLREDUCE_WITH = 10, 11, 12
 
@@ -21,12 +21,12 @@ MOVING = (NAMES[BROADCAST], NAMES[ALLGATHER], NAMES[GATHER], NAMES[ALLTOALL])
 
 TYPED, VALUES, ARRAYS, KNOWN = range(4)
 """Kinds of input: arrays of one type whose sizes all members know, Python values, arrays of any size and
-type, or arrays whose sizes the members have exchanged. The key of a call is one of these kinds plus four
-times a number for the call's other arguments."""
+type, and arrays whose sizes were exchanged. A call's key is its kind plus four times a number for its other
+arguments."""
 
 
 def key_of(key: int, x: Any) -> int:
-    """Return the key of a call; for ``TYPED`` arrays, the key also depends on the element type.
+    """Return a call's key; for ``TYPED`` arrays, it also depends on the element type.
 
     In shared memory, the core adds the element type to the key.
     """

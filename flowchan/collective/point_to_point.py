@@ -1,9 +1,9 @@
-"""Messages between two members, received in the order in which they were sent.
+"""Exchange messages between pairs of members, in the order in which they were sent.
 
-The first message from one member to another creates a channel, which also carries all later messages. On one
-host, the sender publishes the channel in the group's memory, and the receiver opens it there. If they are on
-different hosts, a connection joins two channels (``messages_remote.py``). A member receives from both kinds
-in the same way, so it can wait for all other members at once.
+The first message from one member to another creates a channel, which carries all later messages as well. On
+one host, the sender publishes the channel in the group's memory, and the receiver opens it there. Between
+hosts, a connection joins two channels (``messages_remote.py``). A member receives from both kinds in the same
+way, so it can wait for all other members at once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from flowchan.transport.interrupts import append_result, is_interrupt, unless_in
 POLL_INTERVAL_S, LONGEST_INTERVAL_S = 0.001, 0.02
 CHANNELS_OF_ONE_SELECT = 128
 _PACKED = 1 << 32
-_LEFT = 1  # status that the core gives a member that has left
-_random = random.Random()  # separate, so that the program's random state stays unchanged
+_LEFT = 1  # the core's status of a member that has left
+_random = random.Random()  # separate, so that the program's random state does not change
 
 
 Use = Callable[[Any], Any]
-"""Function that takes a received value. If Ctrl-C interrupts it, the next call receives that value again."""
+"""Function to apply to a received value. If Ctrl-C interrupts it, the next call receives that value again."""
 
 
 def unchanged(x: Any) -> Any:
@@ -44,20 +44,20 @@ def unchanged(x: Any) -> Any:
 
 
 class Peer(Protocol):
-    """Another member that this member sends messages to or receives them from."""
+    """Another member, with which this one exchanges messages."""
 
     def send(self, x: Any, timeout: float | None) -> None: ...
     def incoming(self) -> Any:
-        """Return the channel of messages from the peer, or None if it has sent none."""
+        """Return the channel of messages from the peer; None if it has sent none."""
 
     def take(self, channel: Any, timeout: float | None, use: Use) -> Any:
-        """Receive a value from the channel, and return the result of ``use`` for that value."""
+        """Receive a value from the channel, and return ``use(value)``."""
 
     def has_ended(self) -> bool:
-        """Return whether the peer's channel will get no further messages."""
+        """Return whether the peer's channel will get no more messages."""
 
     def has_left(self) -> bool:
-        """Return whether, as far as this member knows, a peer that is gone has left the group."""
+        """Return whether a peer that is gone has left the group, as far as this member knows."""
 
     def death_error(self, call: str) -> GroupError:
         """Return the error for a call with a peer that is gone."""
@@ -96,13 +96,14 @@ class ReceiveHandle(Handle):
 
 
 class Messages:
-    """The messages of member ``rank`` of ``size``. ``peer`` creates the object for another member."""
+    """Messages of member ``rank`` of ``size``. ``peer`` creates the object for another member."""
 
     def __init__(self, rank: int, size: int, peer: Callable[[int], Peer]) -> None:
         self._rank, self._size, self._peer_of = rank, size, peer
         self._peers: dict[int, Peer] = {}
         self._lock = threading.Lock()
-        self._started: dict[int, deque[ReceiveHandle]] = {}  # by source; in the order in which they started
+        # by source, in the order in which they were started
+        self._started: dict[int, deque[ReceiveHandle]] = {}
 
     def peer(self, rank: int) -> Peer:
         if rank not in self._peers:
@@ -115,9 +116,9 @@ class Messages:
         peer.send(x, timeout)
 
     def receive(self, source: int, timeout: float | None, use: Use = unchanged) -> Any:
-        """Return the result of ``use`` for the next value.
+        """Return ``use(value)`` for the next value.
 
-        If Ctrl-C interrupts the call, the next call gets that value.
+        If Ctrl-C interrupts the call, the next one gets that value.
         """
         if self._started.get(source):
             remaining = countdown(timeout)
@@ -128,13 +129,13 @@ class Messages:
         return self._receive(source, timeout, use)
 
     def start(self, source: int, use: Use) -> ReceiveHandle:
-        """Start a receive, which gets its message after those that were started before."""
+        """Start a receive, which gets its message after all receives that were started before."""
         handle = ReceiveHandle(self, source, use)
         self._started.setdefault(source, deque()).append(handle)
         return handle
 
     def progress(self, source: int, remaining: RemainingTime, until: ReceiveHandle | None = None) -> None:
-        """Receive for the started receives from a source, up to the handle ``until``."""
+        """Receive messages for the started receives from a source, up to the handle ``until``."""
         started = self._started.get(source, ())
         while started and not (until is not None and until.has_ended):
             first = started[0]
@@ -189,13 +190,13 @@ class Messages:
                 )
         others = {rank: self.peer(rank) for rank in range(self._size) if rank != self._rank}
         while True:
-            # members that have sent all their messages
+            # members that have sent their last message
             ended = {rank for rank, peer in others.items() if peer.has_ended()}
             died = {rank for rank in ended if not others[rank].has_left()}
             over = died or (ended if len(ended) == len(others) else set())
             opened = self._opened(others)
             wait = 0.0 if over else remaining()
-            # one of the remaining members may open its channel
+            # any of the other members may still open its channel
             if not others.keys() <= opened.keys() | ended:
                 wait = POLL_INTERVAL_S if wait is None else min(POLL_INTERVAL_S, wait)
             if (found := self._from_one(opened, opened.keys() - ended, wait)) is not None:
@@ -238,13 +239,13 @@ class Messages:
 
 
 def take(again: list[Any], channel: Any, timeout: float | None, use: Use) -> Any:
-    """Receive a message and return the result of ``use`` for it, without losing the message to a Ctrl-C.
+    """Receive a message and return ``use(message)``, without losing it to a Ctrl-C.
 
-    If an interrupt or a lack of memory ends the call, the message is put back into ``again``. Callers must
-    return the result without making another call, because Python handles signals only at calls.
+    If an interrupt or a lack of memory ends the call, the message goes back into ``again``. Callers must
+    return the result without another call, because Python handles signals only at calls.
 
     Args:
-        again: Messages that are received before those in the channel.
+        again: Messages to receive before those in the channel.
         channel: A channel or port.
         timeout: Seconds; None means no limit.
         use: Called with the message.
@@ -271,7 +272,7 @@ def _channel(end: In[Any] | Channel[Any]) -> Channel[Any]:
 
 
 class SharedMember(Protocol):
-    """The methods of a member on one host that messages use. ``_ranks`` holds the ranks that errors show."""
+    """Methods of a member on one host that messages use. ``_ranks`` has the ranks that errors show."""
 
     _ranks: Sequence[int]
 
@@ -283,7 +284,7 @@ class SharedMember(Protocol):
 
 
 class LocalPeers:
-    """The other members on one host, by their index in the group's memory."""
+    """Other members on one host, by their index in the group's memory."""
 
     def __init__(self, member: SharedMember) -> None:
         self._member = weakref.proxy(member)  # weak, so that an unused member is closed at once
@@ -293,23 +294,23 @@ class LocalPeers:
         return self._known.setdefault(index, SameHostPeer(self._member, index))
 
     def close(self, wait: bool = True) -> None:
-        """Close the channels, after waiting until live receivers have opened theirs."""
+        """Close the channels, once live receivers have opened theirs."""
         for peer in [*self._known.values()]:
             peer.close(wait)
 
 
 class SameHostPeer:
-    """Another member on this host; ``index`` is its index in the group of ``member``."""
+    """Another member on this host, with its index in the group of ``member``."""
 
     def __init__(self, member: SharedMember, index: int) -> None:
         self._member, self._index = member, index
         self._made: Out[Any] | None = None
         self._out: Out[Any] | None = None  # the same port, once the channel is published
-        # true once the receiver has opened the channel; from then on, its end breaks the channel
+        # whether the receiver has opened the channel; its end then breaks the channel
         self._is_found = False
         self._in: list[In[Any]] = []
-        self._again: list[Any] = []  # messages that interrupted calls have put back
-        self._lock = threading.Lock()  # a channel is created only once and opened only once
+        self._again: list[Any] = []  # messages returned by interrupted calls
+        self._lock = threading.Lock()  # ensures that a channel is created only once and opened only once
 
     def send(self, x: Any, timeout: float | None) -> None:
         port = self._out or self._show()
@@ -325,7 +326,7 @@ class SameHostPeer:
     def _show(self) -> Out[Any]:
         """Create and publish the channel.
 
-        If Ctrl-C interrupts the call before the channel is published, the next send publishes it.
+        If Ctrl-C interrupts the call before that, the next send publishes it.
         """
         with self._lock:
             if self._made is None:
@@ -338,10 +339,10 @@ class SameHostPeer:
         return self._out
 
     def _put_unfound(self, port: Out[Any], x: Any, timeout: float | None) -> None:
-        """Put a message for a receiver that has not opened the channel.
+        """Put a message for a receiver that has not opened the channel yet.
 
         If such a receiver ends, the channel does not break, so the receiver's state is checked here. If the
-        channel is full, wait until the receiver opens it, because each attempt to put would serialize the
+        channel is full, wait until the receiver opens it, because each new attempt would serialise the
         message again.
         """
         remaining = countdown(timeout)
@@ -368,7 +369,7 @@ class SameHostPeer:
             The reading port, or None if the peer has sent nothing.
 
         Raises:
-            MemberDied: The channel cannot be opened any more.
+            MemberDied: The channel can no longer be opened.
         """
         if self._in:
             return self._in[0]
@@ -379,8 +380,8 @@ class SameHostPeer:
                 try:
                     if not self._in:
                         channel = arrive(Borrowed(pid, fd, socket - 1, inode), "")
-                        # Store the port in the call that creates it: if Ctrl-C dropped the port, the sender's
-                        # channel would break.
+                        # Store the port in the same call that creates it: if Ctrl-C dropped the port, the
+                        # sender's channel would break.
                         append_result(self._in, In, channel)
                 except (Broken, OSError) as error:
                     raise self.death_error("receive") from error

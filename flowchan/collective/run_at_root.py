@@ -1,7 +1,7 @@
 """Combine the members' values with a user's function.
 
-Rank 0 runs the function and sends the result to all members. If each member ran it, a function that draws
-random numbers or reads the clock would return different results.
+Rank 0 runs the function and sends the result to all members. If every member ran it, a function that draws
+random numbers or reads the clock would give different results.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from flowchan.items.combining import OPERATIONS
 from flowchan.run.policy.failures import Portable
 
 _COLLECT_KEY, _TELL_KEY = 4, 8
-"""Keys of the two steps, distinct from the keys in ``operations.py``."""
+"""Keys of the two steps, different from those in ``operations.py``."""
 
 REPEATABLE = (*OPERATIONS.values(), min, max)
-"""Functions that return the same result on each member, so each member may run them itself."""
+"""Functions that give the same result on every member, so that every member may run them itself."""
 
 
 def number_of_function(function: Any) -> int:
-    """Return the position of ``function`` in :data:`REPEATABLE`, or the length of that tuple.
+    """Return the index of ``function`` in :data:`REPEATABLE`, or the length of that tuple.
 
-    Members compare their calls by this number. Each process may have its own copy of a user's function, so
-    all such functions share one number.
+    Members compare calls by this number. All users' functions share one number, because each process may have
+    another copy of a function.
     """
     return next((number for number, one in enumerate(REPEATABLE) if function is one), len(REPEATABLE))
 
 
 class RootMember(Protocol):
-    """The methods of a group's member that ``run_once`` calls."""
+    """Methods of a group member that ``run_once`` calls."""
 
     @property
     def rank(self) -> int: ...
@@ -54,7 +54,7 @@ def run_once(
     x: Any,
     function: Any,
 ) -> Any:
-    """Call ``run`` on rank 0 with the values of all members, and return its result on all of them.
+    """Call ``run`` on rank 0 with the values of all members, and return its result everywhere.
 
     If ``run`` raises, all members raise. ``x`` and ``function`` are the arguments of the operation, for
     messages.

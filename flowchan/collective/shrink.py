@@ -1,9 +1,9 @@
-"""Shrinking of a group on one host to its surviving members.
+"""Shrink a group on one host to its surviving members.
 
-Each survivor publishes that it has arrived, and waits for an offer. When all survivors have arrived, the
-first of them creates the memory of a new group and offers it to each of the others. The new group is valid
-once all its members have completed a round in it, so they all agree that it is valid. If another member dies
-earlier, the survivors try again.
+Each survivor publishes that it has arrived, and waits for an offer. When all have arrived, the first of them
+creates the memory of a new group and offers it to the others. The new group is valid once all its members
+have completed a round in it, so they agree that it is valid. If another member dies before that, the
+survivors try again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flowchan.errors import GroupError
 from flowchan.transport.descriptors import Borrowed, take_over
 
 COME = 1
-"""Published instead of the inode of an offer: the member has arrived, but offers nothing."""
+"""Published in place of an offer's inode: the member has arrived, but offers nothing."""
 _PLACE = 1 << 32
 _PAUSE, _LONGEST_PAUSE = 0.001, 0.02
 _NOT_ALLOWED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM}
 
 
 class ShrinkMember(Protocol):
-    """The methods of a member on one host that shrinking uses."""
+    """Methods of a member on one host that shrinking uses."""
 
     _ranks: Sequence[int]
     _local: LocalPeers
@@ -56,8 +56,8 @@ M = TypeVar("M", bound=ShrinkMember)
 class Shrinking(Generic[M]):
     """One member's part in shrinking the group ``old``.
 
-    ``member(fd, rank)`` creates a member of a new group. ``give_up`` is the monotonic time after which
-    ``run`` raises ``TimeoutError``.
+    ``member(fd, rank)`` creates a member of a new group. After the monotonic time ``give_up``, ``run`` raises
+    ``TimeoutError``.
     """
 
     def __init__(self, old: M, member: Callable[[int, int], M], give_up: float) -> None:
@@ -69,7 +69,7 @@ class Shrinking(Generic[M]):
     def run(self) -> M:
         """Form the new group and close the old one.
 
-        If this member gives up or is interrupted, the others treat it as a member that left.
+        If this member gives up or is interrupted, the others treat it like one that left.
         """
         old = self._old
         *_, over = old._see(old.rank)
@@ -78,7 +78,7 @@ class Shrinking(Generic[M]):
         old._take_slot()
         try:
             old._give_up()  # members that still use the old group raise MemberDied
-            old._local.close(wait=False)  # so do members that are waiting for messages from this one
+            old._local.close(wait=False)  # members that wait for messages from this one raise it too
             for member in self._others:
                 old._publish_channel(member, 0, COME, True)
             while (new := self._try()) is None:
@@ -98,7 +98,7 @@ class Shrinking(Generic[M]):
         return new if new._has_met(None if endless else max(0.0, self._give_up - time.monotonic())) else None
 
     def _is_survivor(self, member: int) -> bool:
-        """Return whether the member has not left and either is alive or may still join."""
+        """Return whether the member has not left, and is alive or may still join."""
         *_, alive, _, over = self._old._see(member)
         return alive and not over
 
@@ -114,7 +114,7 @@ class Shrinking(Generic[M]):
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _lead(self, survivors: list[int]) -> M | None:
-        """Create the group once all survivors have arrived, and wait until each has joined or is gone."""
+        """Create the group once all survivors have arrived, and wait until each one has joined or is gone."""
         old = self._old
         if not all(self._has_come(member) for member in survivors if member != old.rank):
             return None
@@ -130,12 +130,12 @@ class Shrinking(Generic[M]):
                         new._count_out(place)
                 self._wait([survivors[place] for place in absent])
         except BaseException:
-            new.close()  # members that have joined are waiting in the new group
+            new.close()  # members that have joined wait in the new group
             raise
         return new
 
     def _follow(self) -> M | None:
-        """Join the group that another member offers, if any."""
+        """Join a group that another member offers, if there is one."""
         for member in self._others:
             pid, at, inode = self._old._channel_from(member, True) or (0, 0, COME)
             if inode in self._tried:

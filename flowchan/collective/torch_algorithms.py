@@ -1,11 +1,11 @@
-"""Use of torch.distributed's backends (gloo, MPI and NCCL) as algorithms of a group.
+"""Use the backends of torch.distributed (gloo, MPI and NCCL) as algorithms of a group.
 
-The first operation that uses a backend makes the members create it together; torch's own groups are not
-affected. Each operation begins and ends with a round of the group. The first round detects calls that do not
-match. The last round finds lost members, and raises one member's error on all members. After it, either all
-members return or all raise.
+On the first operation that uses a backend, the members create it together; torch's own groups are not
+affected. Each operation begins and ends with a round of the group. The first round detects mismatched calls.
+The last round finds lost members, and raises one member's error on all of them. After it, either all members
+return, or all raise.
 
-A member that fails destroys its backend before the last round. This ends its connections, so the others do
+A member that fails destroys its backend before the last round. This closes its connections, so the others do
 not wait for it. Creating a backend has a time limit.
 """
 
@@ -35,26 +35,28 @@ from flowchan.transport.interrupts import unless_interrupted
 from flowchan.transport.tcp import joined, split
 
 POLL_INTERVAL_S = 0.02
-"""Seconds between two checks of the other members, while this one is waiting for its backend."""
+"""Seconds between checks of the other members while this one waits for its backend."""
 GRACE = 1.0
-"""Seconds that a backend has to notice a lost member from its closed connections, before it is aborted."""
+"""Seconds in which a backend can notice a lost member from its closed connections, before the backend is
+aborted."""
 WITHIN = timedelta(seconds=60)
-"""Time limit for creating a backend, once all members have agreed to create it."""
+"""Time limit for creating a backend after all members have agreed on it."""
 ENDLESS = timedelta(days=20)
-"""Replaces torch's timeouts, because a member may be slow. In milliseconds, it must fit into torch's type."""
+"""Used in place of torch's timeouts, because a member may be slow. In milliseconds, it must fit into torch's
+type."""
 
 # The types of these objects differ between versions of torch.
 _dist: Any = dist
 _Ended = Callable[[float], bool]
-"""Function that waits up to the given seconds and returns whether the operation has ended."""
+"""Waits up to the given number of seconds, and returns whether the operation has ended."""
 
 
 class StuckBackend(Exception):
-    """Error of a backend that has not noticed that a member is lost."""
+    """The backend has not noticed that a member is lost."""
 
 
 def check(name: str) -> None:
-    """Raise ``ValueError`` with a remedy if torch lacks this backend or the machine lacks its device."""
+    """Raise ``ValueError`` with a remedy if torch lacks the backend, or the machine lacks the device."""
     lacks = {
         "gloo": "" if dist.is_gloo_available() else "torch was built without it",
         "mpi": "" if dist.is_mpi_available() else "torch was built without it, like torch's wheels",
@@ -94,11 +96,11 @@ def _nccl(store: Any, rank: int, size: int, host: str, device: torch.device) -> 
 
 
 MAKERS = {"gloo": _gloo, "mpi": _mpi, "nccl": _nccl}
-"""Functions that create one member's part of a backend. Each of them waits for the other members."""
+"""Functions that create one member's part of a backend. Each waits for the other members."""
 
 
 class TorchAlgorithm:
-    """One backend for one member, with the operations from which the group builds all others."""
+    """One member's part of a backend, with the operations from which the group builds all others."""
 
     def __init__(self, name: str, group: Any) -> None:
         self.name = name
@@ -107,7 +109,7 @@ class TorchAlgorithm:
         self._store: Any = None
 
     def close(self) -> None:
-        """Close the backend, between two operations or after this member failed."""
+        """Close the backend. Call this between operations, or after this member failed."""
         self._backend = self._store = None
 
     # --- operations ---
@@ -155,7 +157,7 @@ class TorchAlgorithm:
     def _allgather_into(
         self, doing: int, key: int, own: list[Any], outs: list[Any], timeout: float | None
     ) -> None:
-        """Gather arrays into ``outs``; members with smaller arrays pad them to the size of the largest."""
+        """Gather arrays into ``outs``; members with smaller arrays pad them to the largest size."""
         what = key_of(key, own[0])
         given, destinations = _bytes(own[0]), [None if out is None else _bytes(out) for out in outs]
         sizes: list[int] = []
@@ -194,7 +196,7 @@ class TorchAlgorithm:
             destination.copy_(part)
 
     def _reduce_scatter(self, x: Any, out: Any, op: str, timeout: float | None) -> Any:
-        """Combine the whole arrays on all members, because some backends cannot combine parts."""
+        """Combine whole arrays on all members, because some backends cannot combine parts."""
         whole = _tensor(x).clone()
         self._reduce(REDUCE_SCATTER, whole, whole, op, -1, timeout)
         part = array_access.parts_of("reduce_scatter", whole, self._group.size)[self._group.rank]
@@ -214,11 +216,11 @@ class TorchAlgorithm:
         contribution: Any = None,
         on_values: Callable[[list[Any]], None] | None = None,
     ) -> None:
-        """Run one operation of the backend between two rounds of the group.
+        """Run an operation of the backend between two rounds of the group.
 
-        ``what`` must be equal on all members; ``given`` holds the arguments of the call, for messages. Each
-        member contributes ``contribution`` in the first round. ``on_values`` gets the values of all members
-        before ``start`` is called.
+        ``what`` must be equal on all members; ``given`` has the call's arguments, for messages. Each member
+        sends its ``contribution`` in the first round. ``on_values`` gets all contributions before ``start``
+        is called.
         """
         remaining, key = countdown(timeout), zlib.crc32(repr((self.name, what)).encode())
 
@@ -229,7 +231,7 @@ class TorchAlgorithm:
             if failed is not None:
                 raise failed
             if on_values is not None:
-                # an error after the members have connected would close the connections; raise it before
+                # called first, because an error after the members have connected would close the connections
                 on_values([word for _, word in values])
             if self._backend is None:
                 self._connect(values[0][0], device, remaining)
@@ -238,7 +240,7 @@ class TorchAlgorithm:
         failed: Exception | None = None
         try:
             address = self._address()
-        except Exception as error:  # the other members receive this error in the last round
+        except Exception as error:  # the other members get this error in the last round
             address, failed = "", error
         values = exchange((address, contribution))
         failed = self._failure_of(act, doing)
@@ -249,11 +251,11 @@ class TorchAlgorithm:
         """Run ``act``. If it raises, end the backend and return the exception."""
         try:
             act()
-        except unless_interrupted(Exception) as error:  # torch raises many types; all are reported
+        except unless_interrupted(Exception) as error:  # torch raises many types; report all of them
             self._end(stuck=isinstance(error, StuckBackend | TimeoutError))
             if isinstance(error, StuckBackend):
                 self._group._cut_off(NAMES[doing])
-            return error.with_traceback(None)  # the traceback's frames would keep the connections open
+            return error.with_traceback(None)  # the frames in the traceback would keep the connections open
         except BaseException:
             self._give_up()
             raise
@@ -274,13 +276,13 @@ class TorchAlgorithm:
             raise GroupError(f"{NAMES[doing]} with {self.name} failed on rank {rank}: {words}") from failed
 
     def _address(self) -> str | None:
-        """Return the address where rank 0 serves the store of the backend, or None."""
+        """Return the address where rank 0 serves the backend's store, or None."""
         if self._backend is not None or self._group.rank:
             return None
         if self._store is None:
             own_address = self._group._reached_at()
             family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
-            # a listener that torch creates would accept connections at any address
+            # a listener made by torch would accept connections at any address
             with socket.create_server((own_address, 0), family=family) as listener:
                 port = listener.getsockname()[1]
                 self._store = _dist.TCPStore(
@@ -312,7 +314,7 @@ class TorchAlgorithm:
         self._backend = made.result()
 
     def _finish(self, work: Any, device: torch.device, remaining: RemainingTime) -> None:
-        """Wait for an operation. An NCCL operation has ended once the device has run it."""
+        """Wait for an operation. An NCCL operation has ended when the device has run it."""
         pause = 1e-5
 
         def ended(seconds: float) -> bool:
@@ -346,7 +348,7 @@ class TorchAlgorithm:
     def _end(self, stuck: bool) -> None:
         """Destroy the backend.
 
-        If ``stuck`` is true, an operation is still running. NCCL can abort it. Destroying any other backend
+        If ``stuck`` is true, an operation is still running. NCCL can abort it. Destroying another backend
         would wait for the operation, so such a backend is kept until the process ends.
         """
         abort = getattr(self._backend, "abort", None) if self.name == "nccl" else None
@@ -354,11 +356,11 @@ class TorchAlgorithm:
             abort()
         elif stuck and self._backend is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
-        self._backend = None  # keep the store: others may still connect to it
+        self._backend = None  # keep the store, because other members may still connect to it
 
 
 def _tensor(x: Any) -> torch.Tensor:
-    """Return a tensor that shares the memory of ``x``, or a copy if that memory is read-only."""
+    """Return a tensor that shares the memory of ``x``; a copy if that memory is read-only."""
     if isinstance(x, torch.Tensor):
         return x
     found: torch.Tensor = torch.from_numpy(x if x.flags.writeable else x.copy())
@@ -381,6 +383,6 @@ def _reduction(op: str, x: torch.Tensor) -> Any:
 
 
 def _words(error: BaseException) -> str:
-    """Return the message of an error without the C++ stack trace that torch appends."""
+    """Return an error's message without the C++ stack trace that torch appends."""
     text = str(error).partition("\n")[0]
     return text if isinstance(error, GroupError) else f"{type(error).__name__}: {text}"

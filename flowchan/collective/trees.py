@@ -1,11 +1,10 @@
-"""Trees of a group's hosts, along which data is sent from one host to all or from all to one.
+"""Compute trees of hosts along which data flows from one host to all, or from all to one.
 
-When the leaders of the hosts have connected, each pair measures how long it takes to send one byte and to
-send ``REFERENCE`` bytes. A tree is built from these times with the greedy rule "earliest completion first".
-The rule is from Bhat, Raghavendra and Prasanna, Efficient collective communication in distributed
-heterogeneous systems, J. Parallel Distrib. Comput. 63 (2003). If all connections are equal, the tree is
-binomial if sending takes most of the time, and a star if the delay dominates. Connections that are much
-slower than the others are not used.
+When the hosts' leaders have connected, each pair measures how long it takes to send one byte and
+``REFERENCE`` bytes. The greedy rule "earliest completion first" builds a tree from these times. The rule is
+from Bhat, Raghavendra and Prasanna, Efficient collective communication in distributed heterogeneous systems,
+J. Parallel Distrib. Comput. 63 (2003). If all connections are equal, the tree is binomial if sending
+dominates, and a star if the delay dominates. Connections that are much slower than the others remain unused.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 REFERENCE = 256 * 1024
-"""Size, in bytes, of the message for which a tree is built. For small messages, only the delay matters."""
+"""Message size in bytes for which a tree is built. For small messages, only the delay matters."""
 LEAST = 1e-4
-"""Shortest time, in seconds, that is distinguished. Shorter times reflect other load on the machines rather
-than the connection."""
+"""Times below this, in seconds, are not distinguished. They reflect other load on the machines rather than
+the connection."""
 HARDLY = 1.25
-"""A preferred message may take at most this many times as long to arrive as the earliest one."""
+"""A preferred message may arrive at most this many times as late as the earliest one."""
 _TIMES = struct.Struct("<dd")
 
 
 @dataclass(frozen=True)
 class Times:
-    """Delay of a connection, and how long it takes to send ``REFERENCE`` bytes.
+    """Delay of a connection, and the time to send ``REFERENCE`` bytes.
 
-    ``delay`` is the time until one byte arrives. ``sending`` is the time during which the sender is busy.
+    ``delay`` is the time until one byte arrives; ``sending`` is the time during which the sender is busy.
     Both are in seconds.
     """
 
@@ -44,14 +43,14 @@ class Times:
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree of hosts: the parent of each host, and its children in the order in which it sends to them."""
+    """Tree of hosts: each host's parent, and its children in the order in which it sends to them."""
 
     root: int
     parent: dict[int, int]
     children: dict[int, list[int]]
 
     def shown(self, names: Sequence[object]) -> str:
-        """Describe the tree with the names of the hosts, such as ``0 to 1 and 2, 2 to 3``."""
+        """Describe the tree with the hosts' names, such as ``0 to 1 and 2, 2 to 3``."""
         passing = {host: children for host, children in self.children.items() if children}
         return ", ".join(
             f"{names[host]} to {' and '.join(str(names[child]) for child in children)}"
@@ -60,7 +59,7 @@ class Tree:
 
 
 Table = dict[tuple[int, int], Times]
-"""Times for each pair of hosts (lower number first); equal on all leaders."""
+"""Times of each pair of hosts (lower number first), equal on all leaders."""
 
 
 def times_between(quick: float, large: float) -> Times:
@@ -69,16 +68,16 @@ def times_between(quick: float, large: float) -> Times:
 
 
 def least(exchanges: Sequence[float]) -> float:
-    """Return the shortest time for one exchange, from the times of consecutive exchanges.
+    """Return the shortest exchange time, given the times of consecutive exchanges.
 
-    If one side starts later, it finds the data for every second exchange already there, and waits twice as
-    long in the next one. Each pair of consecutive exchanges is therefore averaged.
+    If one side starts later, it finds the data of every second exchange already there, and waits twice as
+    long in the next one. Consecutive exchanges are therefore averaged in pairs.
     """
     return min(first + second for first, second in itertools.pairwise(exchanges)) / 2
 
 
 def alike(hosts: int) -> Table:
-    """Return equal times for all pairs, to use before anything has been measured."""
+    """Return equal times for all pairs, for use before any measurement."""
     return {(low, high): Times(LEAST, LEAST) for high in range(hosts) for low in range(high)}
 
 
@@ -87,10 +86,10 @@ def grown(hosts: int, root: int, table: Table, small: bool = False) -> Tree:
 
     The message that would arrive first is sent next. A message over a faster connection is preferred if it
     arrives at most ``HARDLY`` times as late, because slow connections often share a wire. If ``small`` is
-    true, sending is assumed to take no time.
+    true, sending counts as instantaneous.
 
-    Times are rounded to powers of two, at least ``LEAST``. If several senders are equal, the one that was
-    reached first is used. Noise in the measurements therefore does not change the tree.
+    Times are rounded to powers of two, at least ``LEAST``. If several senders are equal, the one reached
+    first is used. Measurement noise therefore does not change the tree.
     """
     tree = Tree(root, {}, {host: [] for host in range(hosts)})
     free_at = {root: 0.0}
@@ -138,7 +137,7 @@ def meetings(hosts: int, host: int) -> Iterator[int]:
 
 
 def packed(measured: dict[int, Times], hosts: int) -> bytes:
-    """Serialize the measurements of one host for the others."""
+    """Serialise one host's measurements for the others."""
     none = Times(0.0, 0.0)
     return b"".join(
         _TIMES.pack(one.delay, one.sending) for one in (measured.get(host, none) for host in range(hosts))
@@ -146,7 +145,7 @@ def packed(measured: dict[int, Times], hosts: int) -> bytes:
 
 
 def table_of(rows: dict[int, bytes]) -> Table:
-    """Combine the measurements of all hosts; for each connection, take the longer of the two ends' times."""
+    """Combine the measurements of all hosts, taking the longer of the times from a connection's two ends."""
     times = {host: [Times(*one) for one in _TIMES.iter_unpack(row)] for host, row in rows.items()}
     return {
         (low, high): Times(

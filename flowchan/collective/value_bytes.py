@@ -1,4 +1,4 @@
-"""Serialization of Python values, in the format that channels between processes use."""
+"""Serialise Python values in the format of channels between processes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from flowchan import _core
 from flowchan.items.codec import pack_away, unpack
 
 _WHOLE, _PARTS, _PLAIN = 0, 1, 2
-"""Last byte of the data: one pickle, a pickle with its buffers, or the core's encoding for built-in types."""
+"""Last byte of the data: one pickle, a pickle with buffers, or the core's encoding for built-in types."""
 
 
 def dumps(value: Any) -> bytes:
-    """Serialize a value.
+    """Serialise a value.
 
     Args:
         value: Any value.
 
     Returns:
-        The bytes, for :func:`loads`.
+        Bytes for :func:`loads`.
 
     Raises:
-        TypeError: A part of the value cannot be serialized; the message names that part.
+        TypeError: A part of the value cannot be serialised; the message names this part.
     """
     plain: bytes | None = _core._plain_bytes(value)
     if plain is not None:
@@ -36,7 +36,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes | bytearray) -> Any:
-    """Restore a value that :func:`dumps` serialized."""
+    """Restore a value from :func:`dumps`."""
     kind = data[-1]
     if kind == _PLAIN:
         return _core._from_plain_bytes(data if type(data) is bytes else bytes(data))

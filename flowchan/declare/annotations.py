@@ -1,7 +1,7 @@
-"""Read item types and ports from the annotations of a user's function.
+"""Read item types and ports from the annotations of a user function.
 
-Annotations are hints. If an annotation cannot be resolved, the type counts as unknown (``None``), and no
-function in this module raises.
+Annotations are hints. If an annotation cannot be resolved, its type counts as unknown (``None``). No function
+in this module raises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STANDARD = ("builtins", "collections", "collections.abc")
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """Parameter of a general stage that is a port: its name, its direction and its item type."""
+    """Port of a general stage, declared by a parameter: its name, direction and item type."""
 
     name: str
     reads: bool
@@ -32,9 +32,9 @@ class Port:
 
 
 class _Names(dict[str, Any]):
-    """Names that are available to an annotation written as a string.
+    """Names visible to an annotation that is written as a string.
 
-    A name that is defined only for type checkers counts as ``Any``, so that the rest of the annotation can be
+    Names that exist only for type checkers count as ``Any``, so the rest of the annotation can still be
     evaluated. ``In`` and ``Out`` are always known, even if the user's module did not import them.
     """
 
@@ -45,7 +45,7 @@ class _Names(dict[str, Any]):
 def plain_function(function: Any) -> Any:
     """Return the Python function behind partials, decorators, bound methods and callable objects.
 
-    If none is found, return the argument itself.
+    Return the argument itself if it does not wrap such a function.
     """
     function = bare(function)
     if inspect.isclass(function):
@@ -53,7 +53,7 @@ def plain_function(function: Any) -> Any:
     function = inspect.unwrap(function)
     if inspect.ismethod(function):
         return function.__func__
-    # ``callable()`` does not suffice, because the method itself is needed.
+    # ``callable()`` is not enough, because the ``__call__`` method itself is needed.
     if not inspect.isroutine(function) and hasattr(type(function), "__call__"):  # noqa: B004
         return inspect.unwrap(type(function).__call__)
     return function
@@ -62,7 +62,8 @@ def plain_function(function: Any) -> Any:
 def call_signature(function: Any) -> inspect.Signature | None:
     """Return the signature of the call that a worker makes, with its annotations resolved.
 
-    For a callable class, this is the call of an instance. Return ``None`` if Python cannot find a signature.
+    For a callable class, this is the signature of ``__call__``. Return ``None`` if Python cannot find a
+    signature.
     """
     try:
         if is_callable_class(function):
@@ -82,7 +83,7 @@ def call_signature(function: Any) -> inspect.Signature | None:
 
 
 def returned_type(function: Any) -> Any:
-    """Return the result type of a call: the return annotation, or the class itself for a class."""
+    """Return the result type of a call: the return annotation or, for a class, the class itself."""
     made = bare(function)
     if inspect.isclass(made) and not is_callable_class(made):
         return made
@@ -109,7 +110,7 @@ def element_type(kind: Any) -> Any:
 
 
 def listed(item: Any) -> Any:
-    """Return the type of the lists of a stream of items."""
+    """Return the type of a list of the stream's items."""
     return list if item is None else types.GenericAlias(list, (item,))
 
 
@@ -131,9 +132,9 @@ def ports_of(function: Callable[..., Any]) -> tuple[Port, ...]:
 
 
 def group_parameter(function: Callable[..., Any]) -> tuple[str, Any] | None:
-    """Return the parameter that receives a worker's membership in a group, and the class of the group.
+    """Return the parameter that receives the worker's group membership, and the class of the group.
 
-    The parameter is annotated with that class, for example ``flowchan.collective.Group``.
+    The annotation of the parameter is that class, for example ``flowchan.collective.Group``.
     """
     signature = call_signature(function)
     for parameter in () if signature is None else signature.parameters.values():
@@ -156,9 +157,9 @@ def known(annotation: Any) -> Any:
 
 
 def type_name(kind: Any) -> str:
-    """Return the name of a type as the user would write it, without modules: ``int``, ``list[str]``, ``Doc``.
+    """Return the name of a type as the user would write it, without module names, such as ``list[str]``.
 
-    Messages and pictures show this name.
+    Error messages and pictures show this name.
     """
     if kind is ...:
         return "..."
@@ -195,11 +196,11 @@ def _names_of(function: Any) -> _Names:
 
 
 def _resolved(annotation: Any, names: _Names) -> Any:
-    # If the module imports annotations from __future__, a quoted annotation is a string inside a string.
+    # With ``from __future__ import annotations``, a quoted annotation is a string inside a string.
     for _ in range(2):
         if isinstance(annotation, str):
             try:
-                # as typing.get_type_hints does, but one annotation at a time
+                # like typing.get_type_hints, but for one annotation at a time
                 annotation = eval(annotation, {}, names)
             except Exception:
                 return Parameter.empty

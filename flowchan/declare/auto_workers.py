@@ -1,4 +1,4 @@
-"""Declare stages whose number of workers adapts to the load, with ``workers="auto"`` or ``auto(most=8)``."""
+"""Declare stages whose number of workers follows the load: ``workers="auto"`` or ``auto(most=8)``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flowchan.items.text import shown
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AutoWorkers:
-    """Limit on the number of workers that a run may choose, created by :func:`~flowchan.auto`.
+    """Upper limit on the number of workers that a run may choose; created by :func:`~flowchan.auto`.
 
-    Stages that are given the same object share its limit.
+    Stages that share one such object share its limit.
 
     Attributes:
-        most: Maximum total number of workers of these stages; ``None`` for each stage's default.
+        most: Maximum total number of workers of these stages. ``None`` means the default of each stage.
 
     Example:
         >>> from flowchan import auto
@@ -31,15 +31,15 @@ class AutoWorkers:
 
 
 def auto(most: int | None = None) -> AutoWorkers:
-    """Let the run choose the number of workers of a stage, up to a maximum.
+    """Let the run choose how many workers a stage has, up to a maximum.
 
-    The stage starts with one worker. While the graph runs, the stage gains workers if it limits the run, and
-    loses some if they have little to do. If several stages are given the same object, ``most`` limits their
-    total number of workers.
+    The stage starts with one worker. While the graph runs, the stage gains workers when it is the bottleneck,
+    and loses workers that have little to do. If several stages share one object, ``most`` limits their total
+    number of workers.
 
     Args:
         most: Maximum number of workers, at least 1. The default, which ``workers="auto"`` also uses, is 32
-            for threads. For processes, the default is the number of cores that the program may use.
+            for threads. For processes, it is the number of cores that the program may use.
 
     Returns:
         A value for the option ``workers`` of ``map``, ``filter``, ``flat_map``, ``partition`` and ``sink``.
@@ -63,7 +63,10 @@ WorkersOption = int | Literal["auto"] | AutoWorkers
 
 
 def workers_argument(kind: str, value: Any) -> tuple[int, AutoWorkers | None]:
-    """Check the option ``workers``. Return the initial number, and the limit if the run sets the number."""
+    """Check the option ``workers``.
+
+    Return the initial number of workers, and the limit if the run chooses the number.
+    """
     if isinstance(value, AutoWorkers):
         return 1, value
     if isinstance(value, str):

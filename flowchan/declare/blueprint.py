@@ -1,4 +1,4 @@
-"""Declare where a graph begins (sources and inputs), and where streams join: merges and feedback loops."""
+"""Declare sources and inputs, where a graph starts, and merges and feedback loops, which join streams."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ T = TypeVar("T")
 class Blueprint(General):
     """Declared graph: its name, its stages in the order of declaration, and the channels between them.
 
-    :meth:`source`, :meth:`input`, :meth:`merge`, :meth:`stage` and the operators of their ``Stream`` values
-    declare stages. :meth:`feedback` declares a loop.
+    :meth:`source`, :meth:`input`, :meth:`merge`, :meth:`stage` and the operators of ``Stream`` declare
+    stages. :meth:`feedback` declares a loop.
     """
 
     @refuses_misspelt("Graph")
     def __init__(self, name: str = "graph") -> None:
         super().__init__(name)
-        self._started: set[str] = set()  # stages that a run has started, so their iterators are used up
+        self._started: set[str] = set()  # stages whose iterators an earlier run has used up
         self._broadcasts: list[Broadcast[Any]] = []
 
     def source(
@@ -55,18 +55,18 @@ class Blueprint(General):
 
         Args:
             items: Iterable, or a callable that returns one. The callable may be an async generator function.
-                It is called when the graph runs, so checking or drawing the graph does not open anything.
+                It is called when the graph runs; checking or drawing the graph does not open anything.
             *args: Positional arguments for the callable.
             name: Name of the stage (default: the name of the callable, or ``"source"``).
             on: Placement of the worker: ``"thread"`` (default), ``"process"``, ``"hosts"`` or a pool of
                 hosts.
             capacity: Capacity of the output channel in items (default: 64).
-            restarts: Maximum number of times that a dead worker process is replaced within 60 seconds of work
-                (default: 10).
+            restarts: Maximum number of dead worker processes replaced within 60 seconds of work (default:
+                10).
             restartable: True if a second iteration yields the same elements (default: False). If so, a dead
-                worker process is replaced, and the replacement skips the elements that were already emitted.
-            gpus: GPUs reserved for the worker, or a share of one below 1 (default: 0). This requires
-                a worker process.
+                worker process is replaced, and the replacement skips the elements already emitted.
+            gpus: Number of GPUs reserved for the worker; below 1, a share of one GPU (default: 0). Requires a
+                worker process.
             **kwargs: Keyword arguments for the callable.
 
         Returns:
@@ -123,7 +123,7 @@ class Blueprint(General):
 
     @refuses_misspelt("input")
     def input(self, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Input[Any]:
-        """Declare a stream of items that the program puts while the graph runs.
+        """Declare a stream into which the program puts items while the graph runs.
 
         Args:
             name: Name of the stage (default: ``"input"``).
@@ -152,13 +152,13 @@ class Blueprint(General):
 
     @refuses_misspelt("broadcast")
     def broadcast(self, initial: T) -> Broadcast[T]:
-        """Create a value that all workers read, and that the program changes while the graph runs.
+        """Create a value that all workers read and that the program can change while the graph runs.
 
-        Workers on threads and in processes of this machine can read it. A graph with such a value cannot have
+        Workers in threads and processes of this machine can read it. A graph with such a value cannot have
         stages on hosts.
 
         Args:
-            initial: The first version of the value. If the graph has worker processes, it must be picklable.
+            initial: The first version of the value. It must be picklable if the graph has worker processes.
 
         Returns:
             The value, with the methods ``get()`` and ``set(value)``.
@@ -177,7 +177,7 @@ class Blueprint(General):
 
     @shows(PlainOptions)
     def merge(self, *streams: Stream[T], **options: Unpack[PlainOptions]) -> Stream[T]:
-        """Declare a stage that emits the items of several streams in the order of their arrival.
+        """Declare a stage that emits the items of several streams in order of arrival.
 
         Args:
             *streams: Streams of this graph, at least one.
@@ -213,9 +213,9 @@ class Blueprint(General):
     def feedback(self, name: str = "feedback") -> Feedback[Any]:
         """Declare a stream whose writer is declared later, to form a loop.
 
-        The stream must be read by a stage with ports. No source ends the loop, so one stage in it must return
-        when its work is done. Returning closes the outputs of that stage, and the inputs of the other stages
-        then end.
+        Only a stage with ports can read the stream. A loop has no source to end it, so one of its stages must
+        return when the work is done. That closes the outputs of this stage, and then the inputs of the others
+        end.
 
         Args:
             name: Name of the loop in messages (default: ``"feedback"``).
@@ -248,11 +248,11 @@ class Blueprint(General):
     def record(
         self, channel: str, path: str | os.PathLike[str], *, most: int = MOST, max_bytes: int = MAX_BYTES
     ) -> None:
-        """Write the items of one channel to a file in each later run, which replaces the file.
+        """Record the items of one channel in a file. Each later run overwrites the file.
 
-        This inserts a stage between the writer and the reader of the channel. The stage is a thread of the
-        program. It writes each item to the file and then passes it on. At a limit, or if an item cannot be
-        written, the recording ends with a warning and the run continues. Declare all other stages before.
+        This inserts a stage between the channel's writer and reader, as a thread of the program. The stage
+        writes each item to the file and then passes it on. At a limit, or if an item cannot be written,
+        recording stops with a warning and the run continues. Declare all other stages before this call.
 
         Args:
             channel: Name of the channel, as in pictures and in ``run.stats()``.
@@ -262,8 +262,8 @@ class Blueprint(General):
 
         Raises:
             TypeError: An argument has the wrong type or an unknown name.
-            ValueError: No stage reads a channel with this name, or single workers write or read it. The path
-                cannot be written, or a limit is out of range.
+            ValueError: No stage reads a channel with this name, or some of its workers use the channel alone.
+                The path cannot be written, or a limit is out of range.
 
         Example:
             >>> import os, tempfile
@@ -292,6 +292,6 @@ class Blueprint(General):
         return edges[channel]
 
     def _is_shared(self, edge: Edge) -> bool:
-        """Return whether all workers of the stages at both ends of a channel share it."""
+        """Return whether all workers of both stages, the writer and the reader, share this channel."""
         writer, reader = self.stage_named(edge.writer), self.stage_named(edge.reader or "")
         return not (edge.to_worker or writer.output_per_worker or writer.service or reader.service)

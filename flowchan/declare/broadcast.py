@@ -1,11 +1,11 @@
-"""Values that the program changes while workers read them: ``graph.broadcast(initial)``.
+"""Define values that the program changes while workers read them: ``graph.broadcast(initial)``.
 
-In the program, a broadcast value is an attribute. Each worker process reads it from shared memory
+In the program, a broadcast value is a plain attribute. Each worker process reads it from shared memory
 (``items/latest_value.py``).
 
-Invariants. During one call of a worker's function with an item, every read of a value returns the version
-that the first read found. Each worker has its own table of these versions, which it clears when the next call
-begins. The table is in a context variable, because the workers of an async stage share one thread.
+Invariants. While a worker's function processes one item, every read of a value returns the version that the
+first read found. Each worker records these versions in a table, which is cleared when the next call begins.
+The table is a context variable, because the workers of an async stage share one thread.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from flowchan.items.latest_value import LatestValue, LatestValueReader, Versione
 
 T = TypeVar("T")
 Key = tuple[str, str, int]
-"""Name of the graph, the line that creates it, and the value's number. A second import gives the same key."""
+"""Name of the graph, the line that creates it, and the value's number. Importing the module again gives the
+same key."""
 
 
 class Broadcast(Generic[T]):
-    """Value that the program sets and that all workers of a graph read.
+    """Value that the program sets and all workers of a graph read.
 
-    :meth:`Graph.broadcast` creates it. Refer to it in the function of a stage, or pass it as an argument.
+    Create one with :meth:`Graph.broadcast`. Refer to it in a stage's function, or pass it as an argument.
 
-    Only the program sets the value: its own code, and its stages on threads. A stage in another process puts
-    the new value into a stream, and a ``sink`` on a thread sets it.
+    Only the program can set the value, from its own code or from stages on threads. A stage in another
+    process can put the new value into a stream that ends in a ``sink`` on a thread, which sets it.
 
-    During one call of a stage's function with one item, all reads return the same version. The next call, or
-    a retry, reads the version that is then in force. Sources and stages with ports have no such calls, so
-    each of their reads returns the latest version.
+    While a stage's function processes one item, all its reads return the same version. The next call, or a
+    retry, reads the current version. Sources and stages with ports have no call per item, so each of their
+    reads returns the latest version.
 
     Example:
         >>> from flowchan import Graph
@@ -51,7 +52,7 @@ class Broadcast(Generic[T]):
     def __init__(self, key: Key, initial: T) -> None:
         self._key = key
         self._id = os.urandom(8)
-        self._pid: int | None = os.getpid()  # None in a process that has received this object
+        self._pid: int | None = os.getpid()  # None in a process that received this object
         self._latest: Versioned | None = Versioned(0, initial)
         self._shared: LatestValue | LatestValueReader | None = None
         self._lock = threading.Lock()
@@ -59,40 +60,40 @@ class Broadcast(Generic[T]):
     def get(self) -> T:
         """Return the value.
 
-        In a worker process, arrays are read-only and stay in memory that all workers share. Threads get the
+        In a worker process, arrays are read-only views of memory that all workers share. Threads get the very
         object that was set. Do not modify the value.
 
         Returns:
-            The value of the version in force.
+            The current value.
 
         Raises:
             Broken: The program has ended.
-            RuntimeError: The caller is neither in the program nor in a worker of the value's graph.
+            RuntimeError: The caller is neither the program nor a worker of the value's graph.
 
         Example:
             >>> from flowchan import Graph
             >>> Graph().broadcast("a").get()
             'a'
         """
-        pins = _pins.get()  # as in _read(), without another call
+        pins = _pins.get()  # inlined from _read() to save a call
         found = None if pins is None else pins.get(self)
         value: T = (self._read() if found is None else found).value
         return value
 
     @property
     def version(self) -> int:
-        """Number of times that the value was set before the version in force; 0 for the initial value."""
+        """Number of the current version: 0 for the initial value, then one more for each :meth:`set`."""
         return self._read().version
 
     def read(self) -> tuple[T, int]:
-        """Return the value and its version, which belong together even if the value changes now.
+        """Return the value and its version as one consistent pair.
 
         Returns:
-            The value, and its version as from :attr:`version`.
+            The value, and its number as in :attr:`version`.
 
         Raises:
             Broken: The program has ended.
-            RuntimeError: The caller is neither in the program nor in a worker of the value's graph.
+            RuntimeError: The caller is neither the program nor a worker of the value's graph.
 
         Example:
             >>> from flowchan import Graph
@@ -103,20 +104,20 @@ class Broadcast(Generic[T]):
         return cast(T, found.value), found.version
 
     def set(self, value: T) -> int:
-        """Set the value for all workers of the graph, in this run and in later ones.
+        """Set the value for all workers of the graph, in this and later runs.
 
-        The call does not wait for any worker. A call of a worker's function that has already read the value
-        keeps its version. If this method raises, the value does not change.
+        The call does not wait for any worker. A worker that is using the old value keeps it until its
+        function returns. If this method raises, the value does not change.
 
         Args:
-            value: The new value. If the graph has worker processes, it must be picklable.
+            value: The new value. It must be picklable if the graph has worker processes.
 
         Returns:
             The version of the new value.
 
         Raises:
             OSError: There is not enough memory for the value.
-            RuntimeError: The caller is not in the program.
+            RuntimeError: The caller is not the program.
             TypeError: A part of the value cannot be sent to a worker process.
 
         Example:
@@ -150,7 +151,7 @@ class Broadcast(Generic[T]):
         if self._latest is not None and self._is_own():
             return self._latest
         id, reader = (_readers or {}).get(self._key, (b"", None))
-        # this process has imported the module that creates the value, and so has a second object for it
+        # this process imported the module that creates the value, so it has a second object for the value
         if reader is not None and (id == self._id or self._pid == os.getpid()):
             return reader.latest()
         raise RuntimeError(
@@ -158,7 +159,10 @@ class Broadcast(Generic[T]):
         )
 
     def _is_own(self) -> bool:
-        """Return whether this process is the program of the value. A worker is one for the graphs it runs."""
+        """Return whether this process is the program that owns the value.
+
+        A worker owns the values of graphs it runs itself.
+        """
         return _readers is None or (self._pid == os.getpid() and self._key not in _readers)
 
     def _check(self) -> None:
@@ -167,13 +171,13 @@ class Broadcast(Generic[T]):
             parts_of(self._latest.value)
 
     def _share(self) -> None:
-        """Publish the value for worker processes, unless this was done before."""
+        """Publish the value for worker processes, unless it is already published."""
         with self._lock:
             if self._latest is not None and self._own_shared() is None:
                 self._shared = LatestValue(self._latest)
 
     def _own_shared(self) -> LatestValue | None:
-        """Return the shared memory of the value, unless the program's parent created it before a fork."""
+        """Return the value's shared memory; None if a parent process created it before a fork."""
         shared = self._shared
         return shared if isinstance(shared, LatestValue) and shared.pid == os.getpid() else None
 
@@ -196,7 +200,7 @@ _readers: dict[Key, tuple[bytes, LatestValueReader]] | None = None  # None in th
 
 
 def begin_reading(values: Iterable[Broadcast[Any]]) -> None:
-    """Make the values of a graph readable in this worker process, before any user code is loaded."""
+    """Make a graph's values readable in this worker process, before any user code is loaded."""
     global _readers
     _readers = {
         value._key: (value._id, value._shared.opened()) for value in values if value._shared is not None
@@ -204,7 +208,7 @@ def begin_reading(values: Iterable[Broadcast[Any]]) -> None:
 
 
 def pinning(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` for the current worker, so that each call reads one version of each value."""
+    """Wrap ``function`` so that each call sees one version of each value throughout."""
     pins: dict[Broadcast[Any], Versioned] = {}
     _pins.set(pins)
 

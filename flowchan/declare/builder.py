@@ -1,4 +1,4 @@
-"""Collect the stages of a graph, and the channels between them, while the user declares the graph.
+"""Collect the stages and channels of a graph while the user declares it.
 
 Every :class:`~flowchan.declare.values.Stage` is a frozen value; only the list of stages changes. The methods
 of streams and graphs add stages to the list. The checks, the pictures and the run read ``stages`` and
@@ -30,27 +30,27 @@ NO_LIMIT = 10**9
 
 
 class Builder:
-    """Graph that is being declared."""
+    """Graph under construction."""
 
     def __init__(self, name: str) -> None:
         self.name = text("Graph", "name", name)
         """Name of the graph."""
         self.where = users_line()
-        """File and line in the program where the graph was created."""
+        """File and line of the user's code that created the graph."""
         self._stages: list[Stage] = []
         self._by_name: dict[str, int] = {}
         self._by_port: dict[Origin, int] = {}
         self._last_number: dict[str, int] = {}
         self._edges: tuple[Edge, ...] | None = None
-        self._loops: dict[Origin, Loop] = {}  # by the placeholder origin of the loop
+        self._loops: dict[Origin, Loop] = {}  # by the placeholder origin of each loop
         # streams from other graphs that stages of this graph read
         self._foreign_streams: dict[Origin, ForeignStream] = {}
         self._drawn: dict[str, str | None] = {}
-        """Maps a stage name to the label that pictures show instead of the operator and line. ``None`` hides
-        the stage."""
+        """Labels that pictures show instead of the operator and line, by stage name. ``None`` hides the
+        stage."""
         self._services: dict[str, tuple[Channel[Any], Channel[None]]] = {}
-        """Maps the name of each service to two channels. The run closes the first channel to end the service,
-        and the second channel after the run has ended."""
+        """Each service's two channels, by the service's name. Closing the first ends the service; the run
+        closes the second once it has ended."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} with {len(self._stages)} stages>"
@@ -99,9 +99,9 @@ class Builder:
     def edges(self) -> tuple[Edge, ...]:
         """Return the channels of the graph.
 
-        An edge leads from each output to its reader, and from each error stream that a stage reads. If a
-        stream has several readers, which is an error that ``check`` reports, it has one edge for each reader.
-        If its reader distinguishes the workers, it has one edge for each worker.
+        Each output, and each error stream that a stage reads, has one edge to its reader. A stream with
+        several readers has one edge for each, and ``check`` reports it as an error. If the reader tells the
+        writing workers apart, there is one edge for each worker.
         """
         if self._edges is None:
             self._edges = tuple(self._joined())
@@ -122,7 +122,7 @@ class Builder:
         options: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Stage:
-        """Check the settings that all operators share, and add a stage.
+        """Check the settings common to all operators, and add a stage.
 
         ``settings`` are the fields of :class:`StageSettings`.
         """
@@ -173,8 +173,7 @@ class Builder:
     def _add(self, stage: Stage) -> None:
         """Add a stage to the list.
 
-        If its name is already used, the name still refers to the first stage; ``check`` reports the second
-        one.
+        A duplicate name keeps referring to the first stage; ``check`` reports the second one.
         """
         index = len(self._stages)
         self._stages.append(stage)
@@ -184,7 +183,7 @@ class Builder:
         self._edges = None
 
     def _may_carry_requests(self, origin: Origin) -> bool:
-        """Return whether this output may carry items that the program sends with ``ask()``."""
+        """Return whether this output may carry requests that the program sends with ``ask()``."""
         if origin not in self._by_port:
             return False
         stage = self._stage_at(origin)
@@ -192,7 +191,7 @@ class Builder:
         return (stage.may_get_requests or stage.operator.outside) and not failed
 
     def _gives_lists(self, origin: Origin) -> bool:
-        """Return whether each item from this output is a list of several items."""
+        """Return whether each item of this output is a list of several items."""
         return origin in self._by_port and self._stage_at(origin).operator.groups
 
     def _stage_at(self, origin: Origin) -> Stage:
@@ -200,11 +199,11 @@ class Builder:
         return self._stages[self._by_port[origin]]
 
     def _without_stage(self) -> Origin:
-        """Return a new origin for a stream that no stage of this graph writes (yet)."""
+        """Return a new origin for a stream that no stage of this graph writes so far."""
         return Origin("", str(len(self._loops) + len(self._foreign_streams)))
 
     def _leads_back(self, name: str) -> Origin:
-        """Return an origin for a loop whose writer is declared later."""
+        """Return a placeholder origin for a loop whose writer is declared later."""
         origin = self._without_stage()
         self._loops[origin] = Loop(name, users_line())
         return origin
@@ -233,7 +232,7 @@ class Builder:
         self._edges = None
 
     def _insert(self, kind: str, edge: Edge, options: Mapping[str, Any]) -> None:
-        """Insert a stage with one input and one output between the writer and the reader of a channel."""
+        """Insert a stage with one input and one output between a channel's writer and reader."""
         origin = Origin(edge.writer, edge.writer_port)
         self._declare(
             kind, inputs=(origin,), outputs=[("out", edge.item)], capacity=edge.capacity, options=options
@@ -271,25 +270,25 @@ class Builder:
     def _serve(self, inbox: Channel[Any], ended: Channel[None]) -> None:
         """Make the last stage a service, which ends after all other stages.
 
-        If the stage is an input, the service reads ``inbox`` instead of a channel of the run.
+        If the last stage is an input, the service reads ``inbox`` instead of a channel of the run.
 
         Args:
             inbox: Channel for requests, into which any process may put. The run closes this channel to end
                 the service.
             ended: Channel that is closed after the run has ended.
         """
-        # The service, not the run, decides when a request has killed too many workers.
+        # The service itself, not the run, decides when a request has killed too many workers.
         stage = dataclasses.replace(self._stages[-1], service=True, max_deaths=NO_LIMIT)
         self._stages[-1] = stage
         self._services[stage.name] = inbox, ended
         self._edges = None
 
     def _split_per_worker(self, origin: Origin) -> None:
-        """Give each worker of the stage its own channel for this output."""
+        """Give each worker of the stage a separate channel for this output."""
         self._change_output(origin, channel_per_worker=True)
 
     def _change_output(self, origin: Origin, **changes: Any) -> None:
-        """Change settings of this output, by replacing its stage."""
+        """Replace the stage to change settings of this output."""
 
         def changed(output: Output) -> Output:
             return dataclasses.replace(output, **changes) if output.port == origin.port else output
@@ -349,13 +348,13 @@ def _edges(stage: Stage, output: Output, reader: Stage | None, port: str | None)
 
 
 def name_from(function: Any, kind: str) -> str:
-    """Return a stage name from the function's name; for a lambda or no function, the operator's name."""
+    """Derive a stage name from the function's name or, for a lambda or no function, from the operator's."""
     name = "" if function is None else name_of(function)
     return kind if name in ("", "<lambda>") else name.strip("_") or kind
 
 
 def users_line() -> Where:
-    """Return the line of the innermost call that was made outside of this package."""
+    """Return the line of the innermost call from outside this package."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_back is not None:
         module = frame.f_globals.get("__name__", "")

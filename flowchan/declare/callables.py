@@ -1,4 +1,4 @@
-"""Classify a user's function: partial or not, async or not, function or callable class."""
+"""Classify a user function: partial or not, async or not, function or callable class."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 
 def bare(function: Any) -> Any:
-    """Return the callable inside any number of nested ``functools.partial`` objects."""
+    """Return the callable inside nested ``functools.partial`` objects."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def is_async(function: Any) -> bool:
-    """Return whether ``function`` returns something to await or to iterate over with ``async for``.
+    """Return whether the result of ``function`` must be awaited or iterated over with ``async for``.
 
-    This is the case for an ``async def`` function, an async generator function, a partial of one, and an
-    instance or class whose ``__call__`` is one.
+    This holds for an ``async def`` function, an async generator function, a partial of either, and a class or
+    instance with such a ``__call__``.
     """
     function = bare(function)
     if is_callable_class(function) or not (inspect.isroutine(function) or inspect.isclass(function)):
@@ -27,22 +27,22 @@ def is_async(function: Any) -> bool:
 
 
 def is_callable_class(function: Any) -> bool:
-    """Return whether ``function`` is a class whose *instances* are called for each item.
+    """Return whether ``function`` is a class whose *instances* are called with each item.
 
     Each worker creates one instance. A class such as ``int`` does not count, because the class itself is
-    called for each item. A ``functools.partial`` of a callable class counts.
+    called with each item. A ``functools.partial`` of a callable class counts.
     """
     function = bare(function)
-    # ``type`` and metaclasses create a class from each item.
+    # A metaclass is itself called with each item, to make a class from it.
     if not inspect.isclass(function) or issubclass(function, type):
         return False
     return any("__call__" in vars(base) for base in function.__mro__)
 
 
 def class_with_state(function: Any) -> str:
-    """Return the name of the class whose instance is called for each item, if it can keep state.
+    """Return the name of the class whose instance is called for each item, if the instance can hold state.
 
-    The name is empty for a function, a frozen dataclass, and a callable from native code or from flowchan.
+    Return an empty string for a function, a frozen dataclass, or a callable from native code or flowchan.
     """
     function = bare(function)
     if not is_callable_class(function):
@@ -58,6 +58,9 @@ def class_with_state(function: Any) -> str:
 
 
 def name_of(function: Any) -> str:
-    """Return the name in ``def`` or ``class``. For a callable object, return the name of its class."""
+    """Return the name in the ``def`` or ``class`` statement.
+
+    For a callable object, return the name of its class.
+    """
     name = getattr(bare(function), "__name__", None)
     return name if isinstance(name, str) else type(bare(function)).__name__

@@ -1,4 +1,4 @@
-"""Define the stream that forms a loop in a graph."""
+"""Define the stream that closes a loop in a graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Feedback(Stream[T]):
-    """Stream whose writer is declared later, with :meth:`feed`. It must be read by a ``graph.stage``.
+    """Stream whose writer is declared later, with :meth:`feed`. Only a ``graph.stage`` can read it.
 
     Example:
         >>> from flowchan import Graph, In, Out
@@ -34,9 +34,9 @@ class Feedback(Stream[T]):
     __slots__ = ()
 
     def feed(self, stream: Stream[T]) -> None:
-        """Close the loop: the stage that reads this feedback receives the items of ``stream``.
+        """Close the loop by sending the items of ``stream`` to the stage that reads this feedback.
 
-        The feedback counts as the only reader of ``stream``.
+        This makes the feedback the only reader of ``stream``.
 
         Args:
             stream: Stream that a stage of the same graph writes.

@@ -1,8 +1,8 @@
 """Declare a general stage: a function with ports.
 
 Type checkers infer the types of the streams from the output ports in the function's signature. This works for
-up to three outputs, either as the last parameters or after at most two other parameters. If a function has
-more outputs, the result has the type ``Any``.
+up to three outputs that are the last parameters or follow at most two other parameters. For more outputs, the
+result has the type ``Any``.
 """
 
 from __future__ import annotations
@@ -142,41 +142,41 @@ class General(Builder):
     def stage(self, function: Callable[..., Any], *streams: Stream[Any], **options: Any) -> Any: ...
     @shows(PortOptions, PortSettings, rest="kwargs")
     def stage(self, function: Callable[..., Any], *streams: Stream[Any], **options: Any) -> Any:
-        """Declare a stage with ports: each worker calls ``function`` once.
+        """Declare a stage with ports, whose workers call ``function`` once each.
 
-        The parameters annotated with ``In[T]`` and ``Out[T]`` are the ports.
+        Parameters annotated with ``In[T]`` or ``Out[T]`` are the ports.
 
         Args:
             function: Function, callable class or ``async def`` function with port parameters.
             *streams: Streams for the ``In`` parameters, in order.
-            **options: Values for the parameters that are not ports, and keyword options of the stage:
+            **options: Values for the parameters that are not ports, and these keyword options of the stage:
 
                 name (str): Name of the stage (default: the function's name).
                 on (str or pool): Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"``
                     or a pool.
                 workers (int): Number of workers (default: 1).
                 capacity (int): Capacity of each output channel in items (default: 64).
-                restarts (int): Maximum number of replacements of dead worker processes within 60 seconds of
-                    work (default: 10).
-                restartable (bool): True if the function keeps no state between items, so that a dead worker
+                restarts (int): Maximum number of dead workers replaced within 60 s of work (default: 10).
+                restartable (bool): True if the function keeps no state between items, so a dead worker
                     process can be replaced (default: False).
                 elastic (bool): For a gang: restart only the dead worker (default: False; implies
-                    ``restartable``). The other workers keep their processes. Their function is called again,
-                    first with the group of the survivors, then with the complete group.
-                gpus (float): GPUs reserved for each worker process, or a share of one below 1 (default: 0).
-                per_worker (str or tuple): ``In`` parameter, or a tuple of them, whose items are pairs
-                    ``(worker, item)`` (default: none). The item goes to that worker, numbered from 1.
+                    ``restartable``). The other workers keep their processes. Their function is called again
+                    twice: with the group of survivors, and then with the complete group.
+                gpus (float): Number of GPUs per worker process (default: 0); below 1, a share of one GPU.
+                per_worker (str or tuple): Name of an ``In`` parameter, or a tuple of names (default: none).
+                    Its items are pairs ``(worker, item)``, and each goes to the worker with that number,
+                    counted from 1.
 
         Returns:
-            ``None``, one stream or a tuple of streams: one for each ``Out`` parameter.
+            ``None`` without ``Out`` parameters, one stream for one, and a tuple of streams for several.
 
         Raises:
             TypeError: An argument is not a stream, or an option has the wrong type or an unknown name.
             ValueError: An option is out of range, or does not fit the function.
 
         If a parameter is annotated with ``flowchan.collective.Group``, the workers form a gang: they start
-        together, each with its membership in the group. If one worker dies and the stage is restartable, all
-        of them restart, each with the items that it had not finished.
+        together, and each receives its membership. If one worker dies and the stage is restartable, all of
+        them restart, each with its unfinished items.
 
         Example:
             >>> from flowchan import Graph, In, Out

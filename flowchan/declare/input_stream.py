@@ -1,4 +1,4 @@
-"""Define the stream of items that the program puts while the graph runs."""
+"""Define the stream into which the program puts items while the graph runs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Declare keyed stages: items with equal keys go to the same worker, or to a few workers.
+"""Declare keyed stages, which send items with equal keys to the same worker or to a few workers.
 
 A keyed stage with several workers is declared as two stages. The first, ``route``, is a thread of the
-program. It calls the key function, and puts each item into the channel of one worker. The second stage has
-one such channel for each worker. Items keep the numbers that ``route`` gave them, so the workers' outputs can
-be put into the order of the whole stream.
+program: it calls the key function and puts each item into the channel of one worker. The second stage reads
+these channels, one for each worker. Items keep the numbers from ``route``, so the workers' outputs can be
+merged in stream order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Key = Callable[[Any], Hashable]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keyed:
-    """Keyed options of a stage, and the ``rest`` of its options."""
+    """Keyed options of a stage, with its other options in ``rest``."""
 
     rest: Mapping[str, Any]
     key: Key | None = None
@@ -91,14 +91,15 @@ def keyed_stage(
     """Declare a stage that may process items by key.
 
     Args:
-        graph: Graph of the stage.
-        kind: Name of its operator.
+        graph: Graph that the stage joins.
+        kind: Name of the stage's operator.
         function: The user's function.
         origin: Output that the stage reads.
         item: Type of the items, or None if unknown.
         options: Options of the stage.
-        own: Options that only its operator has.
-        outputs: Names and item types of its output ports. A stage without outputs has no ``errors`` stream.
+        own: Options that no other operator has.
+        outputs: Names and item types of the stage's output ports. A stage without outputs has no ``errors``
+            stream.
 
     Returns:
         The stage.

@@ -1,6 +1,6 @@
-"""Convert a declared graph to a graph of networkx.
+"""Convert a declared graph to a networkx graph.
 
-All attributes are texts, ints and bools, which every file format of networkx can store.
+All attributes are strings, ints and bools, because every networkx file format can store these.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def to_networkx(blueprint: Blueprint) -> networkx.MultiDiGraph:
-    """Return the stages as nodes and the channels between them as edges; stage names must be unique."""
+    """Return stages as nodes and channels as edges; stage names must be unique."""
     import networkx  # networkx takes longer to import than all of flowchan
 
     joined = networkx.MultiDiGraph(name=blueprint.name)

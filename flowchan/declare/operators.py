@@ -1,7 +1,7 @@
-"""Describe each operator in one row, for the checks, the plan, the run, the report and the pictures.
+"""Describe each operator in one row for the checks, plan, run, report and pictures.
 
-None of them compares operator names. To add an operator, add a row here, a body (see
-``flowchan/run/worker/operator_loops.py``), and a method of ``Stream`` that declares a stage with it.
+None of these needs to compare operator names. To add an operator, add a row here, a body (see
+``flowchan/run/worker/operator_loops.py``), and a ``Stream`` method.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Calls = Literal["item", "fold", "leaves", "arguments", "ports"]
 - ``fold``: with the result so far and each item.
 - ``leaves``: with corresponding parts of the result so far and of each item.
 - ``arguments``: once, with the declared arguments.
-- ``ports``: once per worker, with its ports.
+- ``ports``: once in each worker, with its ports.
 """
 
 Role = Literal["source", "stage", "sink"]
@@ -35,29 +35,30 @@ class Operator:
     name: str
 
     body: str = ""
-    """Function that a worker runs, as ``module:function``.
+    """Function that each worker runs, as ``module:function``.
 
-    The function receives an ``OperatorJob`` and the worker's ports by name. The string is empty if an
-    operator has no workers, because the program itself puts the items.
+    The function receives an ``OperatorJob`` and the worker's ports by name. The string is empty for operators
+    without workers, whose items the program itself puts.
     """
     async_body: str = ""
-    """Function that a worker runs if the user's function is ``async def``; empty if this is not supported."""
+    """Function that each worker runs if the user's function is ``async def``; empty if that is not supported.
+    """
 
     calls: Calls | None = None
-    """How the user's function is called; ``None`` if the operator has no function."""
+    """How the user's function is called; ``None`` if there is none."""
     iterates: bool = False
     """Whether the worker iterates over the function's result."""
 
     per_item: bool = False
-    """Whether the operator keeps no state between items, so that another worker can continue."""
+    """Whether the operator keeps no state between items, so another worker can take over."""
     one_output: bool = False
-    """Whether each item has exactly one output, so that putting the output also completes the item."""
+    """Whether each item has exactly one output, so putting the output also completes the item."""
     ordered: bool = True
     """Whether several workers can keep the order of their input."""
     worker_per_input: bool = False
-    """Whether each input has its own worker."""
+    """Whether each input needs a separate worker."""
     ends_loops: bool = False
-    """Whether the operator can end before its inputs end, so that it may read a feedback."""
+    """Whether the operator can end before its inputs end, and may therefore read a feedback."""
 
     result: bool = False
     """Whether the output may be a result of the run."""
@@ -65,23 +66,24 @@ class Operator:
     """Whether the program can read the result item by item during the run."""
 
     role: Role = "stage"
-    """How the operator is drawn, and which items count: for a source its outputs, otherwise its inputs."""
+    """Role in pictures. It also decides which items count: for a source its outputs, otherwise the inputs."""
     owes: bool = False
     """Whether each item leads to one output or one failed item. A sink's finished items count as outputs."""
     lets_go: str = ""
-    """Word in reports for the items that the operator takes and drops; empty if it never drops items."""
+    """Word in reports for items that the operator drops; empty if it never drops items."""
     answers: bool = False
-    """Whether requests sent with ``ask()`` can pass through, because the output for each item is known."""
+    """Whether ``ask()`` requests can pass through, because the output of each item is known."""
     resumable: bool = False
-    """Whether a run with the operator can be resumed: each output shows which source items it comes from."""
+    """Whether runs with the operator can be resumed, because each output can be traced to its source items.
+    """
     groups: bool = False
     """Whether each output is a list of several items."""
     routes: bool = False
-    """Whether the operator chooses the worker for each item, which keeps its number."""
+    """Whether the operator chooses a worker for each item without changing the item's number."""
     repeats: bool = False
-    """Whether every output gets every item, so that the report counts only one output."""
+    """Whether every output gets every item, so the report counts only one output."""
     expects: Callable[[Mapping[str, Any], list[int]], int | None] | None = None
-    """Function that returns the number of outputs, or ``None`` if it is not known in advance.
+    """Function that predicts the number of outputs; it returns ``None`` if the number is unknown.
 
     Its arguments are the stage's options and the number of items at each input.
     """
@@ -90,22 +92,22 @@ class Operator:
 
     @property
     def holds_back(self) -> bool:
-        """Return whether the operator takes many items before it emits one."""
+        """Return whether the operator takes many items before it emits any."""
         return self.result or self.groups
 
     @property
     def begins(self) -> bool:
-        """Return whether items enter the graph at this operator."""
+        """Return whether items enter the graph here."""
         return self.role == "source"
 
     @property
     def ends(self) -> bool:
-        """Return whether items leave the graph at this operator."""
+        """Return whether items leave the graph here."""
         return self.role == "sink"
 
     @property
     def outside(self) -> bool:
-        """Return whether the program itself puts the items, so that no worker is needed."""
+        """Return whether the program itself puts the items, without any worker."""
         return not self.body
 
     def run(self) -> Callable[..., Any]:
@@ -291,4 +293,4 @@ _ROWS = (
 )
 
 OPERATORS: dict[str, Operator] = {operator.name: operator for operator in _ROWS}
-"""Operators by name."""
+"""All operators by name."""

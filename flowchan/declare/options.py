@@ -1,6 +1,6 @@
-"""Define the options that operators share: their types, their defaults, and their text in ``help``.
+"""Define the options that operators share: types, defaults and text for ``help``.
 
-``StageSettings`` has the defaults and the checks.
+``StageSettings`` holds the defaults and the checks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class NameOption(TypedDict, total=False):
 
 
 class PlainOptions(NameOption, total=False):
-    """Options of an operator that has an output but does not call a function for each item."""
+    """Options of operators that have an output but do not call a function for each item."""
 
     capacity: int
     """Capacity of the output channel in items (default: 64)."""
 
 
 class WorkOptions(NameOption, total=False):
-    """Options of every operator that calls a function for each item."""
+    """Options of operators that call a function for each item."""
 
     on: PlacementOption
     """Placement of the workers: ``"thread"`` (default), ``"process"``, or a pool from ``flowchan.hosts``.
@@ -49,55 +49,55 @@ class WorkOptions(NameOption, total=False):
     retry_on: type[Exception] | tuple[type[Exception], ...]
     """Exception types that trigger a retry (default: all)."""
     timeout: float | None
-    """Time limit for one item in seconds (default: none). An item that exceeds the limit fails with
-    ``TimeoutError``. A limit requires an ``async def`` function, or worker processes, which are killed and
-    replaced."""
+    """Time limit for one item in seconds (default: none). An item that exceeds it fails with
+    ``TimeoutError``. Requires an ``async def`` function, or worker processes: a process that exceeds the
+    limit is killed and replaced."""
     rate: float | None
     """Maximum number of items that start per second, over all workers of the stage (default: no limit). The
-    starts are evenly spaced, and each retry is a start. Workers on hosts can't have a limit."""
+    starts are evenly spaced, and each retry is a start. Not available for workers on hosts."""
     share_instance: bool
-    """Whether all coroutines of the stage use one instance of an async class (default: False, one for each).
-    Processes and hosts can't share an instance."""
+    """Whether all coroutines of the stage share one instance of an async class (default: False, each has its
+    own). Processes and hosts cannot share an instance."""
     restarts: int
-    """Maximum number of replacements of dead worker processes within 60 seconds of work (default: 10). Deaths
-    that count towards ``max_deaths`` of an item do not count here. With the default, or with 10**9 or more,
-    the run also ends if a worker dies four times in a row before it starts to work."""
+    """Maximum number of dead worker processes replaced within 60 seconds of work (default: 10). Deaths that
+    count towards ``max_deaths`` of an item do not count here. With the default, or with 10**9 or more, a
+    worker that dies four times in a row before it starts to work also ends the run."""
     max_deaths: int
     """Number of worker deaths after which an item counts as failed (default: 3)."""
     gpus: float
     """Number of GPUs reserved for each worker process (default: 0). A number below 1, such as 0.5, is a share
-    of one. With 0, a worker sees all GPUs that the program or its host sees."""
+    of one GPU. With 0, a worker can use every GPU that the program or its host can use."""
 
 
 class ItemOptions(WorkOptions, total=False):
-    """Options of an operator that calls a function for each item and has an output."""
+    """Options of operators that call a function for each item and have an output."""
 
     capacity: int
     """Capacity of the output channel in items (default: 64)."""
 
 
 class OrderedOptions(ItemOptions, total=False):
-    """Options of an operator that can keep the order of its input."""
+    """Options of operators that can keep the order of their input."""
 
     ordered: bool
     """Whether several workers keep the order of the input (default: True)."""
 
 
 class KeyOptions(TypedDict, total=False):
-    """Options of an operator that can process items by key."""
+    """Options of operators that can process items by key."""
 
     key: Callable[[Any], Hashable] | None
     """Function that returns the key of an item (default: none). Items with equal keys are processed one after
-    another, in the order of the stream; items with different keys are processed in parallel."""
+    another in stream order, and items with different keys in parallel."""
     concurrency_per_key: int
-    """Maximum number of items with equal keys that are processed at the same time (default: 1)."""
+    """Maximum number of items with the same key processed at a time (default: 1)."""
     state: Callable[[], Any] | None
-    """Function that returns the first state of a key (default: no state). The stage then calls
+    """Function that returns the initial state of a key (default: no state). The stage then calls
     ``function(item, state)`` with the state of the item's key."""
 
 
 class KeyedOptions(OrderedOptions, KeyOptions, total=False):
-    """Options of an operator that can process items by key and has an output."""
+    """Options of operators that can process items by key and have an output."""
 
 
 class KeyedSinkOptions(WorkOptions, KeyOptions, total=False):
@@ -108,27 +108,28 @@ class PortOptions(NameOption, total=False):
     """Options of a general stage, whose function has ports."""
 
     on: PlacementOption
-    """Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"`` or a pool."""
+    """Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"`` or a pool of hosts."""
     workers: int
     """Number of workers (default: 1)."""
     capacity: int
     """Capacity of each output channel in items (default: 64)."""
     restarts: int
-    """Maximum number of replacements of dead worker processes within 60 seconds of work (default: 10)."""
+    """Maximum number of dead worker processes replaced within 60 seconds of work (default: 10)."""
     restartable: bool
-    """Whether the function keeps no state between items, so that a dead worker process can be replaced
-    (default: False)."""
+    """Whether the function keeps no state between items, so a dead worker process can be replaced (default:
+    False)."""
     elastic: bool
-    """For a gang: whether only the dead worker is restarted (default: False)."""
+    """For a gang: whether to restart only the dead worker (default: False)."""
     gpus: float
-    """Number of GPUs reserved for each worker, or a share of one below 1 (default: 0). This requires worker
+    """Number of GPUs reserved for each worker; below 1, a share of one GPU (default: 0). Requires worker
     processes."""
     per_worker: str | tuple[str, ...]
-    """``In`` parameter, or a tuple of them, whose items are pairs ``(worker, item)`` (default: none)."""
+    """Name of an ``In`` parameter, or a tuple of names, whose items are pairs ``(worker, item)`` (default:
+    none)."""
 
 
 def _gpus(kind: str, value: Any) -> float:
-    """Check a number of GPUs, or the share of one."""
+    """Check a number or fraction of GPUs."""
     if isinstance(value, float):
         if not 0 < value < 1:
             raise ValueError(
@@ -140,7 +141,7 @@ def _gpus(kind: str, value: Any) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """Settings of one stage, with the defaults of all operators."""
+    """Settings of one stage, with the defaults common to all operators."""
 
     name: str | None = None
     capacity: int = DEFAULT_CAPACITY
@@ -161,7 +162,7 @@ class StageSettings:
     gang: Gang | None = None
 
     def checked(self, kind: str, function: Callable[..., Any] | None) -> Placement:
-        """Check the settings that all operators share. Return the placement."""
+        """Check the settings common to all operators. Return the placement."""
         whole(kind, "capacity", self.capacity, 1)
         workers_argument(kind, self.workers)
         whole(kind, "retries", self.retries, 0)
@@ -221,12 +222,12 @@ SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable", "gpus")
 def shows(
     options: type, settings: type = StageSettings, rest: str | None = None
 ) -> Callable[[Operator], Operator]:
-    """Return a decorator that makes ``help`` list an operator's options in place of ``**options``.
+    """Return a decorator that makes ``help`` list an operator's options instead of ``**options``.
 
     Args:
-        options: The options, a ``TypedDict``.
+        options: ``TypedDict`` of the options.
         settings: Class with the defaults of the options.
-        rest: Name that ``help`` shows for other keyword arguments; None if other arguments are not allowed.
+        rest: Name under which ``help`` shows further keyword arguments; None if there are none.
 
     Returns:
         The decorator.
@@ -246,7 +247,7 @@ def shows(
 
 
 def allreduce_options(op: Any, to_workers: Any) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
-    """Check the options of ``allreduce``. Return its function and the options that only this operator has."""
+    """Check the options of ``allreduce``. Return its function, and the options that no other operator has."""
     own = {"to_workers": flag("allreduce", "to_workers", to_workers)}
     if not isinstance(op, str):
         return callable_argument("allreduce", "op", op), own

@@ -1,6 +1,7 @@
 """Define where workers run.
 
-The placements of two stages determine the transport between them, and whether dead workers can be replaced.
+The placements of two stages determine the transport of the channel between them, and whether dead workers can
+be replaced.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from flowchan.items.text import shown
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Placement of the workers of a stage.
+    """Placement of the workers of a stage: where they run.
 
     Attributes:
-        name: Name in reports and pictures.
-        own_process: True if each worker has its own process. The stage is sent to the process, which can be
-            replaced. Otherwise, the workers are threads of the program's process and end with it.
-        hosts: Names of the hosts among which the workers are distributed; empty for this machine.
+        name: Name shown in reports and pictures.
+        own_process: True if each worker has its own process. The stage is then sent to the process, and the
+            process can be replaced. Otherwise, workers are threads of the program's process and end with it.
+        hosts: Names of the hosts that share the workers; empty for this machine.
         shares: Relative number of workers on each host; empty for equal numbers.
-        by_worker: Host of each worker of a stage, in order; empty if the run chooses the hosts.
-        nowhere: True if the hosts have not been given yet.
-        missing: Reason why the hosts cannot be known here. This is an error only when the graph runs.
+        by_worker: Host of each worker, in order; empty if the run chooses the hosts.
+        nowhere: True while the hosts are still unknown.
+        missing: Why the hosts cannot be known here. This is an error only when the graph runs.
     """
 
     name: str
@@ -42,26 +43,26 @@ class Placement:
 
     @property
     def is_remote(self) -> bool:
-        """Return whether the workers run on other hosts, which may not be known yet."""
+        """Return whether the workers run on other hosts, even if these are not known yet."""
         return bool(self.hosts or self.nowhere or self.missing)
 
     def weights(self) -> Mapping[str, int]:
-        """Return the relative number of workers on each host; empty if all hosts get equal numbers."""
+        """Return the relative number of workers on each host; empty for equal numbers."""
         return dict(zip(self.hosts, self.shares, strict=True)) if self.shares else {}
 
     def transport_to(self, other: Placement) -> Transport:
-        """Return the transport for a channel from this placement to another one.
+        """Return the transport of a channel from this placement to another.
 
         Args:
             other: Placement of the channel's reader.
 
         Returns:
-            Threads if both stages run in the program's process, otherwise processes.
+            Threads if both stages run in the program's process; otherwise processes.
         """
         return PROCESSES if self.own_process or other.own_process else THREADS
 
     def has_same_host(self, other: Placement) -> bool:
-        """Return whether one part of a crew can serve both placements.
+        """Return whether one part of a crew can run the workers of both placements.
 
         Two placements of this class can share a part if neither has hosts.
         """
@@ -75,7 +76,7 @@ HOSTS = Placement("hosts", own_process=True, nowhere=True)
 PLACEMENTS: Mapping[str, Placement] = MappingProxyType(
     {placement.name: placement for placement in (THREAD, PROCESS, HOSTS)}
 )
-"""Placements by the word that ``on=`` accepts."""
+"""Placements by their name in ``on=``."""
 
 PlacementOption = Literal["thread", "process", "hosts"] | Placement
 

@@ -1,8 +1,8 @@
-"""Define the types of the functions that operators accept, for type checkers.
+"""Define the types of functions that operators accept, for type checkers.
 
-``A`` is the type of the argument and ``B`` that of the result. An operator accepts a function, or a class
-whose instances are called. Each worker creates one instance from the class, or from a ``functools.partial``
-of it. The function may be ``async``.
+``A`` is the type of the argument, and ``B`` the type of the result. An operator accepts a function, or a
+class whose instances are called. Each worker creates one instance from the class, or from a
+``functools.partial`` of it. The function may be ``async``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Folds(Protocol[B, A_contra]):
 
 
 class SourceObject(Protocol[B_co]):
-    """Object that is called with the arguments of a source."""
+    """Object that is called with a source's arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> B_co:
         """Return the items of the source."""
@@ -44,7 +44,7 @@ class Bound(Protocol[B_co]):
 
     @property
     def func(self) -> Callable[..., B_co]:
-        """Return the callable inside the partial."""
+        """Return the callable that the partial wraps."""
 
 
 class UntypedFunction(Protocol):
@@ -68,10 +68,10 @@ AnyFunction: TypeAlias = Callable[..., Any] | Bound[Any]
 """Any function or class that an operator accepts."""
 
 Many: TypeAlias = Iterable[B] | AsyncIterable[B] | Coroutine[Any, Any, Iterable[B]]
-"""Result over which a worker iterates, after awaiting it if it is a coroutine."""
+"""Result that a worker iterates over; a coroutine is awaited first."""
 
 Effect: TypeAlias = Callable[[A], object] | type[Called[A, object]]
-"""Function that takes an item. Its result is ignored or tested for truth."""
+"""Function that takes an item. Its result is ignored, or only tested for truth."""
 
 WithState: TypeAlias = Callable[[A, KeyedState[Any]], B]
 """Function that takes an item and the state of its key."""

@@ -1,8 +1,8 @@
-"""Define streams: handles of output channels, with methods that declare the next stage.
+"""Define streams: handles of output channels, whose methods declare the next stage.
 
 Declaring a stage does not run anything. Each method adds one frozen ``Stage`` to the graph and returns the
-handle of the stage's output. An invalid argument raises ``TypeError`` or ``ValueError`` at the caller's line.
-``check`` reports errors that show only in the whole graph.
+handle of the stage's output. An invalid argument raises ``TypeError`` or ``ValueError`` at the user's line.
+``check`` reports errors that only show in the whole graph.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ F_co = TypeVar("F_co", covariant=True)
 
 @methods_end_at_caller
 class Stream(StreamEnd[T_co]):
-    """Output of a stage in a graph, with methods that declare the next stage.
+    """Output of a stage in a graph; its methods declare the next stage.
 
     Exactly one stage reads a stream; use :meth:`tee` for several readers. Two handles of the same port are
     equal. For type checkers, a stream of integers is a ``Stream[int]``.
 
     Attributes:
-        graph: Graph to which the stream belongs.
+        graph: Graph of the stream.
         stage: Name of the stage that writes the stream.
-        port: Name of that stage's output port.
+        port: Name of the output port of that stage.
         name: Name of the channel, shown in reports and pictures.
         item: Type of the items, or ``None`` if unknown.
 
-    Operators that call a function for each item share the options that :meth:`map` lists. If the function is
-    a class with a ``__call__`` method, each worker creates one instance and calls it.
+    All operators that call a function for each item accept the options listed by :meth:`map`. If the function
+    is a class with a ``__call__`` method, each worker creates one instance and calls it.
 
     Example:
         >>> from flowchan import Graph
@@ -97,36 +97,36 @@ class Stream(StreamEnd[T_co]):
 
         Args:
             function: Function with one parameter, an ``async def`` function, or a class whose instances are
-                called. If a worker process dies, its replacement creates a new instance.
-                After :meth:`batch`, the function may return a list as long as the batch. An exception in that
-                list makes only the item with the same index fail.
+                called. If a worker process dies, its replacement creates a new instance. After :meth:`batch`,
+                the function may return a list as long as the batch. If the list contains an exception, only
+                the item with the same index fails.
             **options: Keyword options of the stage:
 
                 name (str): Name of the stage (default: the function's name).
                 on (str or pool): Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"``
-                    for the hosts of ``flowchan run --hosts``, or a pool from ``flowchan.hosts``.
+                    for the hosts of ``flowchan run --hosts``, or a pool of hosts from ``flowchan.hosts``.
                 workers (int or "auto"): Number of workers (default: 1); see :func:`~flowchan.auto`.
                 ordered (bool): Whether several workers keep the order of the input (default: True).
                 capacity (int): Capacity of the output channel in items (default: 64).
                 retries (int): Number of times that an item is retried if the function raises (default: 0).
                 retry_delay (float): Seconds before each retry (default: 0).
                 retry_on (type or tuple): Exception types that trigger a retry (default: all).
-                timeout (float): Time limit for one item in seconds (default: none). An item beyond the limit
-                    fails with ``TimeoutError``. This needs worker processes or an ``async def`` function.
+                timeout (float): Time limit for one item in seconds (default: none). An item that exceeds it
+                    fails with ``TimeoutError``. Requires worker processes or an ``async def`` function.
                 rate (float): Maximum number of items that start per second, over all workers (default: no
                     limit). The starts are evenly spaced, and each retry is a start.
-                share_instance (bool): Whether all coroutines use one instance of a class (default: False).
+                share_instance (bool): Whether all coroutines share one instance of a class (default: False).
                 restarts (int): Maximum number of dead workers replaced within 60 s of work (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
-                gpus (float): GPUs reserved for each worker process (default: 0), or a share of one below 1.
+                gpus (float): Number of GPUs per worker process (default: 0); below 1, a share of one GPU.
                 key (function): Function that returns the key of an item (default: none). Items with equal
-                    keys are processed one after another, in the order of the stream.
+                    keys are processed one after another, in stream order.
                 concurrency_per_key (int): Maximum number of items with equal keys at a time (default: 1).
-                state (function): Function that returns the first state of a key (default: no state). The
+                state (function): Function that returns the initial state of a key (default: no state). The
                     stage then calls ``function(item, state)`` with a :class:`KeyedState`.
 
         Returns:
-            The stream of results. Failed items go to its stream :attr:`errors`, if a stage reads that stream.
+            The stream of results. If a stage reads its :attr:`errors` stream, failed items go there.
             Otherwise the first failure ends the run.
 
         Raises:
@@ -160,10 +160,10 @@ class Stream(StreamEnd[T_co]):
         Args:
             function: Function that returns an iterable, an async generator function, or a class whose
                 instances are called.
-            **options: Keyword options of the stage, listed by :meth:`map`.
+            **options: Keyword options of the stage, as for :meth:`map`.
 
         Returns:
-            The stream of the elements. Each item may produce any number of them.
+            The stream of the elements. An item may produce any number of them.
 
         Raises:
             TypeError: ``function`` cannot be called, or an option has the wrong type or an unknown name.
@@ -189,9 +189,9 @@ class Stream(StreamEnd[T_co]):
         """Declare a stage that emits the items for which ``function(item)`` is true.
 
         Args:
-            function: Function with one parameter; its result is tested for truth. It may be an ``async def``
-                function or a class whose instances are called.
-            **options: Keyword options of the stage, listed by :meth:`map`.
+            function: Function with one parameter; an item passes if the result is true. It may be an
+                ``async def`` function or a class whose instances are called.
+            **options: Keyword options of the stage, as for :meth:`map`.
 
         Returns:
             The stream of the items that pass.
@@ -213,7 +213,7 @@ class Stream(StreamEnd[T_co]):
     def partition(
         self, key: Effect[T_co], n: int, **options: Unpack[ItemOptions]
     ) -> tuple[Tried[T_co, T_co], ...]:
-        """Declare a stage that divides the items among ``n`` streams by a key.
+        """Declare a stage that distributes the items over ``n`` streams by key.
 
         Items with equal keys go to the same stream.
 
@@ -253,15 +253,15 @@ class Stream(StreamEnd[T_co]):
     def reduce(
         self, function: Callable[..., Any], initial: Any = _MISSING, **options: Unpack[NameOption]
     ) -> Stream[Any]:
-        """Declare a stage that combines all items into one, which is a result of the run.
+        """Declare a stage that combines all items into one result of the run.
 
         Args:
-            function: Function that takes the result so far and an item, and returns the next result.
+            function: Function that takes the result so far and an item, and returns the new result.
             initial: Initial value of the result (default: the first item).
             **options: ``name`` (str) of the stage.
 
         Returns:
-            A stream with one item, the last result. ``graph.run()[stream]`` returns that item. The stream
+            A stream with one item, the final result. ``graph.run()[stream]`` returns that item. The stream
             does not need a reader.
 
         Raises:
@@ -281,14 +281,14 @@ class Stream(StreamEnd[T_co]):
 
     @shows(NameOption)
     def collect(self, **options: Unpack[NameOption]) -> Stream[list[T_co]]:
-        """Declare a stage that collects all items in a list, which is a result of the run.
+        """Declare a stage that collects all items in a list as a result of the run.
 
         Args:
             **options: ``name`` (str) of the stage.
 
         Returns:
             A stream with one item, the list. ``graph.run()[stream]`` returns the list. The stream does not
-            need a reader. If no stage reads it, ``run.iter(stream)`` yields the items while the graph runs.
+            need a reader. If no stage reads it, ``run.iter(stream)`` yields the items during the run.
 
         Raises:
             TypeError: An option is unknown.
@@ -307,12 +307,12 @@ class Stream(StreamEnd[T_co]):
     def batch(
         self, size: int, timeout: float | None = None, **options: Unpack[PlainOptions]
     ) -> Stream[list[T_co]]:
-        """Declare a stage that groups items into lists.
+        """Declare a stage that groups items into lists of ``size``.
 
         Args:
             size: Number of items in a list, at least 1. The last list may be shorter.
-            timeout: Maximum time in seconds from the first item of a list until the list is emitted (default:
-                no limit). After this time, a shorter list is emitted.
+            timeout: Maximum seconds between the first item of a list and its emission; a list may then be
+                shorter (default: no limit).
             **options: ``name`` (str) and ``capacity`` (lists, default: 64) of the stage.
 
         Returns:
@@ -337,10 +337,10 @@ class Stream(StreamEnd[T_co]):
     def group_by(
         self, key: Callable[[T_co], Hashable], **options: Unpack[PlainOptions]
     ) -> Tried[Window[T_co], T_co]:
-        """Declare a stage that groups all items by a key, and emits the groups when the stream ends.
+        """Declare a stage that groups all items by key and emits the groups when the stream ends.
 
-        The items are held in the memory of the program. For a total per key, ``map`` with ``state=`` needs
-        less memory.
+        The program holds all items in memory until then. To compute one total per key, ``map`` with
+        ``state=`` needs less memory.
 
         Args:
             key: Function that returns the key of an item.
@@ -372,25 +372,25 @@ class Stream(StreamEnd[T_co]):
     ) -> Tried[Window[T_co], T_co]:  # fmt: skip
         """Declare a stage that groups items into windows, by count or by time.
 
-        A window by time begins at a multiple of ``every``. It is emitted when its time has passed: with
-        ``time``, when an item is at least ``allowed_lateness`` later than its end. When the stream ends, the
-        items that were in no window are emitted in shorter windows. Every item is in a window, or is late.
+        A time window begins at a multiple of ``every`` and is emitted once it has passed. With ``time``, it
+        has passed when an item is at least ``allowed_lateness`` later than its end. When the stream ends, the
+        remaining items are emitted in shorter windows. Every item is in some window or is late.
 
         Args:
-            size: Number of items in a window, at least 1. Either ``size`` or ``seconds`` must be passed.
+            size: Number of items in a window, at least 1. Pass either ``size`` or ``seconds``.
             seconds: Length of a window in seconds.
-            every: Items or seconds between the beginnings of two windows, at most the length of a window
-                (default: that length, so windows do not overlap).
-            key: Function that returns the key of an item. Each key has its own windows (default: one key for
-                all items).
-            time: Function that returns the time of an item in seconds (default: the time of its arrival).
-            allowed_lateness: How many seconds an item may be behind the latest one (default: 0). An item
-                whose windows have all been emitted is late: it fails with :class:`LateItem`.
+            every: Distance between the starts of two windows, in items or seconds, at most the length of a
+                window. The default is that length, so windows do not overlap.
+            key: Function that returns the key of an item. Each key then has separate windows (default: one
+                key for all items).
+            time: Function that returns the time of an item in seconds (default: its arrival time).
+            allowed_lateness: How far an item may lag behind the latest one, in seconds (default: 0). An item
+                whose windows have all been emitted is late and fails with :class:`LateItem`.
             **options: ``name`` (str) and ``capacity`` (windows, default: 64) of the stage.
 
         Returns:
-            The stream of :class:`Window` values. Failed and late items go to its stream :attr:`errors`, if a
-            stage reads that stream. Otherwise the first one ends the run.
+            The stream of :class:`Window` values. If a stage reads its :attr:`errors` stream, failed and late
+            items go there. Otherwise the first one ends the run.
 
         Raises:
             TypeError: Both or neither of ``size`` and ``seconds`` were passed, or an argument is wrong.
@@ -418,25 +418,25 @@ class Stream(StreamEnd[T_co]):
         other_time: Callable[[A], float] | None = None, allowed_lateness: float = 0.0,
         **options: Unpack[PlainOptions],
     ) -> Tried[tuple[T_co, A], T_co | A]:  # fmt: skip
-        """Declare a stage that emits pairs of items from two streams with equal keys and near times.
+        """Declare a stage that pairs items from two streams if their keys are equal and their times close.
 
-        An item without a partner is in no pair. The order of the pairs depends on the order in which the two
-        streams arrive. Flink calls this an interval join.
+        An item without a partner is dropped. The order of the pairs depends on how the two streams
+        interleave. Flink calls this an interval join.
 
         Args:
             other: Stream to join with this one.
             key: Function that returns the key of an item of this stream.
-            within: Maximum difference between the times of two items of a pair, in seconds.
-            time: Function that returns the time of an item in seconds (default: the time of its arrival).
+            within: Maximum time difference between the two items of a pair, in seconds.
+            time: Function that returns the time of an item in seconds (default: its arrival time).
             other_key: Key function for the other stream (default: ``key``).
             other_time: Time function for the other stream (default: ``time``).
-            allowed_lateness: How many seconds an item may be behind the latest item of each stream (default:
-                0). An item that is further behind both fails with :class:`LateItem`.
+            allowed_lateness: How far an item may lag behind the latest item of each stream, in seconds
+                (default: 0). An item that lags further behind both streams fails with :class:`LateItem`.
             **options: ``name`` (str) and ``capacity`` (pairs, default: 64) of the stage.
 
         Returns:
-            The stream of pairs, with the item of this stream first. Failed and late items go to its stream
-            :attr:`errors`, if a stage reads that stream. Otherwise the first one ends the run.
+            The stream of pairs, with the item of this stream first. If a stage reads its :attr:`errors`
+            stream, failed and late items go there. Otherwise the first one ends the run.
 
         Raises:
             TypeError: An argument has the wrong type or an unknown name.
@@ -463,13 +463,13 @@ class Stream(StreamEnd[T_co]):
 
     @shows(PlainOptions)
     def unbatch(self: Stream[Iterable[T]], **options: Unpack[PlainOptions]) -> Stream[T]:
-        """Declare a stage that emits each element of each item.
+        """Declare a stage that emits the elements of each item.
 
         Args:
             **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
 
         Returns:
-            The stream of the elements. The items of this stream must be iterables.
+            The stream of the elements. Each item of the input stream must be iterable.
 
         Raises:
             TypeError: An option is unknown.
@@ -486,7 +486,7 @@ class Stream(StreamEnd[T_co]):
 
     @shows(PlainOptions)
     def take(self, n: int, **options: Unpack[PlainOptions]) -> Stream[T_co]:
-        """Declare a stage that emits the first ``n`` items and then stops the stages before it.
+        """Declare a stage that emits the first ``n`` items and then stops the upstream stages.
 
         Args:
             n: Maximum number of items, at least 0.
@@ -512,7 +512,7 @@ class Stream(StreamEnd[T_co]):
 
     @shows(PlainOptions)
     def tee(self, n: int, **options: Unpack[PlainOptions]) -> tuple[Stream[T_co], ...]:
-        """Declare a stage that emits every item on each of ``n`` streams.
+        """Declare a stage that emits every item on ``n`` streams.
 
         Args:
             n: Number of streams, at least 1.
@@ -548,14 +548,14 @@ class Stream(StreamEnd[T_co]):
     def zip(self, *others: Stream[Any], **options: Unpack[PlainOptions]) -> Stream[tuple[Any, ...]]: ...
     @shows(PlainOptions)
     def zip(self, *others: Stream[Any], **options: Unpack[PlainOptions]) -> Stream[Any]:
-        """Declare a stage that emits tuples with one item from each stream, until one of the streams ends.
+        """Declare a stage that emits tuples of one item per stream, until one stream ends.
 
         Args:
             *others: Streams to combine with this one.
             **options: ``name`` (str) and ``capacity`` (tuples, default: 64) of the stage.
 
         Returns:
-            The stream of tuples. The item from this stream comes first in each tuple.
+            The stream of tuples. The item of this stream comes first in each tuple.
 
         Raises:
             TypeError: An argument is not a stream, or an option is unknown.
@@ -594,18 +594,18 @@ class Stream(StreamEnd[T_co]):
     def allreduce(
         self, op: str | Function = "sum", to_workers: bool = False, **options: Unpack[PlainOptions]
     ) -> Stream[Any]:
-        """Declare a stage that combines items from all workers of this stream's stage, round by round.
+        """Declare a stage that combines the items of all workers of this stream's stage, round by round.
 
-        Round k combines the k-th item from every worker that has one, in the order of the workers. Nested
-        values are combined leaf by leaf, in the program's process. Each worker has its own channel, so
-        ``ordered`` has no effect. ``graph.merge(*streams).allreduce(op)`` combines several streams.
+        Round k combines the k-th items of all workers that have one, in worker order. Nested values are
+        combined leaf by leaf in the program's process. Each worker has a separate channel, so ``ordered`` has
+        no effect. ``graph.merge(*streams).allreduce(op)`` combines several streams.
 
         Args:
             op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"``,
                 ``"xor"``, or a function that takes two values.
-            to_workers: Whether each worker that contributed gets the result (default: False). If so, the
-                stage that reads the results must be declared with ``per_worker=``. That stage may be a later
-                one or, through a feedback, an earlier one.
+            to_workers: Whether to send the result back to each worker that contributed (default: False). If
+                so, declare the stage that reads the results with ``per_worker=``. It may be a later stage or,
+                through a feedback, an earlier one.
             **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
 
         Returns:
@@ -634,7 +634,7 @@ class Stream(StreamEnd[T_co]):
 
     @property
     def errors(self) -> Stream[Failed[Any]]:
-        """Return the stream of items that failed in this stream's stage, as ``Failed`` values.
+        """Return the stream of items that failed in this stage, as ``Failed`` values.
 
         If no stage reads this stream, the first failure ends the run.
 
@@ -660,7 +660,7 @@ class Stream(StreamEnd[T_co]):
     def _one(
         self, kind: str, function: Any, item_of: Callable[..., Any], options: KeyedOptions
     ) -> Stream[Any]:
-        """Declare a stage that calls the user's function for each item and has one output."""
+        """Declare a stage that calls the user's function for each item and has a single output."""
         item = item_of(callable_argument(kind, "function", function))
         stage = self._itemwise(kind, function, [("out", item)], options)
         return streams_of(self.graph, stage)[0]
@@ -674,14 +674,14 @@ class Stream(StreamEnd[T_co]):
 if TYPE_CHECKING:
 
     class Tried(Stream[T_co], Generic[T_co, F_co]):
-        """Stream from a stage whose function may fail for an item of type ``F``.
+        """Stream of a stage whose function may fail for an item of type ``F``.
 
         This class exists only for type checkers. At run time, the stream is a plain ``Stream``.
         """
 
         @property
         def errors(self) -> Stream[Failed[F_co]]:
-            """Return the stream of the items that failed, with their type."""
+            """Return the stream of failed items, with their type."""
 
 
 def streams_of(graph: Builder, stage: Stage) -> tuple[Stream[Any], ...]:

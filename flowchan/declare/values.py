@@ -1,8 +1,7 @@
 """Define the frozen values of a declared graph.
 
-A declared graph is a list of :class:`Stage` values. The :class:`Edge` values, one for each channel, are
-derived from them. The checks, the pictures and the supervisor read both. A stage can be sent to another
-process.
+A declared graph is a list of :class:`Stage` values. The :class:`Edge` values, one per channel, are derived
+from them. The checks, the pictures and the supervisor read both. A stage can be sent to another process.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from flowchan.errors import Where
 
 
 class DefaultNumber(int):
-    """Default value, which differs in type from the same number given by the user."""
+    """Default value. Its type distinguishes it from the same number passed by the user."""
 
 
 DEFAULT_CAPACITY = 64
 DEFAULT_RESTARTS: int = DefaultNumber(10)
 UNLIMITED_RESTARTS = 10**9
-"""Number of restarts that counts as unlimited."""
+"""As many restarts as this count as unlimited."""
 DEFAULT_MAX_DEATHS = 3
 
 
@@ -46,9 +45,9 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Feedback: an input whose origin ``fed_by`` is declared later, and is ``None`` until then.
+    """Feedback: an input whose origin ``fed_by`` is declared later; until then, it is ``None``.
 
-    ``name`` and ``where`` describe its declaration.
+    ``name`` and ``where`` describe the declaration of the feedback.
     """
 
     name: str
@@ -58,7 +57,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class ForeignStream:
-    """Stream from another graph that a stage of this graph reads: its name, and the name of that graph."""
+    """Stream of another graph that a stage of this graph reads; has its name and that graph's name."""
 
     name: str
     graph: str
@@ -70,14 +69,14 @@ class Output:
     """Output port of one stage, with the settings of its channel.
 
     Attributes:
-        name: Name of the channel, unique in the graph. It is the stage's name if the stage has one output,
-            otherwise ``stage.port``. The error stream is ``stage.errors``.
+        name: Name of the channel, unique in the graph. It is the stage's name if the stage has only one
+            output, otherwise ``stage.port``. The error stream is ``stage.errors``.
         port: Name of the port.
         item: Annotated item type, or ``None`` if unknown. Only checks and pictures use it. It is not sent to
-            other processes with the stage, because it may not be picklable.
+            other processes, because it may not be picklable.
         capacity: Capacity of the channel in items.
-        channel_per_worker: True if each worker has its own channel, ``name worker``, because the reader
-            distinguishes the workers.
+        channel_per_worker: True if each worker has its own channel, ``name worker``, so the reader can tell
+            the workers apart.
     """
 
     name: str
@@ -95,11 +94,11 @@ class Gang:
     """Marks a stage whose workers form a group.
 
     Attributes:
-        parameter: Parameter of the function that receives the worker's membership.
+        parameter: Function parameter that receives the worker's membership.
         group: Class of the group, for example ``flowchan.collective.Group``. ``_make_all(size, name)``
-            returns the memberships in a group on this machine. ``_membership(…)`` returns a membership in a
-            group over several hosts.
-        elastic: True if the other workers continue while one is replaced.
+            returns all memberships in a group on this machine. ``_membership(…)`` returns one membership in a
+            group that spans hosts.
+        elastic: True if the other workers continue while a dead one is replaced.
     """
 
     parameter: str
@@ -111,7 +110,7 @@ class Gang:
 class Stage:
     """Node of the graph.
 
-    ``options`` contains the options that only its operator has, such as the ``size`` of a batch.
+    ``options`` contains the options that no other operator has, such as the ``size`` of a batch.
     """
 
     name: str
@@ -133,11 +132,11 @@ class Stage:
     retry_delay: float | None = None
     retry_on: tuple[type[Exception], ...] = (Exception,)
     timeout: float | None = None
-    """Time limit for one item in seconds."""
+    """Seconds allowed for one item."""
     rate: float | None = None
     """Maximum number of items that start per second."""
     share_instance: bool = False
-    """Whether all workers of an async stage use one instance of its class."""
+    """Whether all coroutines of an async stage share one instance of its class."""
     restarts: int = DEFAULT_RESTARTS
     max_deaths: int = DEFAULT_MAX_DEATHS
     restartable: bool = False
@@ -147,13 +146,13 @@ class Stage:
     """Input ports that read the output of a stage declared later."""
     gang: Gang | None = None
     per_worker: frozenset[str] = frozenset()
-    """Input ports whose writers choose the worker for each item."""
+    """Input ports whose writers choose a worker for each item."""
     may_get_requests: bool = False
-    """Whether items sent with ``ask()`` may reach this stage, because an input leads to it."""
+    """Whether ``ask()`` requests may reach this stage, because it is downstream of an input."""
     auto: AutoWorkers | None = None
-    """Limit on the number of workers if the run chooses it; ``None`` if the number is fixed."""
+    """Limit for the number of workers if the run chooses it; ``None`` if the number is fixed."""
     service: bool = False
-    """Whether the stage serves other stages without a channel of the graph, and therefore ends last."""
+    """Whether the stage is a service, which serves other stages without a graph channel and so ends last."""
 
     @property
     def kind(self) -> str:
@@ -162,7 +161,7 @@ class Stage:
 
     @property
     def begins(self) -> bool:
-        """Return whether the graph begins at this stage, because no earlier stage sends items to it."""
+        """Return whether the graph begins at this stage, because no earlier stage feeds it."""
         return len(self.inputs) == len(self.feedback)
 
     @property
@@ -172,37 +171,37 @@ class Stage:
 
     @property
     def worker_count(self) -> int:
-        """Return the number of workers."""
+        """Return the number of workers at the start of a run."""
         return len(self.inputs) if self.operator.worker_per_input else self.workers
 
     @property
     def may_have_several_workers(self) -> bool:
-        """Return whether the stage has several workers, or may get them during the run."""
+        """Return whether the stage has several workers, or may get more during the run."""
         return self.worker_count > 1 if self.auto is None else self.auto.most != 1
 
     @property
     def output_per_worker(self) -> bool:
-        """Return whether the reader of an output distinguishes the workers."""
+        """Return whether the reader of an output tells the workers apart."""
         return any(output.channel_per_worker for output in self.all_outputs)
 
     @property
     def has_ports_per_worker(self) -> bool:
-        """Return whether the stage has several workers and a reader distinguishes them by their outputs."""
+        """Return whether the stage has several workers and a reader tells them apart."""
         return self.worker_count > 1 and self.output_per_worker
 
     @property
     def keeps_its_own(self) -> bool:
-        """Return whether the items of a dead worker may go only to its replacement.
+        """Return whether only the replacement of a dead worker may get its items.
 
-        This is the case if a reader distinguishes the workers, because some outputs may already exist. Each
-        worker of a gang also keeps its items, because a gang restarts as a whole.
+        This holds if a reader tells the workers apart, because outputs of the dead worker may already exist.
+        It also holds for gangs, because a gang restarts as a whole.
         """
         return self.has_ports_per_worker or self.gang is not None
 
     def channels(self, output: Output) -> tuple[tuple[int, str], ...]:
-        """Return an output's channels as pairs: the only worker that writes (0 for all) and the name.
+        """Return an output's channels as pairs: number of the only writing worker (0 for all), and name.
 
-        The core stores the names as UTF-8, so lone surrogates in them become escapes.
+        The core stores names as UTF-8, so lone surrogates in them are escaped.
         """
         name = output.name.encode(errors="backslashreplace").decode()
         if not output.channel_per_worker or self.worker_count == 1:
@@ -211,7 +210,7 @@ class Stage:
 
     @property
     def read(self) -> tuple[tuple[str, Origin], ...]:
-        """Return pairs of an input port and the output that it reads."""
+        """Return each input port with the output that it reads."""
         return tuple(zip(self.input_ports, self.inputs, strict=False))
 
 
@@ -222,19 +221,18 @@ class Edge:
     Attributes:
         name: Name of the channel.
         writer: Name of the stage that writes to it.
-        writer_port: Output port of that stage.
-        reader: Name of the stage that reads from it; ``None`` for a result of the run, or if no stage reads
-            it.
-        reader_port: Input port of that stage, or ``None``.
+        writer_port: Output port of the writer.
+        reader: Name of the stage that reads from it; ``None`` for a result of the run or an unread output.
+        reader_port: Input port of the reader, or ``None``.
         item: Type of the items, or ``None`` if unknown.
         capacity: Capacity in items.
-        transport: Transport that the placements of both stages require.
+        transport: Transport required by the placements of both stages.
         errors: True if this is an error stream.
-        where: Line that declares the writing stage.
+        where: Line that declares the writer.
         feedback: True if the channel leads back to an earlier stage of a loop.
-        worker: Number of the only worker that writes to it; 0 means all workers of the stage.
-        to_worker: Number of the only worker that reads from it; 0 means all workers of the stage.
-        routed: Whether a ``route`` stage writes to it, whose numbers the items keep.
+        worker: Number of the only worker that writes to it; 0 for all workers of the stage.
+        to_worker: Number of the only worker that reads from it; 0 for all workers of the stage.
+        routed: Whether a ``route`` stage writes to it, so that items keep that stage's numbers.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Check the options of windows and joins, and name what their stages need."""
+"""Check the options of windows and joins, and return the options of their stages."""
 
 from __future__ import annotations
 

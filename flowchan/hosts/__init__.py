@@ -1,7 +1,7 @@
-"""Pools of hosts for ``on=``, and channels between programs on different hosts.
+"""Create pools of hosts for ``on=``, and channels between programs on different hosts.
 
-The modules for channels between programs are imported on first use. Agents do not need these modules, and
-every import would delay the start of an agent.
+Modules for channels between programs are imported on first use. Agents do not need them, and every import
+delays the start of an agent.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = ["Pool", "local", "open_channel", "ray", "serve", "slurm", "ssh"]
 
 @refuses_misspelt("local")
 def local(count: int, *, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
-    """Make a pool of ``count`` agents on this machine, to try out a graph that will run on several hosts.
+    """Make a pool of ``count`` agents on this machine, to try out a graph meant for several hosts.
 
-    The agents share the memory, cores and files of this machine. They communicate over TCP on loopback, just
-    as agents on other machines do over the network.
+    The agents share this machine's memory, cores and files. They communicate over TCP on loopback, like
+    agents on other machines over the network.
 
     Args:
         count: Number of agents to start, at least 1.
-        peer_timeout: Seconds without a message from the program after which an agent ends with its workers.
+        peer_timeout: Seconds without a message from the program after which an agent and its workers end.
         tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
-        The pool. Agents start when a graph that uses the pool starts.
+        The pool. Its agents start when a graph that uses the pool starts.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
@@ -62,20 +62,20 @@ def ssh(
     peer_timeout: float = PEER_TIMEOUT_S,
     tls: bool = False,
 ) -> Pool:
-    """Make a pool with one agent on each of the given hosts, started with the system's ``ssh``.
+    """Make a pool with one agent on each of these hosts, started with the system's ``ssh``.
 
     Args:
-        hosts: The hosts in a form that ``ssh`` accepts: ``"gpu1"``, ``"user@gpu2"``. A single mapping such as
-            ``{"gpu1": 8, "gpu2": 16}`` also sets the number of cores that workers may use on each host, for
-            :meth:`Pool.dealt`. Otherwise, the hosts report the number when it is needed.
-        python: The Python executable on the hosts, with flowchan installed.
-        address: The address at which the hosts can reach this machine, without a port (default: the address
-            that the kernel uses on its route to them).
-        peer_timeout: Seconds without a message from the program after which an agent ends with its workers.
+        hosts: Hosts as ``ssh`` accepts them: ``"gpu1"``, ``"user@gpu2"``. A single mapping, such as
+            ``{"gpu1": 8, "gpu2": 16}``, also sets the number of cores that workers may use on each host, for
+            :meth:`Pool.dealt`. Otherwise, hosts report this number when it is needed.
+        python: Python executable on the hosts, with flowchan installed.
+        address: Address, without a port, at which the hosts can reach this machine (default: the one that the
+            kernel uses on its route to them).
+        peer_timeout: Seconds without a message from the program after which an agent and its workers end.
         tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
-        The pool. Agents start when a graph that uses the pool starts.
+        The pool. Its agents start when a graph that uses the pool starts.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
@@ -94,16 +94,16 @@ def ssh(
 
 @refuses_misspelt("slurm")
 def slurm(*, address: str | None = None, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
-    """Make a pool with one agent on each node of the Slurm allocation in which this program runs.
+    """Make a pool with one agent on each node of this program's Slurm allocation.
 
     Args:
-        address: The address at which the nodes can reach this machine, without a port (default: the address
-            that the kernel uses on its route to them).
-        peer_timeout: Seconds without a message from the program after which an agent ends with its workers.
+        address: Address, without a port, at which the nodes can reach this machine (default: the one that the
+            kernel uses on its route to them).
+        peer_timeout: Seconds without a message from the program after which an agent and its workers end.
         tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
-        The pool. Agents start when a graph that uses the pool starts.
+        The pool. Its agents start when a graph that uses the pool starts.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
@@ -132,15 +132,15 @@ def ray(
 
     Args:
         count: Number of agents to start, at least 1.
-        resources: Resources that each agent reserves on its node, keyed by Ray's names (default: one
+        resources: Resources that each agent reserves on its node, by their names in Ray (default: one
             ``"CPU"``).
-        address: The address at which the nodes can reach this machine, without a port (default: the address
-            that the kernel uses on its route to them).
-        peer_timeout: Seconds without a message from the program after which an agent ends with its workers.
+        address: Address, without a port, at which the nodes can reach this machine (default: the one that the
+            kernel uses on its route to them).
+        peer_timeout: Seconds without a message from the program after which an agent and its workers end.
         tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
-        The pool. Agents start when a graph that uses the pool starts.
+        The pool. Its agents start when a graph that uses the pool starts.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
@@ -158,7 +158,7 @@ def ray(
 
 
 _LATER = {"open_channel": "flowchan.remote.remote_channel", "serve": "flowchan.remote.serving"}
-"""Modules that are imported on first use, keyed by the name that each one defines."""
+"""Modules that are imported on first use, by the name that each defines."""
 
 
 def __getattr__(name: str) -> Any:

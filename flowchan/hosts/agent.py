@@ -1,15 +1,15 @@
-"""The agent: the process that runs the workers of one run on one host.
+"""Run an agent: the process that runs the workers of one run on one host.
 
-``python -m flowchan.hosts.agent`` reads one line of JSON from its standard input, dials the driver, and
-starts each worker in its own process.
+``python -m flowchan.hosts.agent`` reads one line of JSON from standard input, dials the driver, and starts a
+process for each worker.
 
-Each port of a worker has its own ring, which the link fills or empties. A remote worker is therefore
-recovered in the same way as a local one. When the worker dies, its rings return the items that it held, and
-its replacement receives them.
+Each port of a worker has a separate ring, which the link fills or empties. A remote worker is therefore
+recovered like a local one. When it dies, its rings return the items that it held, and its replacement
+receives them.
 
-The agent has three threads: one carries out the driver's commands, one maintains the link, and one watches
-the worker processes. If the agent receives nothing from the driver for ``peer_timeout`` seconds, it ends with
-its workers.
+An agent has three threads: one carries out the driver's commands, one maintains the link, and one watches the
+worker processes. If an agent hears nothing from the driver for ``peer_timeout`` seconds, it ends with its
+workers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from flowchan.transport.versions import versions
 
 @dataclass(frozen=True)
 class Orders:
-    """The parameters that the driver sends to an agent when it starts the agent."""
+    """Parameters that the driver sends to a new agent."""
 
     secret: bytes
     address: str
@@ -85,7 +85,7 @@ class Orders:
 
     @classmethod
     def read(cls, line: str) -> Orders:
-        """Parse the line that the driver sends. Raises ``ValueError`` if the line is malformed."""
+        """Parse the line that the driver sends. Raise ``ValueError`` if it is malformed."""
         try:
             orders = json.loads(line)
             orders["secret"] = bytes.fromhex(orders["secret"])
@@ -98,7 +98,7 @@ class Orders:
 
 
 class _PortNames(NamedTuple):
-    """The names of the channels behind a worker's ports."""
+    """Names of the channels behind a worker's ports."""
 
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
@@ -107,13 +107,13 @@ class _PortNames(NamedTuple):
 
 @dataclass
 class _Worker:
-    """A worker on this host.
+    """Worker on this host.
 
     Attributes:
-        start: The command that started the worker.
-        channels: The channels behind its ports.
-        ports: The ports that its process uses.
-        ends: The opposite ends of its channels, which the link uses.
+        start: Command that started the worker.
+        channels: Channels behind its ports.
+        ports: Ports that its process uses.
+        ends: Opposite ends of its channels, which the link uses.
     """
 
     start: Start
@@ -123,17 +123,17 @@ class _Worker:
 
 
 class Agent:
-    """Run the workers of one run on this host. See the module docstring."""
+    """Runs the workers of one run on this host; see the module docstring."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
         commands: Channel[Command] = Channel(1024, across="processes")
         self._events: Channel[Any] = Channel(1024, across="processes")
         self._commands = commands.reader()
-        # the ends of both channels that the link uses
+        # the link's ends of both channels
         self._commands_writer, self._reports_reader = commands.writer(), self._events.reader()
         self._workers: dict[WorkerId, _Worker] = {}
-        # channels that carry memberships to elastic workers
+        # channels that carry memberships to workers of elastic gangs
         self._next_memberships: dict[WorkerId, Channel[Any]] = {}
         self._cancelled = CancelledRequests()
         use_board(self._cancelled.path)
@@ -144,7 +144,7 @@ class Agent:
         self._kept = KeptOutputs(self._link, orders.address, orders.secret, orders.tls, orders.peer_timeout)
 
     def run(self) -> None:
-        """Carry out commands until the driver reports that the run is over."""
+        """Carry out commands until the driver reports the end of the run."""
         self._link.attach(self._dial("can't reach the driver").detach())
         for work in (self._keep_link, self._processes.watch, self._kept.serve):
             threading.Thread(target=_or_end, args=(work,), daemon=True).start()
@@ -182,7 +182,7 @@ class Agent:
             waits = {id: self._waits(worker) for id, worker in self._workers.items()}
             self._events.put(Waiting(command.number, waits))
         elif isinstance(command, AskStacks):
-            # use a thread, because a process may take seconds to answer
+            # in a thread, because a process may take seconds to answer
             threading.Thread(target=self._send_stacks, args=(command,), daemon=True).start()
         elif isinstance(command, Close) and command.worker in self._workers:
             for port in self._workers[command.worker].ports.everything():
@@ -233,9 +233,9 @@ class Agent:
         self._processes.forget(worker.start.id)
 
     def _waits(self, worker: _Worker) -> WorkerWaits:
-        """Report what a worker's threads are waiting for.
+        """Report what a worker's threads wait for.
 
-        Only the worker uses its end of these channels, so every waiting thread belongs to the worker.
+        Only this worker uses its end of the channels, so every waiting thread belongs to the worker.
         """
         counts: list[int] = []
         reading: dict[str, int] = {}
@@ -260,7 +260,7 @@ class Agent:
                 self._events.put(WrittenStack(command.number, id, stacks.get(id, "")))
 
     def _release(self, id: WorkerId) -> None:
-        """Drop a worker's rings. If its process is still running, the process ends with the agent."""
+        """Drop a worker's rings. If its process still runs, it ends with the agent."""
         self._processes.give_back_gpus(id)
         self._next_memberships.pop(id, None)
         worker = self._workers.pop(id, None)
@@ -279,7 +279,7 @@ class Agent:
     # --- the link ---
 
     def _keep_link(self) -> None:
-        """Watch the link, and dial again when the connection breaks.
+        """Watch the link, and redial when the connection breaks.
 
         Everything that had not arrived is then sent again over the new connection.
         """
@@ -319,7 +319,7 @@ class Agent:
     def _dial(self, why: str, silent: float = 0.0, stuck: float = 0.0) -> socket.socket:
         """Connect to the driver, and authenticate both sides.
 
-        If this does not succeed within the peer timeout, the agent ends. ``silent`` is the number of seconds
+        The agent ends if this does not succeed within the peer timeout. ``silent`` is the number of seconds
         that have already passed without a message from the driver. The hello tells the driver for how many
         seconds the connections have been ``stuck``.
         """
@@ -345,13 +345,13 @@ class Agent:
 def _named(word: str, ports: Mapping[str, str]) -> dict[str, str]:
     """Prefix the ports with their direction.
 
-    If a stage uses one channel as both input and output, the agent has two rings for that channel.
+    If a stage uses one channel as both input and output, the agent has two rings for it.
     """
     return {f"{word} {port}": name for port, name in ports.items()}
 
 
 def _open_ring(places: int, name: str, start: Start) -> Channel[Any]:
-    """Open a ring that carries the items of the driver's channel ``name``, under the same name."""
+    """Open a ring for the items of the driver's channel ``name``, under the same name."""
     most = min(start.most, most_bytes())
     channel: Channel[Any] = Channel(places, across="processes", max_bytes=most)
     channel._name, channel._share = name, start.share
@@ -377,7 +377,7 @@ def _or_end(work: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    """Run the agent with the parameters on the first line of standard input."""
+    """Run the agent with the parameters from the first line of standard input."""
     # The driver handles Ctrl-C and a closed terminal.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -394,4 +394,4 @@ def main() -> None:
 if __name__ == "__main__":
     from flowchan.hosts import agent
 
-    agent.main()  # not this module's main(), because the driver could not unpickle objects from __main__
+    agent.main()  # not this module's own main(), because the driver could not unpickle objects from __main__

@@ -1,6 +1,6 @@
-"""The driver's handle for one agent: the provider's process, the link, and the control stream.
+"""Manage one agent from the driver: the provider's process, the link and the control stream.
 
-Each agent that is started on a host is a new *incarnation*, numbered by its epoch.
+Each agent started on a host is a new *incarnation*, numbered by its epoch.
 """
 
 from __future__ import annotations
@@ -27,27 +27,26 @@ from flowchan.transport.dial import LONGEST
 log = logging.getLogger("flowchan.hosts")
 
 START = 60.0
-"""Seconds that an agent has to dial after the provider has placed it."""
+"""Seconds within which an agent must dial after the provider has placed it."""
 POLL_INTERVAL_S = 0.05
-"""Seconds between two polls of an agent that is not connected, or of a channel that may break before the
-last outputs of a worker have arrived."""
+"""Seconds between polls of an agent that is not connected, or of a channel that may break before a worker's
+last outputs have arrived."""
 
 
 class AgentCallbacks(NamedTuple):
-    """Callbacks for the events of an agent.
+    """Callbacks for an agent's events.
 
     Attributes:
         report: Receives each report from the agent and its workers.
         finished: Receives the number of a stream whose outputs have all been put.
-        not_remade: Receives a stream's number and the number of an output port whose lost item was not made
+        not_remade: Receives the number of a stream, and of the output port whose lost item was not made
             again.
-        refused: Receives a stream's number and the number of the input port whose item can't leave this
-            machine.
+        refused: Receives the number of a stream, and of the input port whose item cannot leave this machine.
         ends: Reports workers that have ended and whose outputs have all arrived. Returns whether more workers
             are ending.
         late: Returns whether the agent has not killed a worker in time.
-        over: Called once when the agent is dead, unless the handle was already closed.
-        help: Runs the thread functions of the handle within the run.
+        over: Called once when the agent is dead, unless the handle was closed before.
+        help: Runs the handle's thread functions within the run.
     """
 
     report: Callable[[AgentHandle, AgentReport], None]
@@ -63,10 +62,10 @@ class AgentCallbacks(NamedTuple):
 class AgentHandle:
     """One incarnation of a host's agent.
 
-    The incarnation ends when the agent is known to be dead or has been silent for too long. The agent is then
-    fenced: its connection is closed, new connections are rejected, and its messages are ignored.
+    It ends when the agent is known to be dead or has been silent for too long. The agent is then fenced: its
+    connection is closed, new ones are rejected, and its messages are ignored.
 
-    The handle has two threads: one starts and watches the agent, and the other receives its reports.
+    The handle has two threads: one starts and watches the agent, and one receives its reports.
     """
 
     def __init__(
@@ -78,16 +77,16 @@ class AgentHandle:
         self.has_connected = False
         self.echoed = 0  # number of the last echo
         self.clock = HostClock()
-        self.waiting = Waiting(0, {})  # the agent's last report on which threads of its workers wait
+        self.waiting = Waiting(0, {})  # the agent's last report on which of its workers' threads wait
         self.is_decided = threading.Event()  # set once the agent has dialled or ended
         self._provider, self._peer_timeout = provider, peer_timeout
         self._callbacks = callbacks
         self._address = ""
-        # Seconds for which items from here and from the agent have been stuck, at the last break.
+        # Seconds for which items from here and from the agent had been stuck at the last break.
         self._stuck_here = self._stuck_there = 0.0
         self._why_broken = ""
         self._has_warned = False  # about connections that break before any item arrives
-        self._closed = False  # true if the run is over, so that reports and failures of the agent are ignored
+        self._closed = False  # true if the run is over, so the agent's reports and failures are ignored
         self._refuses_connections = False
         self._lock = threading.Lock()
         self._started: StartedAgent | None = None
@@ -100,7 +99,7 @@ class AgentHandle:
         self.link.open_stream(0, [self._commands_reader], [self._reports_writer])
 
     def begin(self, name: str, launch: dict[str, Any]) -> None:
-        """Start the agent in the background. ``launch`` holds the parameters that the agent reads."""
+        """Start the agent in the background. ``launch`` has the parameters that the agent reads."""
         self._address = launch["address"]
         orders = {**launch, "number": self.number, "epoch": self.epoch, "peer_timeout": self._peer_timeout}
         line = json.dumps(orders).encode() + b"\n"
@@ -112,10 +111,10 @@ class AgentHandle:
             self._threads.append(thread)
 
     def meet(self, sock: socket.socket, stuck: float = 0.0, outputs: str = "") -> None:
-        """Attach an authenticated connection from the agent, after its start or after a lost connection.
+        """Attach an authenticated connection from the agent, at its start or after the connection was lost.
 
-        ``stuck``: seconds for which the agent's connections have broken before any of its items arrived.
-        ``outputs``: address at which other agents fetch the outputs that stay with this one.
+        ``stuck`` is the number of seconds for which the agent's connections have broken before any of its
+        items arrived. ``outputs`` is the address at which other agents fetch outputs that stay with this one.
         """
         with self._lock:
             if self.why or self._refuses_connections:
@@ -134,12 +133,12 @@ class AgentHandle:
             self._commands.put(command)
 
     def hint(self, command: Command) -> None:
-        """Send a command that may be lost: the command is dropped if the control stream is full."""
+        """Send a command that may be lost: if the control stream is full, the command is dropped."""
         with contextlib.suppress(Closed, Broken, Full):
             self._commands.put_nowait(command)
 
     def end(self, why: str) -> None:
-        """Fence the agent: from now on its messages are ignored."""
+        """Fence the agent: from now on, its messages are ignored."""
         with self._lock:
             if self.why or self._closed:
                 return
@@ -164,8 +163,8 @@ class AgentHandle:
     def close(self, give_up: float) -> None:
         """Wait until ``give_up`` for the agent to end, and release everything.
 
-        Call this after the agent has ended or after :meth:`leave`. It does not wait for an agent that has
-        never dialled, because that agent has nothing to finish.
+        Call this after the agent has ended, or after :meth:`leave`. This does not wait for an agent that
+        never dialled, because such an agent has nothing to finish.
         """
         pause = threading.Event()
         while self.has_connected and not self._has_ended() and time.monotonic() < give_up:
@@ -180,7 +179,7 @@ class AgentHandle:
             self._started.close()
 
     def is_closing(self) -> bool:
-        """Return whether one of the handle's threads is still running."""
+        """Return whether one of the handle's threads still runs."""
         return any(thread.is_alive() for thread in self._threads)
 
     def _has_ended(self) -> bool:

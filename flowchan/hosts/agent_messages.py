@@ -1,9 +1,9 @@
-"""The messages that the driver and an agent exchange, as values.
+"""Define the messages between the driver and an agent, as values.
 
-They are sent on the link's control stream (stream 0).
+They are sent over the link's control stream (stream 0).
 
-The two sides have already authenticated each other, so the messages are pickled like items. Events of the
-host's workers use the same stream, and the agent does not read them.
+Both sides have authenticated each other, so messages are pickled like items. Events of the host's workers use
+the same stream; the agent does not read them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class Start:
     """Start this worker.
 
     Attributes:
-        stream: The number of the worker's stream on the link.
-        info: The worker as its own code sees it.
-        stage: Its stage, pickled.
+        stream: Number of the worker's stream on the link.
+        info: Facts that the worker should know about itself.
+        stage: Its pickled stage.
         modules: Modules that the pickle refers to and that the host may lack.
-        suspicion: Earlier deaths that the worker's first item may have caused.
-        inputs: The channels of its input ports. The rings behind the ports outlive a worker's process.
-        outputs: The channels of its output ports.
-        errors: The channel for its errors, if the stage has one.
+        suspicion: Earlier deaths that may be due to the worker's first item.
+        inputs: Channels of its input ports. The rings behind the ports outlive the worker's process.
+        outputs: Channels of its output ports.
+        errors: Channel for its errors, if the stage has one.
         most: Maximum size of the driver's channels, in bytes.
-        share: Number of these bytes that a channel may hold when it has more than one item.
-        gpus: Number of GPUs that are reserved for the worker.
-        membership: Its membership in its gang's group, if it already has one.
-        elastic: True if its gang is elastic, so that later memberships follow in ``NewMembership``.
+        share: Number of these bytes that a channel may use when it has more than one item.
+        gpus: Number of GPUs reserved for the worker.
+        membership: Its membership in its gang's group, if it has one already.
+        elastic: True if its gang is elastic, so later memberships follow in ``NewMembership``.
         sampled: Position of its stage in the graph if the run follows sampled items, otherwise None.
         keeps_outputs: True if large outputs stay on the host until another host fetches them.
     """
@@ -65,7 +65,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Recover:
-    """Recover the items of this worker, whose process has died. ``blame``: its item may have killed it."""
+    """Recover the items of this worker, whose process died.
+
+    ``blame`` means that its item may have killed it.
+    """
 
     worker: WorkerId
     blame: bool
@@ -73,7 +76,7 @@ class Recover:
 
 @dataclass(frozen=True, slots=True)
 class NewMembership:
-    """Pass ``membership``, for the gang's next group, to this waiting worker of an elastic gang."""
+    """Pass ``membership``, in the gang's next group, to this waiting worker of an elastic gang."""
 
     worker: WorkerId
     membership: Any
@@ -81,7 +84,7 @@ class NewMembership:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close the ports of this worker, whose process died after it had reported that it was done."""
+    """Close the ports of this worker, whose process died after reporting that it was done."""
 
     worker: WorkerId
 
@@ -104,7 +107,7 @@ class Echo:
 class ClockReading:
     """Return this message with ``at`` set to the time on the agent's monotonic clock, in nanoseconds.
 
-    ``asked`` is the time on the driver's clock when the driver sent the message.
+    ``asked`` is the time at which the driver sent it, on the driver's clock.
     """
 
     asked: int
@@ -113,14 +116,14 @@ class ClockReading:
 
 @dataclass(frozen=True, slots=True)
 class AskWaits:
-    """Report what all workers are waiting for."""
+    """Report what all workers wait for."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class AskStacks:
-    """Send the Python stack of each of these workers in a separate ``WrittenStack``."""
+    """Send each of these workers' Python stack in a ``WrittenStack``."""
 
     number: int
     workers: tuple[WorkerId, ...]
@@ -157,7 +160,7 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class PeerEnded:
-    """The process of this worker has ended, and all its reports have been sent."""
+    """This worker's process has ended, and all its reports have been sent."""
 
     worker: WorkerId
     exit: ProcessExit
@@ -165,11 +168,11 @@ class PeerEnded:
 
 @dataclass(frozen=True, slots=True)
 class WorkerWaits:
-    """The waiting threads of a worker.
+    """Waiting threads of a worker.
 
     Attributes:
-        reading: Number of threads that are waiting for an item, by channel.
-        writing: Number of threads that are waiting to put an item, by channel.
+        reading: Number of threads that wait for an item, by channel.
+        writing: Number of threads that wait to put an item, by channel.
         counts: Numbers of items that entered and left each of the worker's rings.
         moves: True if the worker may continue without an item, or its process has ended.
     """
@@ -182,7 +185,7 @@ class WorkerWaits:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The answer to ``AskWaits``."""
+    """Answer to ``AskWaits``."""
 
     number: int
     workers: Mapping[WorkerId, WorkerWaits]
@@ -199,11 +202,11 @@ class WrittenStack:
 
 AgentReport = Event | Lacking | PeerEnded | Echo | ClockReading | Waiting | WrittenStack | Logged
 REPORT_TYPES = tuple(kind for kind in get_args(AgentReport) if isinstance(kind, type))
-"""Types of the reports; items of a run that can be resumed are left out, because hosts cannot run it."""
+"""Types of the reports, except those of runs that can be resumed, which hosts do not support."""
 
 
 def refusal(channel: str, destination: str) -> TypeError:
-    """Return the error that breaks a channel whose next item can't leave its machine."""
+    """Return the error that breaks a channel whose next item cannot leave its machine."""
     return TypeError(
         f"an item in channel {channel!r} can't be sent {destination}, because it contains a channel or "
         "shared tensor that exists on one machine only; create the channel with across='hosts', or "
@@ -212,7 +215,7 @@ def refusal(channel: str, destination: str) -> TypeError:
 
 
 def not_remade(channel: str) -> RuntimeError:
-    """Return the error that breaks a channel if a lost item of it was not made again."""
+    """Return the error that breaks a channel if one of its lost items was not made again."""
     return RuntimeError(
         f"an item in channel {channel!r} was lost with the host that made it, and processing its input again "
         "gave fewer items; the function of the stage must return as many items for the same input each time"

@@ -1,4 +1,4 @@
-"""Questions to all agents of a pool at once. The caller does not wait for the answers."""
+"""Ask all agents of a pool questions at once, without waiting for the answers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from flowchan.hosts.agent_messages import AskWaits, Echo
 
 
 class AgentQuestions:
-    """The questions that one run asks its agents.
+    """Questions that one run asks its agents.
 
-    Call a method repeatedly until it returns true. The next call then asks a new question.
+    Call a method repeatedly until it returns true. The next call then asks again.
     """
 
     def __init__(self) -> None:
         self._echo = 0  # number of the last echo
-        # agents that must still answer; None when no request for echoes is open
+        # agents that must still answer; None if no echo has been requested
         self._echoing: list[AgentHandle] | None = None
         self._question = 0  # number of the last question about waiting workers
         self._questioned: list[AgentHandle] = []
@@ -35,7 +35,7 @@ class AgentQuestions:
         return echoed_all
 
     def waits_are_known(self, agents: list[AgentHandle]) -> bool:
-        """Return whether each agent has reported what its workers are waiting for.
+        """Return whether each agent has reported what its workers wait for.
 
         If the agents have changed since the last call, ask them again.
         """

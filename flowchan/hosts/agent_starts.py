@@ -1,4 +1,4 @@
-"""Starts of a run's agents, and the listener to which the agents connect."""
+"""Start the agents of a run, and the listener that they connect to."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from flowchan.transport.tcp import joined, listen
 from flowchan.transport.versions import versions
 
 DESCRIPTORS_PER_AGENT = 6
-"""Descriptors of this process for each agent: four for two channels, one for the connection, and one for the
+"""Descriptors of this process per agent: four for two channels, one for the connection, and one for the
 provider."""
 SPARE_DESCRIPTORS = 32
-"""Descriptors for handshakes and other short uses."""
+"""Descriptors reserved for handshakes and other short uses."""
 
 
 def must_have_descriptors(agents: int) -> None:
@@ -45,10 +45,10 @@ def must_have_descriptors(agents: int) -> None:
 
 
 class AgentStarts:
-    """Start the agents of one run on the hosts of a pool.
+    """Starts the agents of one run on the hosts of a pool.
 
     Args:
-        provider: The provider of the pool.
+        provider: Provider of the pool.
         peer_timeout: Seconds without a sign of life after which an agent counts as lost.
         tls: True if the connections are encrypted.
         name: Name of the run, for threads and agents.
@@ -56,7 +56,7 @@ class AgentStarts:
 
     def __init__(self, provider: Provider, peer_timeout: float, tls: bool, name: str) -> None:
         self._provider, self._peer_timeout, self._tls, self._name = provider, peer_timeout, tls, name
-        self._epochs: dict[str, int] = {}  # epochs of agents by host number, as text; a missing epoch is 0
+        self._epochs: dict[str, int] = {}  # epochs of agents, by host number as text; a missing epoch is 0
         self._hello = {**versions(), "epochs": self._epochs}
         self._secret = secrets.token_bytes(32)
         self._listener: DriverListener | None = None
@@ -64,11 +64,11 @@ class AgentStarts:
     def listen(
         self, run_helper: Callable[[Callable[[], None]], None], let_in: Callable[..., None]
     ) -> DriverListener:
-        """Start to listen for agents.
+        """Start listening for agents.
 
         Args:
             run_helper: Runs the function of a helper thread.
-            let_in: Accepts the connection of an agent; its arguments are the socket and the agent's hello.
+            let_in: Accepts an agent's connection, given the socket and the agent's hello.
 
         Returns:
             The listener.
@@ -80,11 +80,11 @@ class AgentStarts:
         return self._listener
 
     def start(self, host: HostWorkers, callbacks: AgentCallbacks) -> AgentHandle:
-        """Start an agent on a host. It becomes the host's agent."""
+        """Start an agent on a host, and make it the host's agent."""
         assert self._listener is not None
         agent = AgentHandle(self._provider, host.number, host.agents, self._peer_timeout, callbacks)
         host.agent = agent
-        # a hello has room for only a few epochs, so epoch 0 is left out
+        # a hello has room for only a few epochs, so epoch 0 is omitted
         self._epochs |= {str(host.number): host.agents} if host.agents else {}
         host.agents += 1
         host.starts.append(time.monotonic())

@@ -1,6 +1,6 @@
-"""Record the cores and relative speeds of hosts, and deal workers to the hosts.
+"""Record the cores and relative speeds of hosts, and deal workers out to the hosts.
 
-A pool is an immutable value, so this module keeps the reports of its hosts, for each provider.
+A pool is an immutable value, so this module keeps what its hosts report, for each provider.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ log = logging.getLogger("flowchan.hosts")
 
 _lock = threading.Lock()  # guards both tables
 _reported: dict[Provider, dict[str, int]] = {}  # cores that hosts have reported
-_speeds: dict[Provider, dict[str, float]] = {}  # relative speeds that a calibration has measured
+_speeds: dict[Provider, dict[str, float]] = {}  # relative speeds measured by a calibration
 
 
 def report_cores(provider: Provider, host: str, cores: int) -> None:
-    """Record the number of cores that a host has reported."""
+    """Record the number of cores that a host reports."""
     with _lock:
         _reported.setdefault(provider, {})[host] = cores
 
 
 def known_cores(provider: Provider) -> dict[str, int]:
-    """Return the number of cores of each host, without hosts whose number is unknown.
+    """Return the number of cores of each host where it is known.
 
-    The provider's own numbers take precedence over those that the hosts have reported.
+    The provider's own numbers take precedence over those reported by hosts.
     """
     own = provider.cores
     if own is not None:
@@ -37,7 +37,7 @@ def known_cores(provider: Provider) -> dict[str, int]:
 
 
 def keep_speeds(provider: Provider, speeds: Mapping[str, float]) -> None:
-    """Record the relative speeds of all hosts of a provider."""
+    """Record the relative speeds of all of a provider's hosts."""
     with _lock:
         _speeds[provider] = dict(speeds)
 
@@ -49,22 +49,21 @@ def known_speeds(provider: Provider) -> dict[str, float]:
 
 
 def relative(rates: Mapping[str, float]) -> dict[str, float]:
-    """Return rates as fractions of the highest rate, rounded to 0.01 and at least 0.01."""
+    """Return rates as fractions of the highest one, rounded to 0.01 and at least 0.01."""
     highest = max(rates.values(), default=1.0)
     return {host: max(0.01, round(rate / highest, 2)) for host, rate in rates.items()}
 
 
 def deal(pool: str, count: int, cores: Mapping[str, int], weights: Mapping[str, float]) -> tuple[str, ...]:
-    """Deal workers to hosts in turn, as lua---parallel's ``sfork`` does.
+    """Deal workers out to hosts in turn, like ``sfork`` of lua---parallel.
 
-    Each host gets one worker per turn until it has one worker per core. A host with half the weight of
-    another gets a worker in every second turn. Once all cores are taken, the turns continue, and the function
-    logs one warning.
+    Each host gets one worker per turn, up to one worker per core. A host with half the weight of another gets
+    a worker every second turn. Once all cores are taken, the turns continue, after a single warning.
 
     Args:
-        pool: Name of the pool, for the warning.
+        pool: Pool's name, for the warning.
         count: Number of workers.
-        cores: Number of cores of each host, in the order of the turns.
+        cores: Number of cores of each host, in the order of turns.
         weights: Relative number of workers of each host; 1 for a host without an entry.
 
     Returns:

@@ -1,8 +1,7 @@
-"""Pickling of a stage's code for a host.
+"""Pickle a stage's code for a host.
 
-Code is pickled by reference if the host has its module. If the host lacks one of the user's modules, the code
-from that module is pickled by value. Modules that are installed, with pip or with Python itself, are always
-pickled by reference.
+Code is pickled by reference if the host has its module. If the host lacks a module of the user, code from it
+is pickled by value. Modules that are installed, by pip or with Python, are always pickled by reference.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def pack_stage(stage: Any, by_value: Iterable[str]) -> bytes:
 
 
 def own_modules(packed: bytes) -> tuple[str, ...]:
-    """Return the user's modules that a pickle may refer to: those whose names are strings in the pickle."""
+    """Return the user's modules that a pickle may refer to, because their names are strings in it."""
     texts = {argument for _, argument, _ in pickletools.genops(packed) if isinstance(argument, str)}
     return tuple(sorted(name for name in texts & sys.modules.keys() if _is_own(sys.modules[name])))
 
@@ -51,15 +50,15 @@ class _StagePickler(ByValuePickler):
 
 
 class PackedStages:
-    """The pickled stages of a run. Each stage is pickled once for each set of missing modules."""
+    """Pickled stages of a run, each pickled once for each set of missing modules."""
 
     def __init__(self) -> None:
         self._packed: dict[tuple[str, tuple[str, ...]], tuple[bytes, tuple[str, ...]]] = {}
 
     def get(self, stage: Stage, without: Collection[str] = ()) -> tuple[bytes, tuple[str, ...]]:
-        """Pickle a stage, and include by value the modules ``without``, which the host lacks.
+        """Pickle a stage. Code from the modules in ``without``, which the host lacks, is included by value.
 
-        Also return the names of the user's other modules that the stage needs.
+        Also return the names of the user's other modules that it needs.
         """
         key = stage.name, tuple(sorted(without))
         if key not in self._packed:
@@ -69,9 +68,9 @@ class PackedStages:
 
 
 def lacking(modules: Iterable[str]) -> tuple[str, ...]:
-    """Return the modules that can't be imported in this process.
+    """Return the modules that this process cannot import.
 
-    No module is imported: the search covers only the top-level package.
+    Nothing is imported: the search covers only the top-level package.
     """
     return tuple(name for name in modules if not _is_importable(name.partition(".")[0]))
 
@@ -105,7 +104,7 @@ def _by_value(modules: list[ModuleType]) -> Iterator[None]:
 
 
 def _classes(module: ModuleType) -> dict[str, type]:
-    """Return the picklable classes that a module defines. Items may be instances of them."""
+    """Return the picklable classes that a module defines, because items may be instances of them."""
     found = {
         name: value
         for name, value in list(vars(module).items())
@@ -117,16 +116,15 @@ def _classes(module: ModuleType) -> dict[str, type]:
 def _can_be_sent(value: type) -> bool:
     try:
         cloudpickle.dumps(value, protocol=5)
-    except Exception:  # a user-defined class may raise anything
+    except Exception:  # a user's class may raise anything
         return False
     return True
 
 
 class _Bundle:
-    """A stage, with classes from the modules that the receiving host lacks.
+    """A stage, with classes from modules that the receiving host lacks.
 
-    Unpickling puts the classes into modules of the same names, where items that were pickled by reference
-    find them.
+    Unpickling puts the classes into modules of the same names, where items pickled by reference find them.
     """
 
     def __init__(self, classes: dict[str, dict[str, type]], stage: Any) -> None:
@@ -137,7 +135,7 @@ class _Bundle:
 
 
 class _Part(ModuleType):
-    """A stand-in for a module that this host lacks, with the classes that were sent."""
+    """Stand-in for a module that this host lacks, with the classes that were sent."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python itself looks up such names
@@ -152,7 +150,7 @@ def _unpack(classes: dict[str, dict[str, type]], stage: Any) -> Any:
     for name, members in classes.items():
         if name not in sys.modules:
             sys.modules[name] = _Part(name)
-            # shown in import errors
+            # appears in import errors
             sys.modules[name].__file__ = "not on this host; its classes were sent by value"
         vars(sys.modules[name]).update(members)
     return stage

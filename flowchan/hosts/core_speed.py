@@ -1,7 +1,7 @@
-"""Benchmark that runs on each host to compare the speeds of hosts.
+"""Benchmark a host, to compare the speeds of hosts.
 
 The benchmark keeps all cores busy, because a core is slower while other cores of its host are working. Each
-process works before, during and shortly after the interval, and counts only the rounds within the interval.
+process works before, during and shortly after the interval, but counts only the rounds within it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ COUNT_SIZE = 8  # size of a count in bytes
 
 
 def rounds_per_core(cores: int, interval: float = INTERVAL_S) -> float:
-    """Return how many rounds of the benchmark a core completes per second while ``cores`` cores are busy.
+    """Return how many rounds per second a core completes while ``cores`` cores are busy.
 
     Args:
-        cores: Number of processes that work at once.
-        interval: Seconds during which the rounds are counted.
+        cores: Number of processes that work at the same time.
+        interval: Seconds in which rounds are counted.
 
     Returns:
-        The mean over the cores.
+        Mean over the cores.
     """
     begin = time.monotonic() + MARGIN_S + FORK_S * cores
     reading, writing = os.pipe()
@@ -44,9 +44,9 @@ def rounds_per_core(cores: int, interval: float = INTERVAL_S) -> float:
 
 
 def _count_and_exit(writing: int, begin: float, interval: float) -> NoReturn:
-    """Count the rounds, at least 1, in an interval that starts at ``begin``; write the count and exit.
+    """Count the rounds, at least 1, in an interval from ``begin`` on; write the count and exit.
 
-    If the process starts late, the interval also starts late.
+    If the process starts late, so does the interval.
     """
     try:
         while time.monotonic() < begin:

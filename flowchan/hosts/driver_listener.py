@@ -1,6 +1,6 @@
-"""The driver's listener for agents and for the workers of groups.
+"""Listen for agents, and for the workers of groups, in the driver.
 
-The workers of a group exchange their addresses here and then connect to each other.
+Workers of a group exchange their addresses here, and then connect to each other.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.rendezvous import Coordinator
 
 CLOSE = 0
-POLL_INTERVAL_MS = 1000  # milliseconds between two checks for connections that send nothing
+POLL_INTERVAL_MS = 1000  # milliseconds between checks for connections that stay silent
 
 
 class DriverListener:
-    """Accept connections from agents and from the workers of groups.
+    """Accepts connections from agents and from the workers of groups.
 
     Args:
-        listener: The listener that authenticates connections.
-        name: The name of the thread.
-        within: Runs the thread's function and handles an exception from it.
-        agent: Receives the connection of each agent.
+        listener: Listener that authenticates connections.
+        name: Name of the thread.
+        within: Runs the thread's function, and handles its exceptions.
+        agent: Receives each agent's connection.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class DriverListener:
         self._thread.start()
 
     def expect(self, size: int) -> int:
-        """Expect a group of ``size`` workers. Return the group's number."""
+        """Expect a group of ``size`` workers, and return its number."""
         self._groups += 1
         self._meetings[self._groups] = Coordinator(size)
         return self._groups
 
     def dismiss(self, group: int, if_meeting: bool = False) -> None:
-        """End a group that has lost a worker, because its other members would wait for that worker forever.
+        """End a group that lost a worker, because its other members would wait for it forever.
 
-        ``if_meeting``: keep the group if its rendezvous is complete.
+        With ``if_meeting``, keep the group if its rendezvous is complete.
         """
         self._orders.put((group, if_meeting))
         os.eventfd_write(self._wake, 1)

@@ -1,15 +1,15 @@
-"""The fork server for agents on this machine.
+"""Fork agents on this machine from a server process.
 
-The server is a process that has imported the agent's modules and forks one agent per request.
+The server has imported the agent's modules, and forks one agent per request.
 
 :mod:`flowchan.hosts.providers.forked_agents` starts ``python -m flowchan.hosts.fork_server`` with one end of
 a socket as its standard input. Each message on that socket requests an agent and carries three descriptors: a
-socket for that agent alone, a file, and the program's standard error. The file begins with the description of
-the agent; the rest becomes the agent's standard input. The server reports the process id and the exit of the
-agent on the agent's socket. When the program shuts down its end of that socket, or ends, the server kills the
-agent and all processes that the agent has started.
+socket for this agent, a file, and the program's standard error. The file begins with the description of the
+agent; the rest is the agent's standard input. The server reports the agent's process id and exit on the
+agent's socket. When the program shuts down its end of that socket, or ends, the server kills the agent and
+all processes that the agent started.
 
-The server has one thread, so it can fork safely. It ends when its control socket closes.
+The server has a single thread, so it can fork safely. It ends when its control socket closes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SOON = ("encodings.idna", "multiprocessing.popen_fork")
 
 
 class _Agent:
-    """A forked agent, from its start until it has ended and the program has released it."""
+    """Forked agent, from its start until it has ended and the program has released it."""
 
     def __init__(self, pid: int, program: socket.socket) -> None:
         self.pid = pid
@@ -46,7 +46,7 @@ class _Agent:
         self.is_over = False  # true if the program has released the agent
 
     def check(self) -> None:
-        """Report how the agent ended, if it has. It stays a zombie, so that its process id is not reused."""
+        """Report how the agent ended, if it has. It stays a zombie, so its process id is not reused."""
         if self.has_ended:
             return
         end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -57,25 +57,25 @@ class _Agent:
 
     def kill(self) -> None:
         # Kill the process first, because it may not lead its process group yet. A dead process cannot become
-        # a leader.
+        # its leader any more.
         os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Reap the process and close its socket. Blocks if the process has not ended yet."""
+        """Reap the process and close its socket. Block if it has not ended yet."""
         os.waitpid(self.pid, 0)
         self.program.close()
 
 
 class _Order:
-    """The description of a new process."""
+    """Description of a new process."""
 
     def __init__(self, launch_fd: int, stderr: int) -> None:
         self._launch_fd, self._stderr = launch_fd, stderr
 
     def obey(self) -> None:
-        """Become the process that ``python *arguments`` would be in the program's environment."""
+        """Become what ``python *arguments`` would be in the program's environment."""
         length = int.from_bytes(os.read(self._launch_fd, LENGTH), "little")
         launch: dict[str, Any] = json.loads(_read(self._launch_fd, length))
         for descriptor, stream in ((self._launch_fd, 0), (self._stderr, 1), (self._stderr, 2)):
@@ -97,7 +97,7 @@ class _Order:
 
 
 class Seed:
-    """Fork agents on request. See the module docstring. Requests arrive on the socket ``control``."""
+    """Forks agents on request; see the module docstring. Requests arrive on the socket ``control``."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -113,7 +113,7 @@ class Seed:
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
 
     def grow(self) -> _Order:
-        """Fork agents until the program has ended. Returns only in the forked processes."""
+        """Fork agents until the program has ended. Only the forked processes return."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._control:
@@ -157,7 +157,7 @@ class Seed:
         return None
 
     def _leave(self) -> None:
-        """Detach a new process from the server, except that the kernel kills it when the server dies."""
+        """Detach a new process from the server, except that the kernel kills it if the server dies."""
         os.setsid()
         die_with(self._pid)
         signal.set_wakeup_fd(-1)
@@ -223,7 +223,7 @@ def main() -> None:
     for name in SOON:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # otherwise garbage collection would copy pages that are shared with the agents
+    gc.freeze()  # otherwise, garbage collection would copy pages shared with the agents
     Seed(control).grow().obey()
 
 

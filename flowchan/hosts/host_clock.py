@@ -1,8 +1,8 @@
-"""Estimate the difference between the driver's monotonic clock and the clock of an agent's host.
+"""Estimate how far the monotonic clock of an agent's host is ahead of the driver's.
 
-Algorithm. The driver sends its clock time. The agent returns that time together with the host's clock time.
-The driver assumes that the agent answered in the middle of the round trip (Cristian's algorithm). The error
-is at most half the round-trip time, so the driver keeps the answer with the shortest round trip.
+Algorithm. The driver sends its time, and the agent returns it with the host's time. The driver assumes that
+the agent answered halfway through the round trip (Cristian's algorithm). The error is at most half the round
+trip, so the driver keeps the answer with the shortest one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from flowchan.hosts.agent_messages import ClockReading
 
 @dataclass(slots=True)
 class HostClock:
-    """Clock of a host, compared with the driver's clock.
+    """A host's clock, compared with the driver's.
 
     Attributes:
-        ahead: Nanoseconds by which the host's clock is ahead of the driver's clock.
-        precision: Maximum error of ``ahead`` in nanoseconds; None if the clocks have not been compared.
+        ahead: Nanoseconds by which the host's clock is ahead of the driver's.
+        precision: Maximum error of ``ahead`` in nanoseconds; None before the first comparison.
     """
 
     ahead: int = 0

@@ -1,4 +1,4 @@
-"""The groups of gangs on hosts, on the driver's side."""
+"""Manage the groups of gangs on hosts, in the driver."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from flowchan.run.policy.plan import PlannedWorker
 
 
 class HostGangs:
-    """Form and end the groups whose rendezvous uses the driver's listener.
+    """Forms and ends the groups whose rendezvous uses the driver's listener.
 
     Attributes:
-        listener: The driver's listener; set when the run starts.
+        listener: Driver's listener, set when the run starts.
     """
 
     def __init__(self) -> None:
         self.listener: DriverListener | None = None
-        # The group's number, rank and size. A worker of an elastic gang may be without a group for a while.
+        # Each worker's group number, rank and group size. A worker of an elastic gang may be without a group
+        # for a while.
         self._members: dict[WorkerId, tuple[int, int, int]] = {}
 
     def form(self, ids: Sequence[WorkerId]) -> None:
-        """Form a new group of these workers, which replaces their previous groups."""
+        """Form a new group of these workers in place of their previous groups."""
         assert self.listener is not None
         self.dismiss(ids)
         group = self.listener.expect(len(ids))
         self._members.update({id: (group, rank, len(ids)) for rank, id in enumerate(ids)})
 
     def dismiss(self, ids: Sequence[WorkerId], if_meeting: bool = False) -> None:
-        """End the groups of these workers; with ``if_meeting``, only those with an incomplete rendezvous."""
+        """End these workers' groups; with ``if_meeting``, only those with an incomplete rendezvous."""
         for group in {self._members[id][0] for id in ids if id in self._members}:
             assert self.listener is not None
             self.listener.dismiss(group, if_meeting)
 
     def leave(self, id: WorkerId) -> None:
-        """End the group of a worker. From now on, the worker has no group."""
+        """End a worker's group. The worker then has no group."""
         self.dismiss([id])
         self._members.pop(id, None)
 

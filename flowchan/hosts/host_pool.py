@@ -1,4 +1,4 @@
-"""A pool of hosts as a placement. A pool is a value: declaring one opens no connection."""
+"""Define pools of hosts as placements. A pool is a value: declaring one opens no connection."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from flowchan.native import need_native
 from flowchan.transport.link_events import PEER_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from flowchan.hosts.hosts_part import HostsPart  # slow to import; imported when a run begins
-    from flowchan.hosts.probe import Facts  # slow to import, so imported only when a host is queried
+    from flowchan.hosts.hosts_part import HostsPart  # slow to import, and needed only when a run begins
+    from flowchan.hosts.probe import Facts  # slow to import, and needed only to query a host
     from flowchan.run.crew.run_ports import RunPorts
     from flowchan.run.policy.plan import PlannedWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool(Placement):
-    """Hosts for ``on=``, made with ``local``, ``ssh``, ``slurm`` or ``ray``.
+    """Hosts for ``on=``, from ``local``, ``ssh``, ``slurm`` or ``ray``.
 
-    Each worker of a stage is placed on the host of the pool that has the fewest workers. After
-    :meth:`calibrate`, a host gets workers in proportion to its cores and its speed. ``pool["gpu1"]`` and
-    ``pool["gpu1", "gpu2"]`` select hosts. A mapping also sets the hosts' shares of the workers: with
-    ``pool[{"gpu1": 3, "gpu2": 1}]``, three of four workers, or six of eight, run on ``gpu1``. Pools from one
-    provider share its agents within a run.
+    Each worker of a stage goes to the host of the pool with the fewest workers. After :meth:`calibrate`, a
+    host gets workers in proportion to its cores and speed. ``pool["gpu1"]`` and ``pool["gpu1", "gpu2"]``
+    select hosts. A mapping also sets the hosts' shares: with ``pool[{"gpu1": 3, "gpu2": 1}]``, three of four
+    workers, or six of eight, run on ``gpu1``. Pools of one provider share its agents within a run.
 
     Attributes:
-        provider: The provider that starts the agents.
-        peer_timeout: Seconds without a message from the driver after which an agent ends with its workers.
-            The driver gives up on an agent that has been silent for 1.5 times as long.
+        provider: Provider that starts the agents.
+        peer_timeout: Seconds without a message from the driver after which an agent and its workers end. The
+            driver gives up on an agent after 1.5 times as long.
         tls: True if the connections are encrypted.
 
     Example:
@@ -75,13 +74,13 @@ class Pool(Placement):
         return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen, shares=shares, by_worker=())
 
     def assigned(self, hosts: Sequence[str]) -> Pool:
-        """Return a pool that places each worker of a stage on a given host.
+        """Return a pool that places each worker of a stage on a certain host.
 
         If a host is lost, another host of the pool takes over its workers.
 
         Args:
-            hosts: Host of the first worker, host of the second worker, and so on. If a stage has more
-                workers, the list repeats.
+            hosts: Host of the first worker, of the second worker, and so on. If a stage has more workers, the
+                list repeats.
 
         Returns:
             A pool with the same hosts.
@@ -107,14 +106,14 @@ class Pool(Placement):
         return dataclasses.replace(self, by_worker=self[tuple(hosts)].hosts)
 
     def dealt(self, count: int) -> tuple[str, ...]:
-        """Deal workers to the hosts in turn, one per host per turn, until each host has one per core.
+        """Deal workers out to the hosts in turn: one per host in each turn, up to one per core.
 
         Once all cores are taken, the turns continue, and the logger ``flowchan.hosts`` warns once. After
-        :meth:`calibrate`, a host with half the speed gets a worker in every second turn. Shares take
-        precedence over speeds. For a pool from :meth:`assigned`, the result repeats the assigned hosts.
+        :meth:`calibrate`, a host with half the speed gets a worker every second turn. Shares take precedence
+        over speeds. For a pool from :meth:`assigned`, the result repeats the assigned hosts.
 
-        If the number of cores of a host is unknown, ``dealt`` starts a small program on the host. The program
-        must report the number within 30 seconds.
+        If a host's number of cores is unknown, ``dealt`` starts a small program there, which must report it
+        within 30 seconds.
 
         Args:
             count: Number of workers, at least 1.
@@ -149,24 +148,24 @@ class Pool(Placement):
         return deal(self.name, count, {host: known[host] for host in self.hosts}, weights)
 
     def calibrate(self, timeout: float | None = None) -> dict[str, float]:
-        """Measure the relative speeds of the hosts while all their cores are busy.
+        """Measure the relative speeds of the hosts while all of their cores are busy.
 
-        This process keeps the speeds for all pools of the same provider. Stages and :meth:`dealt` then give
-        fewer workers to slower hosts. The call starts a small program on each host; the measurement takes one
-        to two seconds. Call ``calibrate`` while the hosts have no other work. Ray may choose other nodes for
-        a later run; the speeds then still describe the earlier nodes.
+        This process keeps the speeds for all pools of the provider. Stages and :meth:`dealt` then give fewer
+        workers to slower hosts. The call starts a small program on each host; the measurement takes one to
+        two seconds. Call ``calibrate`` while the hosts are otherwise idle. If Ray chooses other nodes for a
+        later run, the speeds still describe the earlier nodes.
 
         Args:
             timeout: Seconds to wait for the hosts (default: 30).
 
         Returns:
-            The speed of one core of each host, relative to the provider's fastest host. Each speed is above
-            0, at most 1, and rounded to 0.01.
+            Speed of one core of each host, relative to the provider's fastest host. Each is above 0, at most
+            1, and rounded to 0.01.
 
         Raises:
             HostError: A host is unusable or did not answer in time, or the hosts cannot be determined here.
             TypeError: ``timeout`` is not a number.
-            ValueError: ``timeout`` is not greater than 0.
+            ValueError: ``timeout`` is not positive.
 
         Example:
             >>> from flowchan import hosts
@@ -184,12 +183,12 @@ class Pool(Placement):
 
     @property
     def speeds(self) -> dict[str, float]:
-        """The relative speeds from the last :meth:`calibrate` in this process; empty before the first."""
+        """Relative speeds from the last :meth:`calibrate` in this process; empty before the first."""
         known = known_speeds(self.provider)
         return {host: known[host] for host in self.hosts if host in known}
 
     def weights(self) -> dict[str, int]:
-        """Return the shares if they are set, or else each host's cores times its speed in percent.
+        """Return the shares if they are set; otherwise each host's cores times its speed in percent.
 
         The result is empty if neither shares nor speeds are known.
         """
@@ -216,7 +215,7 @@ class Pool(Placement):
             other: Another placement.
 
         Returns:
-            True if one part of a crew can serve both placements.
+            True if one part of a crew can run the workers of both placements.
         """
         return isinstance(other, Pool) and other.provider == self.provider
 
@@ -225,7 +224,7 @@ class Pool(Placement):
 
         Args:
             ports: Channels of the run.
-            workers: Workers on the hosts of this pool.
+            workers: Workers on this pool's hosts.
 
         Returns:
             The part; nothing has been started yet.
@@ -236,7 +235,10 @@ class Pool(Placement):
 
 
 def pool_of(call: str, provider: Provider, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
-    """Make a pool of all hosts of a provider. Error messages begin with ``call``, a function's name."""
+    """Make a pool of all of a provider's hosts.
+
+    Error messages begin with ``call``, the name of a public function.
+    """
     waits = finite_seconds(call, "peer_timeout", peer_timeout)
     names: tuple[str, ...] = ()
     missing = ""

@@ -1,13 +1,13 @@
-"""The part of a run's crew that manages the hosts of one pool, on the driver's side.
+"""Manage the hosts of one pool: the driver's side of one part of a run's crew.
 
-The ports of a remote worker are in the driver's process, like those of any other worker. They belong to one
-stream of the link to its host. The link sends the items that the ports receive, and puts the outputs that
-come back. Leases, order and recovery therefore stay in the driver's channels.
+The ports of a remote worker are in the driver's process, like those of any other worker. They share one
+stream on the link to its host. The link sends the items that the ports receive, and puts the outputs that
+come back. Leases, ordering and recovery therefore stay in the driver's channels.
 
-If a worker dies while its agent is alive, it is recovered and replaced on its host. If an agent dies or has
-been silent for too long, it is fenced: its messages are ignored. The driver gives back the items that its
-workers held. Another agent on the same host then restarts the workers. If no agent can be started there, an
-agent on another host of the pool restarts them.
+A worker that dies while its agent is alive is recovered and replaced on its host. An agent that dies or is
+silent for too long is fenced: its messages are ignored. The driver returns the items of its workers to the
+channels. Another agent on the same host restarts the workers. If no agent can be started there, an agent on
+another host of the pool restarts them.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ from flowchan.transport.versions import differs
 class HostsPart:
     """See :class:`CrewPart`.
 
-    Threads: the supervisor's thread calls the methods of :class:`CrewPart`. Each agent has two threads, which
-    call the methods under "reports of agents". ``_lock`` guards the hosts and the workers' streams.
+    The supervisor's thread calls the methods of :class:`CrewPart`. Each agent has two threads, which call the
+    methods under "reports of agents". ``_lock`` guards the hosts and the workers' streams.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class HostsPart:
         """See :class:`CrewPart`.
 
         Start an agent on every host that gets workers, and start the workers once all agents have dialled.
-        Raises ``HostError``.
+        Raise ``HostError`` if that fails.
         """
         self._report = report
         self._gangs.listener = self._starts.listen(self._help, self._let_in)
@@ -167,9 +167,9 @@ class HostsPart:
         )
 
     def _let_in(self, sock: socket.socket, hello: dict[str, Any]) -> None:
-        """Accept the connection of an agent.
+        """Accept an agent's connection.
 
-        This takes no lock, because the listener's thread would then compete with the threads of all agents.
+        This takes no lock, because the listener's thread would compete for it with the threads of all agents.
         """
         number, epoch = hello.get("number"), hello.get("epoch")
         agent = None
@@ -265,7 +265,7 @@ class HostsPart:
                 self._report(message)
 
     def _is_valid(self, message: object) -> bool:
-        """Return whether a message is a report about a worker of this part, or about none."""
+        """Return whether a message is about a worker of this part, or about none."""
         worker = getattr(message, "worker", None)
         is_known = worker is None or (
             isinstance(worker, WorkerId) and (worker in self._workers or worker.number == 0)
@@ -303,7 +303,7 @@ class HostsPart:
         self._order_start(message.worker, stream)
 
     def _finished(self, agent: AgentHandle, number: int) -> None:
-        """Record that the link has put all outputs of a stream and closed its ports in this process."""
+        """Record that the link has put all outputs of a stream and closed its ports here."""
         with self._lock:
             for stream in self._streams.of(agent).values():
                 stream.finished |= stream.number == number
@@ -339,7 +339,7 @@ class HostsPart:
     def _is_late(self, agent: AgentHandle) -> bool:
         """Return whether an agent has not killed a worker in time.
 
-        Each agent's thread asks this often, so it takes no lock, for which all these threads would compete.
+        Each agent's thread asks this often, so this takes no lock, for which all these threads would compete.
         """
         now = time.monotonic()
         return any(stream.kill_by < now for stream in list(self._streams.of(agent).values()))
@@ -434,7 +434,7 @@ class HostsPart:
         self._gangs.dismiss([id for id in self._workers if id.stage == stage])
 
     def _take_back(self, id: WorkerId) -> bool:
-        """Recover a worker whose agent is dead: drop its stream and give back the items that it held.
+        """Recover a worker whose agent is dead: drop its stream and return its items to the channels.
 
         Return False if the agent is alive or the worker has no stream.
         """
@@ -537,7 +537,7 @@ class HostsPart:
         return frozenset()
 
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
-        """See :class:`CrewPart`. The threads of this part do not run user code."""
+        """See :class:`CrewPart`. This part's threads do not run user code."""
 
     # --- statistics ---
 

@@ -1,7 +1,7 @@
-"""Large outputs that stay on the host that made them until the host of their reader fetches them.
+"""Keep large outputs on the host that made them until the host of their reader fetches them.
 
-The native link decides which outputs stay, and keeps order, leases and recovery in the driver
-(``references.hpp``). This module provides the connections between agents over which outputs are fetched.
+The native link decides which outputs stay, and keeps ordering, leases and recovery in the driver
+(``references.hpp``). This module connects agents to each other, so that they can fetch outputs.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import joined, listen, route_to, split
 
 LOCATION_BYTES = 32
-"""Size of a location without the address that follows it (``Location`` in ``references.hpp``)."""
+"""Size of a location without the address after it (``Location`` in ``references.hpp``)."""
 
 RETRY_S = 30.0
-"""Seconds for which an agent that could not be reached is not dialled again."""
+"""An unreachable agent is not dialled again for this many seconds."""
 
 
 def keeps_outputs(plan: Plan, worker: PlannedWorker, pool: Collection[WorkerId]) -> bool:
-    """Return whether the host of a worker may keep the worker's large outputs.
+    """Return whether a worker's large outputs may stay on its host.
 
-    Both stages of the channel must run in the same pool and handle each item separately. A stage that takes
-    many items before it emits one would wait for the end of the first stage. The first stage would wait for
-    the second one, because it keeps its input items until their outputs have been read.
+    Both stages of the channel must run in the same pool and process items one at a time. A stage that takes
+    many items before it emits one would wait for the end of the first stage. But the first stage keeps its
+    input items until their outputs have been read, so it would wait for the second one.
 
     Args:
-        plan: The plan of the run.
-        worker: The worker that makes the outputs.
-        pool: The workers of its pool.
+        plan: Plan of the run.
+        worker: Worker that makes the outputs.
+        pool: Workers of its pool.
 
     Returns:
         True if large outputs may stay.
@@ -56,17 +56,17 @@ def _handles_each_item(worker: PlannedWorker) -> bool:
 
 
 class KeptOutputs:
-    """The outputs that stay on the host of an agent, and those that it fetches from other hosts.
+    """Outputs that stay on an agent's host, and those that it fetches from other hosts.
 
     Args:
-        link: The agent's link to the driver.
-        driver: The address of the driver.
-        secret: The secret of the run.
+        link: Agent's link to the driver.
+        driver: Driver's address.
+        secret: Secret of the run.
         tls: Encrypt the connections between agents.
         peer_timeout: Seconds after which another agent counts as unreachable.
 
     Attributes:
-        address: The address at which other agents fetch outputs from this one.
+        address: Address at which other agents fetch outputs from this one.
     """
 
     def __init__(self, link: Any, driver: str, secret: bytes, tls: bool, peer_timeout: float) -> None:
@@ -77,7 +77,7 @@ class KeptOutputs:
         )
         self.address = self._listener.address
         self._queues: dict[str, SimpleQueue[bytes]] = {}
-        self._unreachable: dict[str, float] = {}  # time until which each of these addresses is not dialled
+        self._unreachable: dict[str, float] = {}  # when each of these addresses may be dialled again
 
     def serve(self) -> None:
         """Send outputs to the agents that fetch them. This method does not return."""
@@ -92,7 +92,7 @@ class KeptOutputs:
     def fetch(self, location: bytes) -> None:
         """Fetch the output at this location in the background.
 
-        If its host cannot be reached, the driver sends the output.
+        If its host is unreachable, the driver sends the output.
         """
         address = location[LOCATION_BYTES:].decode()
         queue = self._queues.get(address)
@@ -118,7 +118,7 @@ class KeptOutputs:
                 self._link.report_unreachable(location)
 
     def _dial(self, address: str) -> socket.socket | None:
-        """Connect to another agent, or return None if that has failed lately."""
+        """Connect to another agent; return None if that failed recently."""
         if time.monotonic() < self._unreachable.get(address, 0.0):
             return None
         why = "can't reach the host that made an item"

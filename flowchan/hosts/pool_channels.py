@@ -1,4 +1,4 @@
-"""Create channels in this program that workers on the hosts of a pool can reach."""
+"""Create channels in this program that workers on a pool's hosts can reach."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from flowchan.transport.tcp import joined
 
 
 def channel_maker(pool: Pool) -> Callable[[int], Channel[Any]]:
-    """Return a function that takes a capacity and creates a channel across hosts.
+    """Return a function that creates a channel across hosts with a given capacity.
 
-    All these channels share one server. The server listens at the address at which the pool's agents reach
-    this program, and shuts down when its last channel is released.
+    All these channels share one server. It listens at the address at which the pool's agents reach this
+    program, and ends when its last channel is released.
     """
     address = joined((pool.provider.listen_at(), 0))
     return ChannelServer(address, tls=pool.tls, peer_timeout=pool.peer_timeout).make

@@ -3,9 +3,9 @@
 The provider starts this module on the host in place of an agent, so the probe runs under the same conditions
 as an agent. It dials, authenticates, and describes the host in its hello. The program then sends requests:
 
-- A transfer is a size followed by that many bytes. The probe answers a transfer with one byte.
-- The size ``SPEED``, followed by a number of cores, requests the speed of the host. The probe answers with
-  the mean number of rounds that a core completes per second.
+- A transfer is a size, followed by that many bytes. The probe answers with one byte.
+- The size ``SPEED``, followed by a number of cores, asks for the host's speed. The probe answers with the
+  mean number of rounds per second and core.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from flowchan.transport.versions import VERSION
 
 HOST_TIMEOUT_S = 30.0  # seconds for a host to start and dial, and for each answer
 ROUNDS = 50
-LONG_ENOUGH = 0.2  # minimum duration of the transfer that is measured, in seconds
+LONG_ENOUGH = 0.2  # minimum duration in seconds of the transfer that counts
 LEAST, MOST = 1 << 20, 1 << 28  # minimum and maximum size of a transfer, in bytes
 SIZE = 8  # size of the size field, in bytes
 SPEED = (1 << 64) - 1
@@ -48,19 +48,19 @@ PIECE = bytes(1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The description of a host.
+    """Description of a host.
 
     Attributes:
-        host: Name of the host.
-        problem: Reason why the host can't be used; empty if it can be used.
-        python: Its version of Python.
-        flowchan: Its version of flowchan.
-        cores: Number of cores that a process on the host may use.
-        memory: Number of bytes of memory that a process on the host may use.
-        gpus: Names of its GPUs.
+        host: Host's name.
+        problem: Why the host is unusable; empty if it is usable.
+        python: Version of Python.
+        flowchan: Version of flowchan.
+        cores: Number of cores available to a process.
+        memory: Bytes of memory available to a process.
+        gpus: Names of the GPUs.
         round_trip: Median round-trip time in seconds.
         rate: Throughput in bytes per second.
-        speed: Speed of one core relative to the fastest host: above 0, at most 1; 0 if not measured.
+        speed: Speed of a core relative to the fastest host: above 0, at most 1; 0 if not measured.
     """
 
     host: str
@@ -76,13 +76,13 @@ class Facts:
 
 
 Sockets = dict[int, socket.socket]
-"""Maps the number of each host to the connection to its probe."""
+"""Connection to the probe of each host, by host number."""
 
 
 def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> list[Facts]:
     """Start a probe on every host. Measure each connection in turn, and then the speeds of all hosts.
 
-    Raises :class:`flowchan.HostError` if no host can be tried.
+    Raise :class:`flowchan.HostError` if no host can be tried.
     """
     found: dict[int, Facts] = {}
     sockets: Sockets = {}
@@ -99,7 +99,7 @@ def ask_hosts(
 ) -> list[Facts]:
     """Ask hosts for their number of cores and, if ``speed`` is set, for their speed.
 
-    Raises :class:`flowchan.HostError` if a host can't be used or does not answer within ``host_timeout``.
+    Raise :class:`flowchan.HostError` if a host is unusable or does not answer within ``host_timeout``.
     """
     found: dict[int, Facts] = {}
     give_up = time.monotonic() + host_timeout
@@ -117,10 +117,10 @@ def ask_hosts(
 def probes(
     provider: Provider, hosts: Collection[str], found: dict[int, Facts], host_timeout: float
 ) -> Iterator[Iterator[tuple[int, socket.socket]]]:
-    """Start a probe on each of ``hosts``, and return an iterator over the probes that connect.
+    """Start a probe on each of ``hosts``, and return an iterator over those that connect.
 
-    The iterator stores the facts of a host in ``found`` before it yields the host's probe. After the last
-    probe, the iterator stores the problems of the other hosts. Leaving the block shuts down the probes.
+    The iterator stores a host's facts in ``found`` before it yields the host's probe. After the last one, it
+    stores the problems of the other hosts. Leaving the block shuts down the probes.
     """
     secret = secrets.token_bytes(32)
     address = _listen_at(provider, list(hosts), found)
@@ -148,7 +148,7 @@ def _arriving(
     host_timeout: float,
     resources: ExitStack,
 ) -> Iterator[tuple[int, socket.socket]]:
-    """Yield the probes that connect, and record a problem for each host whose probe does not connect."""
+    """Yield the probes that connect, and record a problem for every other host."""
     for sock, hello in _accepted(listener, started, host_timeout):
         number = hello.pop("number")
         sock.settimeout(host_timeout)
@@ -166,7 +166,7 @@ def _arriving(
 
 
 def _add_speeds(provider: Provider, sockets: Sockets, found: dict[int, Facts], give_up: float) -> None:
-    """Measure the speeds of all usable hosts concurrently until ``give_up``; add them to the facts."""
+    """Measure the speeds of all usable hosts at once until ``give_up``, and add them to the facts."""
     cores = known_cores(provider)
     asked = {number: sock for number, sock in sockets.items() if not found[number].problem}
     rates: dict[str, float] = {}
@@ -204,7 +204,7 @@ def _silent(facts: Facts, error: OSError) -> Facts:
 def _listen_at(provider: Provider, hosts: list[str], found: dict[int, Facts]) -> str:
     """Return the address at which the hosts can reach this machine.
 
-    Record a problem for each host that has no route.
+    Record a problem for each host without a route.
     """
     while hosts:
         try:
@@ -214,13 +214,13 @@ def _listen_at(provider: Provider, hosts: list[str], found: dict[int, Facts]) ->
                 raise
             hosts.remove(error.host)
             found[provider.hosts.index(error.host)] = Facts(error.host, str(error))
-    return "127.0.0.1"  # no host will dial this address
+    return "127.0.0.1"  # no host will dial this
 
 
 def _accepted(
     listener: AuthenticatedListener, waiting: dict[int, StartedAgent], host_timeout: float
 ) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
-    """Yield the connections of the probes, until every probe that is still running has dialled."""
+    """Yield the probes' connections until every probe that still runs has dialled."""
     give_up = time.monotonic() + host_timeout
     while time.monotonic() < give_up and not all(one.ended() for one in waiting.values()):
         try:
@@ -252,7 +252,7 @@ def _facts(host: str, hello: dict[str, Any]) -> Facts:
 
 
 def _measured(facts: Facts, sock: socket.socket) -> Facts:
-    """Measure the round trip and the rate, and return the facts with both added."""
+    """Measure round trip and rate, and return the facts with both."""
     try:
         trips = [_transfer(sock, 0) for _ in range(ROUNDS)]
         size = LEAST
@@ -316,7 +316,7 @@ def _own_facts() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """Return the names of the GPUs as reported by NVIDIA's driver."""
+    """Return the names of the GPUs, from NVIDIA's driver."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
@@ -325,7 +325,7 @@ def _gpus() -> list[str]:
 
 
 def main() -> None:
-    """Dial the program at the address given on standard input, and answer its requests."""
+    """Dial the program at the address on standard input, and answer its requests."""
     orders = json.loads(sys.stdin.readline())
     hello = {"number": orders["number"], **_own_facts()}
     sock = dial(orders["address"], HOST_TIMEOUT_S)

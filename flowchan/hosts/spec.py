@@ -1,4 +1,4 @@
-"""Text form of a pool, for commands: ``local:2``, ``ssh:gpu1,user@gpu2``, ``slurm``, ``ray:4``.
+"""Parse a pool's text form, for commands: ``local:2``, ``ssh:gpu1,user@gpu2``, ``slurm``, ``ray:4``.
 
 Options follow the hosts, as in ``ssh:gpu1,gpu2,tls,peer_timeout=30`` and ``ray:4,GPU=1``.
 """
@@ -24,11 +24,11 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "slurm": ("address",),
     "ray": ("address",),  # Ray's resource names are also accepted
 }
-"""The options of each provider. Every pool also has the options ``tls`` and ``peer_timeout=``."""
+"""Options of each provider. All pools also have the options ``tls`` and ``peer_timeout=``."""
 
 
 class Spec(NamedTuple):
-    """The parsed text form of a pool."""
+    """Parsed text form of a pool."""
 
     provider: Provider
     peer_timeout: float
@@ -36,14 +36,15 @@ class Spec(NamedTuple):
 
 
 def pool_from(spec: str) -> Pool:
-    """Make a pool from its text form. Raises ``ValueError``."""
+    """Make a pool from its text form. Raise ``ValueError`` if it is invalid."""
     return pool_of("parse", *parse(spec))
 
 
 def parse(spec: str) -> Spec:
-    """Parse the text form of a pool.
+    """Parse a pool's text form.
 
-    Raises ``ValueError``. ``tls`` is read as the option; write ``user@tls`` for a host with that name.
+    Raise ``ValueError`` if it is invalid. ``tls`` means the option; write ``user@tls`` for a host of that
+    name.
     """
     kind, colon, rest = spec.partition(":")
     words = rest.split(",") if colon else []

@@ -1,4 +1,4 @@
-"""Ask agents for the Python stacks of their workers, and wait for the answers."""
+"""Ask agents for their workers' Python stacks, and wait for the answers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from flowchan.run.crew import process_stacks
 from flowchan.run.policy.events import WorkerId
 
 ANSWER_WITHIN_S = process_stacks.ANSWER_WITHIN_S + process_stacks.PY_SPY_WITHIN_S + 5.0
-"""Time limit for the answers from agents, in seconds."""
+"""Seconds allowed for the agents' answers."""
 POLL_INTERVAL_S = 0.05
 """Seconds between checks for agents that have exited."""
 
 
 class StackRequests:
-    """Stack requests from one run to the agents of one pool. The methods are thread-safe."""
+    """Requests of one run to the agents of one pool. The methods are thread-safe."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -27,14 +27,14 @@ class StackRequests:
         self._answered = threading.Condition()
 
     def receive(self, answer: WrittenStack) -> None:
-        """Record an answer. An answer that arrives too late is ignored."""
+        """Record an answer. Ignore one that comes too late."""
         with self._answered:
             if answer.number in self._answers:
                 self._answers[answer.number][answer.worker] = answer.text
                 self._answered.notify_all()
 
     def ask(self, agents: Mapping[WorkerId, AgentHandle]) -> dict[WorkerId, str]:
-        """Return the stack of each worker, or a one-line message if its agent does not answer."""
+        """Return the stack of each worker; a one-line message if its agent does not answer."""
         number, found = next(self._numbers), dict[WorkerId, str]()
         with self._answered:
             self._answers[number] = found
@@ -55,5 +55,5 @@ class StackRequests:
 
 
 def _missing(agents: Mapping[WorkerId, AgentHandle], found: Mapping[WorkerId, str]) -> list[WorkerId]:
-    """Return the workers whose agents are alive and have not answered."""
+    """Return the workers whose agents are alive but have not answered."""
     return [id for id, agent in agents.items() if id not in found and not agent.why]

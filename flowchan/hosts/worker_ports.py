@@ -1,4 +1,4 @@
-"""The hosts of a run, its workers' streams on the links, and the waits of these workers."""
+"""Track a run's hosts, its workers' streams on the links, and these workers' waits."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from flowchan.run.policy.stats import HostStats
 
 @dataclass
 class WorkerPorts:
-    """The state of one worker on a link.
+    """State of one worker on a link.
 
     Attributes:
         number: Number of the worker's stream.
-        agent: The agent on its host.
-        info: The worker as its own code sees it.
-        process_ended: True if its process has ended and has not been replaced.
+        agent: Agent on the worker's host.
+        info: Facts that the worker knows about itself.
+        process_ended: True if its process has ended and not been replaced.
         failed: True if it has reported a failure.
-        blame: True if the item that it held may have killed it.
-        ended: Its report that it has ended; its last outputs may still be in transit until ``finished``.
+        blame: True if the item that the worker held may have killed the worker.
+        ended: Its report that it has ended; its last outputs may be in transit until ``finished``.
         finished: True if all its outputs have arrived.
-        kill_by: Time by which its agent must have killed it.
+        kill_by: When its agent must have killed it.
     """
 
     number: int
@@ -46,7 +46,7 @@ class WorkerPorts:
 
 
 class WorkerStreams(UserDict[WorkerId, WorkerPorts]):
-    """The streams of a run's workers on hosts, by worker and by agent."""
+    """Streams of a run's workers on hosts, by worker and by agent."""
 
     def __init__(self) -> None:
         self._by_agent: dict[AgentHandle, dict[WorkerId, WorkerPorts]] = {}
@@ -65,42 +65,42 @@ class WorkerStreams(UserDict[WorkerId, WorkerPorts]):
             del self._by_agent[agent]
 
     def of(self, agent: AgentHandle) -> Mapping[WorkerId, WorkerPorts]:
-        """Return the streams of the workers on an agent, without a look at those of other agents."""
+        """Return the streams of an agent's workers, without searching those of other agents."""
         return self._by_agent.get(agent, {})
 
     def worker_on(self, agent: AgentHandle, number: int) -> WorkerId | None:
-        """Return the worker with the stream ``number`` on an agent, or None if it has ended."""
-        streams = list(self.of(agent).items())  # other threads may change it
+        """Return the worker with the stream ``number`` on an agent; None if it has ended."""
+        streams = list(self.of(agent).items())  # copied, because other threads may change it
         return next((id for id, stream in streams if stream.number == number), None)
 
 
 MOST_AGENTS, WITHIN_S, MAX_UNCONNECTED = 10, 60.0, 3
-"""Limits at which the driver gives up on a host: the number of agents started on the host within WITHIN_S
-seconds, and the number of agents in a row that never dialled or through whose connections nothing came."""
+"""The driver gives up on a host after MOST_AGENTS agents within WITHIN_S seconds. It also gives up after
+MAX_UNCONNECTED agents in a row that never dialled or whose connections carried nothing."""
 
 COUNTS = ("breaks", "bytes_out", "bytes_in")  # counters in a link's state
 
 
 @dataclass
 class HostWorkers:
-    """One host of a pool in a run, with its agent and a record of earlier agents."""
+    """One host of a pool in a run, with its agent and the history of earlier ones."""
 
     name: str
     number: int
     agent: AgentHandle | None = None
-    agents: int = 0  # number of agents that have been started
-    starts: list[float] = field(default_factory=list)  # times of the most recent starts
-    # number of agents in a row that never dialled or through whose connections nothing came
+    agents: int = 0  # number of agents started so far
+    starts: list[float] = field(default_factory=list)  # times of the latest starts
+    # number of agents in a row that never dialled or whose connections carried nothing
     unconnected: int = 0
     deaths: list[str] = field(default_factory=list)
     lacking: set[str] = field(default_factory=set)  # modules that the host lacks
     given_up: str = ""  # why the driver gave up on the host; empty if it did not
-    # sums of the link counters of agents that have died
+    # totals of the link counters of agents that have died
     before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     round_trip: float = 0.0  # round-trip time of the last dead agent's link, in seconds
 
     def agent_died(self, agent: AgentHandle) -> None:
-        """Record the death of the agent, and give up on the host if too many agents have died."""
+        """Record the agent's death, and give up on the host if too many have died."""
         self.deaths.append(agent.why)
         is_useful = agent.has_connected and not agent.is_stuck()
         self.unconnected = 0 if is_useful else self.unconnected + 1
@@ -115,7 +115,7 @@ class HostWorkers:
         self.round_trip = link["round_trip"] or self.round_trip
 
     def stats(self, workers: int) -> HostStats:
-        """Return the statistics of the host. ``workers`` is the number of workers on it."""
+        """Return the host's statistics. ``workers`` is its number of workers."""
         link = self.agent.link.state() if self.agent is not None else {}
         counts = {word: self.before[word] + link.get(word, 0) for word in COUNTS}
         state = "connected" if link.get("connected") else "waiting" if link else self.given_up or "ended"
@@ -129,12 +129,12 @@ class HostWorkers:
 def host_for(
     worker: PlannedWorker, hosts: Mapping[str, HostWorkers], streams: Iterable[WorkerPorts]
 ) -> HostWorkers:
-    """Choose the planned host of a worker, or else the host of its pool with the fewest workers.
+    """Choose a worker's planned host or, if that is impossible, the pool's host with the fewest workers.
 
     Args:
         worker: The worker.
         hosts: All hosts of the pool, by name.
-        streams: The ports of the workers that are already on hosts.
+        streams: Ports of the workers that are already on hosts.
 
     Returns:
         The host.
@@ -166,7 +166,7 @@ def together(agents: Sequence[AgentHandle], streams: Mapping[WorkerId, WorkerPor
             moves = True  # the worker is being started, replaced or ended
             continue
         about = states[stream.agent.number]["streams"].get(stream.number, {})
-        # if items are staged, the worker is waiting for room at the driver, not for an item
+        # with staged items, the worker waits for room at the driver, not for an item
         if not about.get("staged"):
             reading.update(waits.reading)
         writing.update(waits.writing)

@@ -1,1 +1,1 @@
-"""Encoding of items: pickles, arrays, device tensors and shared memory."""
+"""Encode items: pickles, arrays, device tensors and shared memory."""

@@ -1,7 +1,7 @@
-"""Checks of arguments, made in the call itself so that the traceback ends at the caller's line.
+"""Check arguments inside the user's call, so that the traceback ends at the caller's line.
 
-Each function returns the checked value. It raises ``TypeError`` for a wrong type and ``ValueError`` for a
-value out of range. The message contains the call, the argument, the allowed values and the given value.
+Each function returns the checked value. A wrong type raises ``TypeError``; a value out of range raises
+``ValueError``. The message names the call, the argument, the allowed values and the given value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    """Return whether the value is an int and not a bool."""
+    """Return whether the value is an int but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -71,7 +71,7 @@ def _number(call: str, argument: str, value: Any, or_none: str) -> float:
 
 
 def _as_float(value: Any) -> float | None:
-    """Return a real number as a float, infinite if it is too large; ``None`` for another object."""
+    """Return a real number as a float; infinity if it is too large, ``None`` if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
         return None
     try:
@@ -82,7 +82,7 @@ def _as_float(value: Any) -> float | None:
 
 
 def per_second(call: str, argument: str, value: Any) -> float | None:
-    """Check a number of items per second greater than zero, or ``None`` for no limit."""
+    """Check that the value is a positive number of items per second, or ``None`` for no limit."""
     if value is None:
         return None
     number = _as_float(value)
@@ -105,7 +105,7 @@ def flag(call: str, argument: str, value: Any) -> bool:
 
 
 def text(call: str, argument: str, value: Any) -> str:
-    """Check that the value is a string with at least one character other than white space."""
+    """Check that the value is a string that is not empty or blank."""
     if not isinstance(value, str):
         raise TypeError(f"{call}: {argument} must be a string, got {shown(value)}")
     if not value.strip():
@@ -122,7 +122,7 @@ def callable_argument(call: str, argument: str, value: Any) -> Callable[..., Any
 
 
 def errors_argument(call: str, argument: str, value: Any) -> tuple[type[Exception], ...]:
-    """Check that the value is an exception class or a tuple of them, and return a tuple."""
+    """Check that the value is an exception class or a tuple of them, and return it as a tuple."""
     classes = value if isinstance(value, tuple) else (value,)
     for one in classes:
         if not isinstance(one, type) or not issubclass(one, Exception):
@@ -134,8 +134,8 @@ def errors_argument(call: str, argument: str, value: Any) -> tuple[type[Exceptio
 
 
 def secret_bytes(call: str, secret: Any, advice: str = "for example secrets.token_bytes(16)") -> bytes:
-    """Check the secret with which peers authenticate each other."""
-    from flowchan.transport.authentication import SECRET  # slow to import, and most programs do not need it
+    """Check the secret that peers use to authenticate each other."""
+    from flowchan.transport.authentication import SECRET  # slow to import, and few programs need it
 
     if not isinstance(secret, bytes):
         raise TypeError(
@@ -151,7 +151,7 @@ def secret_bytes(call: str, secret: Any, advice: str = "for example secrets.toke
 
 
 def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ``TypeError`` for an option that the call does not have, and suggest the nearest known option."""
+    """Raise ``TypeError`` for an unknown option, and suggest the most similar known one."""
     known = tuple(known)
     for name in options:
         if name not in known:
@@ -161,19 +161,19 @@ def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> No
 
 
 def near_misses(name: str, known: Iterable[str]) -> list[str]:
-    """Return a list with the known name that is nearest to ``name``; empty if none is near."""
-    from difflib import get_close_matches  # slow to import, and needed only for a misspelt name
+    """Return a list with the known name that is most similar to ``name``; empty if none is similar."""
+    from difflib import get_close_matches  # slow to import, and needed only for misspelt names
 
     return get_close_matches(name, list(known), 1)
 
 
 def refuses_misspelt(call: str, options: Iterable[str] = ()) -> Callable[[Function], Function]:
-    """Make a function suggest the right option when it is called with a misspelt one.
+    """Make a function suggest the right option when a caller misspells one.
 
-    The message begins with ``call``, the name that users know. Python 3.13 and later make such suggestions
-    too, but with the name of the definition. The check costs one more Python call, so functions that run once
-    per item do not use it. ``options`` lists the options that the function takes as ``**options``. The
-    decorator also shortens tracebacks, as :func:`~flowchan.items.tracebacks.ends_at_caller` does.
+    The message begins with ``call``, the name that users see. Python 3.13 and later also make suggestions,
+    but show the name from the definition. The check costs an extra Python call, so functions that run for
+    each item do not use it. ``options`` lists what the function accepts as ``**options``. The decorator also
+    shortens tracebacks, like :func:`~flowchan.items.tracebacks.ends_at_caller`.
     """
 
     def refusing(function: Function) -> Function:
@@ -199,10 +199,10 @@ def refuses_misspelt(call: str, options: Iterable[str] = ()) -> Callable[[Functi
 def no_misspelt_option(
     call: str, function: Callable[..., Any], passed: Iterable[str], known: Iterable[str]
 ) -> None:
-    """Raise ``TypeError`` for a misspelt option in a call that passes options on to the user's function.
+    """Raise ``TypeError`` for a misspelt option if the call also passes options to the user's function.
 
-    An option is rejected only if the function does not take it and it resembles an option of the call.
-    ``check`` reports the other unknown options, with the line of the function.
+    Reject an option only if it resembles an option of the call and the function does not accept it. ``check``
+    reports other unknown options, with the line of the function.
     """
     known = tuple(known)
     try:

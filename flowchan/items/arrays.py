@@ -1,4 +1,4 @@
-"""Transfer of arrays, tensors and memory views to another process.
+"""Transfer arrays, tensors and memory views to other processes.
 
 Their contents are sent next to the pickle, and the receiver reads them in place.
 
@@ -11,10 +11,10 @@ Their contents are sent next to the pickle, and the receiver reads them in place
 | Polars frame or series, Arrow table, Pillow image | the same type, read in place (``arrow.py``) |
 | torch tensor on a CUDA device | a copy on the same device (``transport/device/transfer.py``) |
 
-Each array or tensor is sent separately. Two views of one memory arrive as two arrays, but an object that an
-item contains twice arrives once. An array with gaps between its elements arrives without gaps. A tensor that
-was computed under autograd is rejected, because its graph cannot be sent. A leaf that requires a gradient
-still requires one after it arrives.
+Each array or tensor is sent separately. Two views of the same memory arrive as two arrays, but an object that
+occurs twice in an item arrives once. An array with gaps between its elements loses the gaps. A tensor
+computed under autograd is rejected, because its autograd graph cannot be sent. If a leaf requires a gradient,
+it still does so after it arrives.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from flowchan.items import arrow, shared_tensors
 from flowchan.transport.device import transfer
 
 MOST_LENT = 2**63
-"""Number of bytes, larger than any channel's memory."""
+"""Number of bytes larger than any channel's memory."""
 
-# the codes that memoryview.cast accepts, which are therefore the formats that can be received
+# memoryview.cast accepts only these codes, so only these formats can be received
 _CODES = "bBcdfhHiIlLnNqQ?"
 
 _Reducers = dict[Any, Callable[[Any], Any]]
@@ -47,15 +47,14 @@ _LIBRARIES = ("numpy", "torch", *arrow.LIBRARIES)
 def reducers() -> _Reducers:
     """Return a pickler's dispatch table.
 
-    The table has flowchan's reducers for the libraries that are loaded, and the reducers that programs have
-    registered.
+    It contains flowchan's reducers for the loaded libraries, and the reducers that programs have registered.
     """
     global _made, _made_from
     state = len(copyreg.dispatch_table), *[name in sys.modules for name in _LIBRARIES]
     if state != _made_from:
         table: _Reducers = {**copyreg.dispatch_table, memoryview: _reduce_memoryview, View: _reduce_view}
-        # A module that another thread is importing may not have its type yet. In that case no instance can
-        # exist.
+        # A module that another thread is still importing may not have defined its type yet. Then no instance
+        # can exist either.
         if array := getattr(sys.modules.get("numpy"), "ndarray", None):
             table[array] = _reduce_array
         if tensor := getattr(sys.modules.get("torch"), "Tensor", None):
@@ -69,7 +68,7 @@ def reducers() -> _Reducers:
 
 def _reduce_memoryview(view: memoryview) -> Any:
     code = view.format
-    if code[:1] == "<" and sys.byteorder == "little":  # the format that ctypes uses
+    if code[:1] == "<" and sys.byteorder == "little":  # ctypes uses this format
         code = code[1:]
     if len(code) != 1 or code not in _CODES or struct.calcsize(f"@{code}") != view.itemsize:
         raise TypeError(
@@ -104,7 +103,7 @@ def _reduce_array(array: Any) -> Any:
         return array.__reduce_ex__(5)
     if not flags.forc:
         array = array.copy(order="C")
-    # NumPy does not export buffers of datetimes, and its own pickling is twice as slow
+    # NumPy does not export datetimes as buffers, and pickles them at half the speed
     fortran = flags.fnc
     memory = array.T if fortran else array
     if dtype.kind in "mM":
@@ -140,7 +139,7 @@ def _reduce_tensor(tensor: Any) -> Any:
     if not _is_dense(data):
         data = data.contiguous()
     size = data.numel() * data.element_size()
-    if size and not data.data_ptr():  # the storage was freed, or never allocated
+    if size and not data.data_ptr():  # the storage was freed or never allocated
         return tensor.__reduce_ex__(5)
     if kind == "cuda":
         form = data.dtype, tuple(data.shape), data.stride(), tensor.requires_grad
@@ -156,7 +155,7 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 
 def _is_dense(tensor: Any) -> bool:
-    """Return whether the elements have no gaps or overlaps, in any order of dimensions."""
+    """Return whether the elements have no gaps or overlaps, whatever the order of the dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -168,10 +167,10 @@ def _is_dense(tensor: Any) -> bool:
 
 
 tensors_in_place = False
-"""Whether received tensors are in the memory of their channel itself, and not in private pages.
+"""Whether received tensors stay in their channel's memory instead of private pages.
 
-A process may set this if no fork of it uses these tensors, because a fork would share them. The nodes of
-remote tensors do so: mapping private pages and reading them costs as much as copying the tensor.
+A process may set this if it forks no child that uses these tensors, because a child would share them. The
+nodes of remote tensors set it: to map private pages and read them costs as much as copying the tensor.
 """
 
 
@@ -185,7 +184,7 @@ def _rebuild_tensor(buffer: Any, dtype: Any, shape: Any, stride: Any, requires_g
     if len(memory := memoryview(buffer)) == 0:
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     else:
-        # torch has no read-only tensors, so the tensor must be in memory that this process may write
+        # torch has no read-only tensors, so the memory must be writable for this process
         own = _writable(buffer) if isinstance(buffer, View) else bytearray(memory)
         tensor = torch.frombuffer(own, dtype=torch.uint8).view(dtype).as_strided(shape, stride)
     return tensor.requires_grad_(requires_grad)
@@ -194,24 +193,24 @@ def _rebuild_tensor(buffer: Any, dtype: Any, shape: Any, stride: Any, requires_g
 def loan(  # noqa: D417 - a method of channels and ports
     self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout: float | None = None
 ) -> Any:
-    """Allocate an array in the channel's own memory, to be filled and then put.
+    """Allocate an array in the channel's memory, to be filled and then put.
 
-    ``put`` then does not copy the array, which may be the whole item or a part of it. Its contents are
-    undefined at first. After the put, the array belongs to the channel: a NumPy array becomes read-only, and
-    a tensor must not be written any more. If an array is dropped without a put, its memory returns to the
-    channel. Only one loan per item is used in place; ``put`` copies any other. On a channel between threads,
-    this returns an ordinary array.
+    ``put`` then need not copy the array, which may be the whole item or a part of it. The contents are
+    undefined at first. After the put, the channel owns the array: a NumPy array becomes read-only, and a
+    tensor must not be modified. The memory of an array that is never put returns to the channel. Only one
+    loan per item is sent in place; ``put`` copies the others. On a channel between threads, this returns an
+    ordinary array.
 
     Args:
         shape: Number of elements in each dimension, or one int.
         dtype: A NumPy dtype (default ``"float64"``), or a torch dtype for a tensor.
-        timeout: Seconds to wait for memory. Default: no limit.
+        timeout: Seconds to wait for free memory. Default: no limit.
 
     Returns:
         A NumPy array, or a torch tensor if ``dtype`` is a torch dtype.
 
     Raises:
-        Full: The memory was not free within ``timeout`` seconds.
+        Full: No memory became free within ``timeout`` seconds.
         Closed: The channel is closed.
         ChannelError: Raised by ``put``, if the array has already been put.
         TypeError: ``dtype`` contains Python objects.

@@ -1,9 +1,10 @@
-"""Transfer of data frames and images to another process as Arrow buffers.
+"""Transfer data frames and images to other processes as Arrow buffers.
 
-The buffers are sent next to the pickle. They are copied once into the channel, and the receiver reads them in
-place. Arrow's own types need this only for a slice of a table, whose pickle would include the whole table.
-The pickle of a Polars frame or series, or of a Pillow image, would contain all data. If pyarrow is missing,
-or Arrow lacks a type, objects are pickled as their libraries define, which makes copies.
+The buffers are sent next to the pickle: they are copied once, into the channel, and the receiver reads them
+in place. Arrow's own types need this only for slices of tables, because the pickle of a slice contains the
+whole table. Pickles of Polars frames and series and of Pillow images would contain all the data. Without
+pyarrow, or for a type that Arrow lacks, objects are pickled in their library's own way, which copies the
+data.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from pickle import PickleBuffer
 from typing import Any
 
 LIBRARIES = ("polars", "pyarrow", "PIL.Image")
-"""The modules that define the types that this file can transfer."""
+"""Modules that define the supported types."""
 _TYPES: tuple[tuple[str, str, str, Callable[[Any], Any]], ...]
-"""Module, type, a name in the module that its reducer needs (older versions lack it), and the reducer."""
+"""Module, type, a name in the module that the reducer needs (older versions lack it), and the reducer."""
 _RAW = {"L": "L", "RGB": "RGBX", "RGBA": "RGBA", "CMYK": "CMYK"}
-"""Image modes, each with Pillow's name for the raw mode in which it stores the pixels."""
+"""Image modes, and the raw mode in which Pillow stores the pixels of each."""
 
 
 def reducers() -> Iterator[tuple[Any, Callable[[Any], Any]]]:
-    """Yield the types from the loaded libraries, each with its reducer."""
+    """Yield the types of the loaded libraries, each with its reducer."""
     if not _has_arrow():
         return
     for module, name, needed, reduce in _TYPES:
-        loaded = sys.modules.get(module)  # a module that is being imported may not have its types yet
+        # a module that is still being imported may not have defined its types yet
+        loaded = sys.modules.get(module)
         if hasattr(loaded, name) and hasattr(loaded, needed):
             yield getattr(loaded, name), reduce
 
@@ -43,7 +45,7 @@ def _reduce_table(table: Any) -> Any:
 
     if table.nbytes >= 0.5 * table.get_total_buffer_size():
         return table.__reduce_ex__(5)
-    sink = pyarrow.BufferOutputStream()  # the stream contains only the data of the slice
+    sink = pyarrow.BufferOutputStream()  # the stream holds only the data of the slice
     with pyarrow.ipc.new_stream(sink, table.schema) as writer:
         writer.write(table)
     return _rebuild_table, (PickleBuffer(sink.getvalue()), isinstance(table, pyarrow.RecordBatch))
@@ -60,7 +62,7 @@ def _reduce_frame(frame: Any) -> Any:
     import polars
 
     types = repr(frame.dtypes)
-    # Arrow would store the addresses of objects, and has no Int128
+    # Arrow would store objects as addresses, and has no Int128
     if "Object" in types or "Int128" in types:
         return frame.__reduce_ex__(5)
     table = frame.to_arrow(compat_level=polars.CompatLevel.newest())
@@ -92,7 +94,7 @@ def _reduce_image(image: Any) -> Any:
         return image.__reduce_ex__(5)
     try:
         pixels = pyarrow.array(image)
-    except ValueError:  # a large image consists of several pieces
+    except ValueError:  # a large image has several memory blocks
         pixels = pyarrow.Array.from_buffers(
             pyarrow.uint8(),
             image.width * image.height * len(raw),
@@ -105,7 +107,7 @@ def _rebuild_image(pixels: Any, mode: str, size: tuple[int, int], info: dict[Any
     from PIL import Image
 
     image = Image.fromarrow(pixels, mode, size)
-    image.readonly = 1  # Pillow copies the image before changing it
+    image.readonly = 1  # makes Pillow copy the image before changing it
     image.info = info
     return image
 

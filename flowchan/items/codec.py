@@ -1,12 +1,11 @@
-"""Serialisation of items that the core's direct encoding does not cover.
+"""Serialise items that the core's direct encoding does not cover.
 
-The format is pickle protocol 5. The contents of arrays and tensors are sent next to the pickle, as buffers
+The format is pickle protocol 5. The contents of arrays and tensors are sent next to the pickle as buffers
 (``arrays.py``), so they are written once and read in place.
 
-Functions and classes from ``__main__``, or from a file that ``flowchan run`` has loaded, are pickled by value
-with cloudpickle (``main_code.py``). The reason is that another process may have another ``__main__``.
-Everything importable is pickled by reference. cloudpickle is also used for values that plain pickle can't
-handle.
+Functions and classes from ``__main__``, or from a file that ``flowchan run`` loaded, are pickled by value
+with cloudpickle (``main_code.py``). Other processes may have a different ``__main__``. Importable functions
+and classes are pickled by reference.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from flowchan.transport import descriptors
 from flowchan.transport.device import transfer
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 
-# Names of modules whose functions and classes other processes cannot import.
+# Modules whose functions and classes other processes cannot import.
 by_value_modules: set[str] = {"__main__", "__mp_main__"}
 
 
@@ -39,20 +38,20 @@ Packed = bytes | list[Any]
 
 
 def pack(value: object) -> Packed:
-    """Serialise a value in the way of a channel between processes, so that it can be sent packed.
+    """Serialise a value like an item of a channel between processes, so that it can be sent packed.
 
-    :func:`unpack` restores the value. A receiver can therefore hold the packed item before any part of the
-    value is unpickled, and decide what to do if unpacking fails.
+    :func:`unpack` restores the value. A receiver can therefore hold the packed item before it unpickles
+    anything, and choose what to do if unpickling fails.
 
     Args:
-        value: Any value that can be sent as an item.
+        value: Any value that can be an item.
 
     Returns:
         Bytes, or a list of bytes, buffers and channels. A put into a channel between processes copies the
-        contents of the buffers, and the receiver reads them in place.
+        buffers' contents once, and the receiver reads them in place.
 
     Raises:
-        TypeError: A part of the value cannot be serialised; the message names the part.
+        TypeError: A part of the value cannot be serialised; the message names this part.
 
     Example:
         >>> from flowchan import pack, unpack
@@ -63,16 +62,16 @@ def pack(value: object) -> Packed:
 
 
 def pack_to_pass_on(value: object) -> tuple[Packed, Callable[[], None]]:
-    """Serialise a value for a process that passes it on without unpacking it.
+    """Serialise a value for a process that will pass it on without unpacking it.
 
-    Return the packed value, and a function to call if the packed value is not sent.
+    Return the packed value, and a function to call if it is not sent after all.
     """
     packed, companions = _pack_with(value, descriptors.Unopened())
     return _with_companions(packed, companions), companions.take_back
 
 
 def pack_away(value: object) -> Packed:
-    """Serialise a value for another host; memory that processes share is copied into the result."""
+    """Serialise a value for another host, with copies of any shared memory."""
     return _with_companions(*_pack_with(value, descriptors.DuplicatedDescriptors()))
 
 
@@ -122,7 +121,7 @@ def unpack(packed: Packed) -> Any:
         The value.
 
     Raises:
-        Exception: Any error that unpickling the value raises.
+        Exception: Whatever unpickling the value raises.
 
     Example:
         >>> from flowchan import pack, unpack
@@ -147,21 +146,21 @@ Kept = tuple[int, list[Any], Callable[[Any], None] | None, int, tuple[int, ...],
 def dumps(item: object, leaves: bool = False) -> Packed | Kept:
     """Serialise an item for the core.
 
-    For a PINNED or PARCEL item, the result is a tuple with these parts:
+    For a PINNED or PARCEL item, the result is a tuple:
 
     - the id of the device memory, or 0
     - the pickle and its buffers
     - a function to call with the channel once the item is in it, or None
-    - the id of the fd bundle, or 0
-    - the bundle's descriptors
-    - the objects that keep the descriptors open
+    - the id of the bundle of file descriptors, or 0
+    - the descriptors in the bundle
+    - the objects that keep these descriptors open
 
     Args:
         item: The item.
         leaves: True if the item goes to another host.
 
     Returns:
-        The pickle and its buffers, or that tuple.
+        The pickle and its buffers, or the tuple above.
     """
     try:
         packed, channels = _pack_with(item, descriptors.Leaving() if leaves else descriptors.Parcel())
@@ -185,9 +184,9 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
 
 
 class _Last(threading.local):
-    """The last item with channels that this thread serialised for another host.
+    """Item with channels that this thread last serialised for another host.
 
-    ``dumped`` holds the ``id`` of the item's serialised form and the callbacks that release its channels.
+    ``dumped`` has the ``id`` of the serialised item and the callbacks that release its channels.
     """
 
     dumped: tuple[int, list[Callable[[], None]]] | None = None
@@ -197,7 +196,7 @@ _last = _Last()
 
 
 def not_put(dumped: object) -> None:
-    """Release the channels in a result of :func:`dumps`, because that result was not put."""
+    """Release the channels in a result of :func:`dumps` that was not put."""
     last, _last.dumped = _last.dumped, None
     if last is not None and last[0] == id(dumped):
         for call in last[1]:
@@ -205,7 +204,8 @@ def not_put(dumped: object) -> None:
 
 
 _NAMES_SOMETHING = pickle.STACK_GLOBAL
-"""Protocol 5 writes this byte for each reference to a function or a class. Searching for one byte is fast."""
+"""Protocol 5 writes this byte for each reference to a function or class, and searching for one byte is fast.
+"""
 
 
 def _names_local_objects(data: bytes) -> bool:
@@ -228,8 +228,8 @@ def _dumps_by_value(item: object, aside: Any) -> bytes:
 
 @functools.cache
 def _by_value_pickler() -> Any:
-    """Return the class that pickles by value and tries flowchan's reducers before its own."""
-    from flowchan.items.main_code import ByValuePickler  # slow to import, and not needed for most items
+    """Return a pickler class that pickles by value and tries flowchan's reducers first."""
+    from flowchan.items.main_code import ByValuePickler  # slow to import, and most items do not need it
 
     class Pickler(ByValuePickler):
         def reducer_override(self, obj: object) -> Any:
@@ -240,7 +240,7 @@ def _by_value_pickler() -> Any:
 
 
 def dumps_in_one(value: object) -> bytes:
-    """Serialise a value for another process of this machine, in one bytes object that pickle can load."""
+    """Serialise a value for another process here, as one bytes object that plain pickle can load."""
     try:
         data = pickle.dumps(value, protocol=5)
     except unless_interrupted(Exception):
@@ -276,7 +276,7 @@ keeps_sealed: ContextVar[bool] = ContextVar("keeps_sealed", default=False)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Sealed:
-    """Packed item, for a process that passes the item on without unpacking it."""
+    """Packed item in a process that passes it on without unpacking it."""
 
     packed: Packed
 
@@ -287,7 +287,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Opening:
-    """Stand-in for a packed value: its receiver gets the unpacked value."""
+    """Stand-in for a packed value; its receiver gets the unpacked value."""
 
     packed: Packed
 
@@ -298,8 +298,9 @@ class Opening:
 def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) -> Any:
     """Restore the object that was passed to :func:`dumps`.
 
-    A PINNED or PARCEL item arrives as a tuple: a view that keeps the item alive, the pickle and its buffers,
-    and the fd bundle. The bundle is a pair: its descriptors, and the errno that explains why any are missing.
+    A PINNED or PARCEL item arrives as a tuple: a view that keeps the item alive, the pickle with its buffers,
+    and the descriptor bundle. The bundle is a pair: the descriptors, and the errno that says why some are
+    missing.
     """
     if keeps_sealed.get() and not isinstance(data, tuple):
         return Sealed(data)
@@ -320,10 +321,10 @@ def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) ->
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Unreadable:
-    """Item that a stage could not unpickle.
+    """Stand-in for an item that a stage could not unpickle.
 
     Attributes:
-        data: The pickle of the item, without the arrays that are sent next to the pickle.
+        data: The item's pickle, without the arrays next to it.
 
     Example:
         >>> from flowchan import Graph, Unreadable
@@ -344,9 +345,9 @@ class Unreadable:
 
 
 def _refusal(item: object, error: BaseException) -> str:
-    """Describe the innermost attribute, element or key that cannot be pickled."""
+    """Name the innermost attribute, element or key that cannot be pickled."""
     path, culprit, reason = smallest(item, str(error))
-    names_culprit = reason.startswith(short(culprit))  # flowchan's own messages do this
+    names_culprit = reason.startswith(short(culprit))  # flowchan's own messages already name the part
     if path and names_culprit:
         reason = f"its {', '.join(path)}: {reason}"
     elif path:
@@ -360,7 +361,7 @@ _PICKLERS = {"flowchan", "cloudpickle", "pickle", "copyreg"}
 
 
 def _is_of_user(error: BaseException) -> bool:
-    """Return whether code outside the picklers, such as a user's ``__reduce__``, appears in the traceback."""
+    """Return whether the traceback contains code outside the picklers, such as a user's ``__reduce__``."""
     return any(
         frame.f_globals.get("__name__", "").partition(".")[0] not in _PICKLERS
         for frame, _ in traceback.walk_tb(error.__traceback__)

@@ -1,7 +1,7 @@
-"""Combination of the values of several workers, or of several members of a group.
+"""Combine values from several workers, or from several members of a group.
 
-Values are combined leaf by leaf through dictionaries, lists and tuples, and always in their order. All
-processes that combine the same values therefore get the same result, and an operation does not need a neutral
+Values are combined leaf by leaf, through dictionaries, lists and tuples, and always in the given order. All
+processes that combine the same values therefore get the same result, and operations do not need a neutral
 element.
 """
 
@@ -19,12 +19,12 @@ Named = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
 
 
 class Reduced(NamedTuple, Generic[T]):
-    """Combined values of a stage's workers in one round.
+    """Combined values of all workers of a stage in one round.
 
     Attributes:
-        value: The combination of the workers' values.
-        contributors: Number of workers that contributed. The number falls when workers end.
-        round: Number of the round, starting at 0.
+        value: The combined value.
+        contributors: Number of workers that contributed; it falls as workers end.
+        round: Number of the round, from 0.
 
     Example:
         >>> from flowchan import Graph
@@ -40,9 +40,9 @@ class Reduced(NamedTuple, Generic[T]):
 
 
 def combined(values: Sequence[Any], function: Function) -> Any:
-    """Combine the values with a function, or return None if the sequence is empty.
+    """Combine the values with a function; return None if there are none.
 
-    Raises ``ValueError`` if their keys or lengths differ, and passes on any error that the function raises.
+    Raise ``ValueError`` if the values' keys or lengths differ. Errors of the function pass through.
     """
     total = values[0] if values else None
     for value in values[1:]:
@@ -51,9 +51,9 @@ def combined(values: Sequence[Any], function: Function) -> Any:
 
 
 def reduced(values: Sequence[Any], op: str | Function) -> Any:
-    """Combine values, which may be arrays of one shape.
+    """Combine values, which may be arrays of the same shape.
 
-    ``op`` is a function, or a name in :data:`OPERATIONS`.
+    ``op`` is a function or a name in :data:`OPERATIONS`.
     """
     total = combined(values, of_one_shape(OPERATIONS[op]) if isinstance(op, str) else op)
     return _divided(total, len(values)) if op == "mean" else total
@@ -80,7 +80,7 @@ def _combine(a: Any, b: Any, function: Function, path: str) -> Any:
 
 
 def of_one_shape(plain: Function) -> Function:
-    """Wrap ``plain`` with a check that arrays have the same shape. A number combines with any shape."""
+    """Wrap ``plain`` so that it rejects arrays of different shapes. A number combines with any shape."""
 
     def function(a: Any, b: Any) -> Any:
         shapes = getattr(a, "shape", ()), getattr(b, "shape", ())
@@ -101,7 +101,7 @@ def _divided(total: Any, by: int) -> Any:
 
 
 def _of_each_element(name: str, plain: Function) -> Function:
-    """Wrap ``plain`` to use the library's function ``name`` for arrays and tensors."""
+    """Wrap ``plain`` so that arrays and tensors use their library's function ``name``."""
 
     def function(a: Any, b: Any) -> Any:
         for library, kind in (("numpy", "ndarray"), ("torch", "Tensor")):
@@ -123,4 +123,4 @@ OPERATIONS: dict[str, Function] = {
     "or": operator.or_,
     "xor": operator.xor,
 }
-"""Named combinations. The mean is the sum divided by the number of values."""
+"""Combining functions by name. "mean" is the sum; the caller divides it by the number of values."""

@@ -1,4 +1,4 @@
-"""Compare definitions of functions and classes, and values, across processes with the same Python."""
+"""Compare functions, classes and values across processes that run the same Python."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from flowchan.transport.interrupts import unless_interrupted
 
 DIGEST_LIMIT = 4 << 20
-"""Maximum number of bytes of a value that are compared."""
+"""Values larger than this many bytes are not compared."""
 
 MAIN = ("__main__", "__mp_main__")
-"""Names of the module of the main script; the second is its name in a process that was not forked."""
+"""Names of the main script's module; a process that was not forked uses the second."""
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
@@ -23,7 +23,7 @@ _fingerprints: weakref.WeakKeyDictionary[type, tuple[tuple[int, ...], str]] = we
 
 
 def fingerprint(cls: type) -> str:
-    """Return a text that is the same for the same code of a class, in every process with the same Python."""
+    """Return a text that depends only on the code of a class, in every process with the same Python."""
     members = vars(cls)
     version = tuple(map(id, members.values()))
     known = _fingerprints.get(cls)
@@ -39,7 +39,7 @@ def fingerprint(cls: type) -> str:
 
 
 def text_of(member: Any, depth: int = 4) -> str:
-    """Return the code of a class member as text; empty if it has no code."""
+    """Return the code of a class member as text; empty if there is none."""
     if isinstance(member, (classmethod, staticmethod)):
         member = member.__func__
     elif isinstance(member, functools.cached_property):
@@ -72,7 +72,7 @@ def _stable(constant: object) -> str:
 
 
 class _TooLarge(Exception):
-    """The value has more than :data:`DIGEST_LIMIT` bytes."""
+    """The value is larger than :data:`DIGEST_LIMIT`."""
 
 
 class _Sum:
@@ -94,7 +94,7 @@ class _Sum:
 
 
 class _DigestPickler(pickle.Pickler):
-    """Pickler for comparing values: functions by their code, and classes and modules by their names."""
+    """Pickler for comparisons: it stores functions as their code, and classes and modules as their names."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType):

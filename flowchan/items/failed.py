@@ -1,4 +1,4 @@
-"""Items of an ``errors`` stream."""
+"""Define the items of an ``errors`` stream."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Failed(Generic[T_co]):
     """Item for which a stage's function raised an exception.
 
     Attributes:
-        item: The item, or an :class:`flowchan.Unreadable` if the item could not be received.
-        error: The exception that the last call raised.
-        attempts: Number of calls; 0 if the item could not be received.
+        item: The item, or a :class:`flowchan.Unreadable` if it could not be unpickled.
+        error: Exception of the last call.
+        attempts: Number of calls; 0 if the item could not be unpickled.
 
     Example:
         >>> from flowchan import Graph

@@ -1,4 +1,4 @@
-"""State of one key, which a keyed stage passes to its function."""
+"""Define the state that a keyed stage keeps for each key."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from flowchan.items.text import shown
 T = TypeVar("T")
 
 MISSING: Any = object()
-"""Value of a key without state."""
+"""Stands for the value of a key that has no state."""
 
 
 class KeyedState(Generic[T]):
-    """State of one key, which a keyed stage passes to its function with each item.
+    """State of one key; a keyed stage passes it to its function with each item.
 
     The state exists from the first use of ``value`` until :meth:`clear`. After each item, the value is
-    pickled. If the worker dies, its replacement continues with the value after the last finished item. If the
-    function raises, the state of the key does not change.
+    pickled; if the worker dies, its replacement continues with the value after the last finished item. If the
+    function raises, the state stays as it was before the call.
 
     Attributes:
         key: Key of the item.
@@ -49,10 +49,10 @@ class KeyedState(Generic[T]):
 
     @property
     def value(self) -> T:
-        """Return the value of this key.
+        """Return the value for this key.
 
-        The first use calls the stage's ``state`` function. The value may be assigned, or changed in place.
-        It must be picklable.
+        The first use calls the stage's ``state`` function. Assign to the value, or change it in place. It
+        must be picklable.
 
         Example:
             >>> from flowchan import Graph
@@ -75,7 +75,7 @@ class KeyedState(Generic[T]):
         self._value = value
 
     def clear(self) -> None:
-        """Remove the state of this key. The key then uses no memory.
+        """Remove the state of this key, and free its memory.
 
         Example:
             >>> from flowchan import Graph

@@ -1,14 +1,14 @@
-"""Publish the latest version of a value to other processes on this machine, through shared memory.
+"""Publish the latest version of a value to other processes on this machine through shared memory.
 
-Algorithm. The program writes each version into a new in-memory file. In one step (``dup3``), it gives this
-file the descriptor number of the previous version. It then stores the version number in a word that all
-processes have mapped. A reader compares this word with the version that it holds. If they differ, the reader
-opens the file by its path in ``/proc``, maps it and unpickles the value. Arrays stay in the mapped file.
+Algorithm. The program writes each version into a new in-memory file. A single step (``dup3``) gives this file
+the descriptor number of the previous version. The program then stores the version number in a word that all
+processes have mapped. A reader compares this word with the version it has. If they differ, it opens the file
+by its path in ``/proc``, maps it and unpickles the value. Arrays stay in the mapped file.
 
-Invariants. A file never changes after it has its descriptor number, so a reader always gets one whole
-version. The word never names a version that is newer than the file. The program does not wait for readers.
-The kernel frees a version when the program has replaced it and no process has it mapped. Everything belongs
-to the program; a reader that is killed at any point leaves nothing behind.
+Invariants. A file never changes once it has its descriptor number, so a reader always gets a complete
+version. The word never refers to a version newer than the file. The program does not wait for readers. The
+kernel frees an old version once no process has it mapped. The program owns everything, so a reader that is
+killed at any point leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from flowchan.items.program_file import ProgramFile
 from flowchan.items.text import shown
 from flowchan.transport.interrupts import interrupts_deferred
 
-_HEADER = struct.Struct("QQ")  # version, number of parts; the sizes of the parts follow
+_HEADER = struct.Struct("QQ")  # version and number of parts; the sizes of the parts follow
 _SIZE = struct.Struct("Q")
 _ALIGNMENT = 64
-_MAP_NORESERVE = 0x4000  # Linux; the module mmap does not have it before Python 3.13
+_MAP_NORESERVE = 0x4000  # Linux; the mmap module lacks it before Python 3.13
 
 
 @dataclass(frozen=True, slots=True)
 class Versioned:
-    """A value with the number of its version."""
+    """A value and its version number."""
 
     version: int
     value: Any
 
 
 class LatestValue:
-    """Latest version of one value, in the program.
+    """Latest version of a value, on the program's side.
 
     Args:
         first: The first version.
@@ -68,7 +68,7 @@ class LatestValue:
         self._publish(first.version, parts)
 
     def publish(self, latest: Versioned) -> None:
-        """Publish a new version. If that fails, the version before it stays in force.
+        """Publish a new version. On an error, the previous version stays current.
 
         Args:
             latest: The new version.
@@ -90,7 +90,7 @@ class LatestValue:
             os.close(fd)
 
     def opened(self) -> LatestValueReader:
-        """Return a reader for this process, which is a forked child of the program."""
+        """Return a reader for this process, a forked child of the program."""
         return LatestValueReader(copy.copy(self._word_file), self._path)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -101,35 +101,35 @@ _live: weakref.WeakSet[LatestValue] = weakref.WeakSet()
 
 
 def close_inherited() -> None:
-    """Close the files that this forked process has from its parent, so that they do not keep old versions."""
+    """Close the files that this forked process inherited, so that they do not keep old versions."""
     for one in list(_live):
         if one.pid != os.getpid():
             one._close()
 
 
 class LatestValueReader:
-    """Reader of the latest version, in another process.
+    """Reader of the latest version, on the side of another process.
 
     Args:
-        word_file: File with the version number.
-        file_path: Path of the file with the value.
+        word_file: File that holds the version number.
+        file_path: Path of the file that holds the value.
     """
 
     def __init__(self, word_file: ProgramFile, file_path: str) -> None:
         self._word_file, self._file_path = word_file, file_path
         self._lock = threading.Lock()
-        self._word: Any = (-1,)  # until the first read, which opens the files
+        self._word: Any = (-1,)  # before the first read, which opens the files
         self._last: Versioned | None = None
 
     def opened(self) -> LatestValueReader:
-        """Return this reader. :class:`LatestValue` has the same method."""
+        """Return this reader itself; the method mirrors that of :class:`LatestValue`."""
         return self
 
     def latest(self) -> Versioned:
-        """Return the version in force.
+        """Return the current version.
 
-        Raises ``Broken`` if the program has exited or released the value. Errors from unpickling are also
-        raised.
+        Raises ``Broken`` if the program has exited or released the value. Errors from unpickling pass
+        through.
         """
         last = self._last
         return last if last is not None and last.version == self._word[0] else self._read()
@@ -150,7 +150,7 @@ class LatestValueReader:
 
 
 def parts_of(value: Any) -> list[memoryview]:
-    """Return the pickle of a value and its buffers, in which arrays are not copied.
+    """Return the pickle of a value and its buffers, which refer to the arrays without copying them.
 
     Raises ``TypeError`` if the value cannot be pickled or contains a channel.
     """
@@ -158,7 +158,7 @@ def parts_of(value: Any) -> list[memoryview]:
     parts = [packed] if isinstance(packed, bytes) else packed
     if any(isinstance(part, _core.Channel) for part in parts):
         raise TypeError(f"value must not contain channels, got {shown(value)}; pass channels as items")
-    # memoryview cannot cast an array without elements
+    # memoryview cannot cast empty arrays
     return [
         view.cast("B") if view.nbytes else memoryview(b"") for view in [memoryview(part) for part in parts]
     ]
@@ -187,7 +187,7 @@ def _write(fd: int, version: int, parts: list[memoryview]) -> None:
 
 
 def _read(fd: int) -> Versioned:
-    # private and writable, because torch has no read-only tensors; pages that are written become copies
+    # private but writable, because torch has no read-only tensors; only written pages are copied
     memory = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     version, number = _HEADER.unpack_from(memory)
     sizes = struct.unpack_from(f"{number}Q", memory, _HEADER.size)

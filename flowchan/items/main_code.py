@@ -1,12 +1,12 @@
 """Pickle functions and classes by value, from the main script and from modules that a process lacks.
 
-cloudpickle gives the functions in each pickle their own global variables, and makes a new class in each
-process. Here, a process that has run the same script uses its own function or class if the definition is the
-same. ``isinstance`` therefore works, and objects that come back to the program have its own types. In a
-worker process, the other functions share their globals: see ``worker_globals``.
+Without these changes, cloudpickle gives the functions of each pickle separate globals, and makes a new class
+in each process. Here, a process that has run the same script uses its own function or class if the definition
+is identical. ``isinstance`` therefore works, and objects that return to the program have its own types. All
+other functions in a worker process share their globals: see ``worker_globals``.
 
-Functions without a name in their module, such as lambdas and closures, share the globals only inside
-:func:`~flowchan.items.worker_globals.shared_globals`. Elsewhere, each keeps the values that it was sent with.
+Functions that their module does not name, such as lambdas and closures, share the globals only inside
+:func:`~flowchan.items.worker_globals.shared_globals`. Elsewhere, each one keeps the values sent with it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ unpacked_classes = UnpackedClasses()
 
 
 def unpack_class(packed: bytes) -> type:
-    """Return the class that was packed; the class is made only once."""
+    """Return the class in a pickle; each pickle makes only one class."""
     return unpacked_classes.get(packed)
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """cloudpickle's pickler, whose functions and classes are received as the module docstring describes.
+    """Variant of cloudpickle's pickler: functions and classes arrive as the module docstring describes.
 
     Attributes:
-        keeps_classes: True if the pickle of a class may be kept and used for many objects. The pickle of such
-            a class is nested, which hides the names of the modules that it refers to.
+        keeps_classes: True if the pickle of a class may be kept and used for many objects. The class then
+            gets a separate pickle inside the pickle, which hides the names of the modules that the class
+            refers to.
     """
 
     keeps_classes = True
 
     def reducer_override(self, obj: object) -> Any:
-        """Reduce a function, a class or ``object()``. Other objects are reduced by pickle."""
+        """Reduce a function, a class or an ``object()``. Leave all other objects to pickle."""
         if not isinstance(obj, (type, types.FunctionType)):
             return _reduce_sentinel(obj) if type(obj) is object else NotImplemented
         if isinstance(obj, type) and self.keeps_classes:
@@ -63,8 +64,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no ty
 
 
 _without_state: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""Functions and classes that were made in this process and have not received their state. The value says
-whether a function shares its globals."""
+"""Functions and classes that this process made but whose state has not arrived yet. The value says whether a
+function shares its globals."""
 
 
 def _reduce_function(function: Any, reduction: Any) -> Any:
@@ -76,13 +77,13 @@ def _reduce_function(function: Any, reduction: Any) -> Any:
 
 
 def _digest_of_parts(function: Any) -> object:
-    """Return a digest of the parts that differ between functions with the same code, or ``()``."""
+    """Return a digest of the parts that distinguish functions with the same code, or ``()``."""
     parts = (function.__defaults__, function.__kwdefaults__, function.__closure__)
     if parts == (None, None, None):
         return ()
     try:
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-    except ValueError:  # a cell of the closure is empty
+    except ValueError:  # a cell of the closure is still empty
         return None
     return digest_of((*parts[:2], *cells))
 
@@ -109,7 +110,7 @@ def _set_function_state(function: Any, state: Any) -> None:
     if worker_globals.shared and shares is not False:
         worker_globals.offer(function.__globals__, slots["__globals__"])
         slots["__globals__"] = {}
-    if shares is None:  # the function is this process's own
+    if shares is None:  # this is the process's own function
         if worker_globals.shared:
             worker_globals.offer(function.__dict__, attributes)
         return
@@ -157,7 +158,7 @@ def _is_data(name: str, value: Any) -> bool:
 
 
 def _reduce_sentinel(obj: object) -> Any:
-    """Send ``object()`` by name if it is a global of the script, because it is compared by identity."""
+    """Send ``object()`` by name if it is a global of the script, because programs compare it by identity."""
     for name, value in list(own_names("__main__").items()):
         if value is obj:
             return _sentinel, (name,)

@@ -10,9 +10,9 @@ from flowchan.errors import Broken
 
 
 class ProgramFile:
-    """In-memory file that belongs to the program and outlives the workers that write to it.
+    """In-memory file that the program owns, so that it outlives the workers that write to it.
 
-    A pickled ``ProgramFile`` holds only the path. The receiving process opens the file on first use.
+    A pickled ``ProgramFile`` contains only the path. The receiving process opens the file at the first use.
 
     Args:
         name: Name of the file in ``/proc``.
@@ -31,7 +31,7 @@ class ProgramFile:
         """Return the file's descriptor in this process.
 
         Raises:
-            Broken: The run has ended, so the program has closed the file.
+            Broken: The run has ended, and the program has closed the file.
         """
         if self._fd < 0:
             self._fd = self._open()

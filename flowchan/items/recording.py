@@ -1,19 +1,19 @@
-"""Files with the items of one channel.
+"""Read and write files that contain the items of one channel.
 
 Format, version 1. All numbers are little-endian. The file is a header, one record for each item, and an end
 record.
 
-- Header: ``MAGIC``, the version (u32), and the length (u32) and the CRC-32 (u32) of a JSON object. The object
-  follows, with the keys "graph", "channel" and "flowchan" (the version that wrote the file).
-- Record: the number of the item, from 0 (u64), and the number of parts (u32). Then the length (u64) and the
+- Header: ``MAGIC``, the version (u32), and the length (u32) and the CRC-32 (u32) of a JSON object. The JSON
+  object follows. Its keys are "graph", "channel" and "flowchan" (the version that wrote the file).
+- Record: the item's number, from 0 (u64), and the number of parts (u32). Then come the length (u64) and the
   CRC-32 (u32) of the body, the CRC-32 of these four fields (u32), and the body. The body contains the length
-  of each part (u64) and then the parts: a pickle and the buffers of its arrays, as from
-  :func:`flowchan.pack`.
+  of each part (u64) and then the parts: a pickle and the buffers of its arrays, as :func:`flowchan.pack`
+  returns them.
 - End record: a record with the number ``END``, whose only part is a JSON object. Its keys are "items", the
-  number of items, and "stopped", the reason why the recording ended before the channel, or "".
+  number of items, and "stopped": why the recording ended before the channel, or "".
 
-Invariant. A record is written before its item is passed on, and without a buffer in this process. If the
-program is killed, the file contains every whole record, and at most the last one is cut off.
+Invariant. A record is written before its item is passed on; this process does not buffer it. If the program
+is killed, all earlier records in the file are complete, and at most the last one is cut off.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ log = logging.getLogger("flowchan.run")
 MAGIC, VERSION = b"FLOWREC\n", 1
 END = 2**64 - 1
 MOST = 1_000_000
-"""Default limit on the number of items in a file."""
+"""Default maximum number of items in a file."""
 MAX_BYTES = 1_000_000_000
-"""Default limit on the size of a file."""
+"""Default maximum size of a file."""
 JOINED_BYTES = 65_536
-"""Length up to which the parts of a record are copied into one string, to write them with one call."""
+"""Up to this size, the parts of a record are joined, so that one call writes them all."""
 _HEAD = struct.Struct("<8sIII")
 _RECORD = struct.Struct("<QIQI")
 _CRC = struct.Struct("<I")
@@ -53,7 +53,7 @@ _CRC = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class RecordingOptions:
-    """Declared recording: its file, its limits, and the names that its header contains."""
+    """Declared recording: its file, its limits, and the names for its header."""
 
     path: str
     graph: str
@@ -63,7 +63,7 @@ class RecordingOptions:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[RecordingWriter]:
-        """Create the file, or replace its contents, and complete it when the block ends."""
+        """Create the file or truncate it, and complete it when the block ends."""
         writer = RecordingWriter(self)
         try:
             yield writer
@@ -88,14 +88,14 @@ def recording_options(
 
 
 class RecordingWriter:
-    """Write the items of one run to a file until a limit is reached.
+    """Writes the items of one run to a file until it reaches a limit.
 
-    The run does not depend on the recording. After an error, or at a limit, the recording ends with a warning
-    and the run continues.
+    A recording never disturbs the run: after it reaches a limit or fails, it ends with a warning and the run
+    continues.
     """
 
     def __init__(self, options: RecordingOptions) -> None:
-        from importlib.metadata import version  # slow to import, and most programs do not record
+        from importlib.metadata import version  # slow to import, and few programs record
 
         self._options = options
         self._items = self._size = 0
@@ -109,7 +109,7 @@ class RecordingWriter:
             raise
 
     def write(self, item: Any) -> None:
-        """Write one item, if the recording has not ended."""
+        """Write one item, unless the recording has ended."""
         if self._file is None:
             return
         if self._items == self._options.most:
@@ -152,7 +152,7 @@ class RecordingWriter:
             self._release()
 
     def _write(self, parts: list[bytes | memoryview]) -> None:
-        """Write the parts. After an error, the file ends with its last whole record."""
+        """Write the parts. After an error, truncate the file to its last complete record."""
         assert self._file is not None
         length = sum(map(len, parts))
         try:
@@ -170,7 +170,8 @@ class RecordingWriter:
     def _release(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            fcntl.flock(file, fcntl.LOCK_UN)  # else forked children, which inherit the file, keep the lock
+            # otherwise, forked children, which inherit the file, would keep the lock
+            fcntl.flock(file, fcntl.LOCK_UN)
             file.close()
 
 
@@ -198,30 +199,30 @@ def _record(number: int, parts: list[memoryview]) -> list[bytes | memoryview]:
 
 
 class Recording:
-    """Items of one channel that an earlier run has recorded.
+    """Items of one channel, recorded by an earlier run.
 
-    A recording can be iterated over any number of times, and ``graph.source(recording)`` emits its items.
+    A recording can be iterated over repeatedly, and ``graph.source(recording)`` emits its items.
     ``recording[number]`` is one item, and ``len(recording)`` is the number of items.
 
-    Items are pickles, and unpickling can run any code. Only use recordings from sources that you trust as you
-    trust their code.
+    Items are pickles, and unpickling can run arbitrary code. Only use recordings from people whose code you
+    would also run.
 
     Args:
-        path: Path of a file that ``graph.record`` or ``flowchan record`` has written.
+        path: Path of a file written by ``graph.record`` or ``flowchan record``.
 
     Attributes:
         path: The path.
         graph: Name of the graph.
         channel: Name of the channel.
         flowchan: Version of flowchan that wrote the file.
-        complete: False if the program was killed before it completed the file, or is still running.
-        stopped: Reason why the recording ended before the channel, such as a limit; empty if it did not.
+        complete: False if the program was killed before it completed the file, or is still writing it.
+        stopped: Why the recording ended before the channel, such as a limit; empty if it did not.
 
     Raises:
         OSError: The file cannot be read.
         TypeError: ``path`` is not a path.
-        ValueError: The file is not a recording, or has another version. When an item is read: the file is
-            damaged there.
+        ValueError: The file is not a recording or has another format version. When an item is read: its
+            record is damaged.
 
     Example:
         >>> import os, tempfile
@@ -291,7 +292,7 @@ class Recording:
         return about
 
     def _scan(self, file: IO[bytes]) -> None:
-        """Find the records. A record that is cut off at the end of the file does not count."""
+        """Find the records. Ignore one that is cut off at the end of the file."""
         size = os.fstat(file.fileno()).st_size
         while len(head := file.read(_RECORD.size + _CRC.size)) == _RECORD.size + _CRC.size:
             number, _, length, _ = _RECORD.unpack_from(head)
@@ -325,8 +326,8 @@ class Recording:
         sizes = struct.unpack(f"<{len(table) // 8}Q", table)
         parts: list[Any] = []
         found = zlib.crc32(table)
-        if len(table) + sum(sizes) == length:  # else the table is damaged, and its sizes may be huge
-            for size in sizes:  # each part is read separately, because arrays need memory that is aligned
+        if len(table) + sum(sizes) == length:  # otherwise the table is damaged, and its sizes may be huge
+            for size in sizes:  # each part is read separately, because arrays need aligned memory
                 parts.append(file.read(size))
                 found = zlib.crc32(parts[-1], found)
         if not parts or found != crc:

@@ -1,6 +1,6 @@
-"""Box around a sampled item, which carries the item's marks from stage to stage.
+"""Wrap a sampled item in a box that carries its marks from stage to stage.
 
-Native code takes an item out of its box before any other code sees it (``ItemTracing`` in the core).
+Native code takes the item out of the box before any other code sees it (``ItemTracing`` in the core).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from flowchan import _core
 
 
 class SampledItem:
-    """A sampled item and its marks, which are the numbers of the samples that the item comes from."""
+    """A sampled item and its marks: the numbers of the samples from which it descends."""
 
     __slots__ = ("item", "marks")
 

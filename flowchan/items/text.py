@@ -1,4 +1,4 @@
-"""Short texts that show a user's values in messages, safe for any ``__repr__``."""
+"""Format user values as short text for messages, even if their ``__repr__`` fails."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 
 def short(value: Any, most: int = 80) -> str:
-    """Return the repr of a value in at most ``most`` characters.
+    """Return the repr of a value, cut to at most ``most`` characters.
 
-    If the repr raises, return the types of the value and of the error.
+    If the repr raises, return the types of the value and the error.
     """
     try:
         text = repr(value)
-    except BaseException as error:  # user code, whose error must not replace the message that is being built
+    except BaseException as error:  # user code; its error must not replace the message that is being built
         text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def shown(value: Any) -> str:
-    """Return the short repr of a value and its type, such as ``2.5 (float)``."""
+    """Return a value's short repr and its type, such as ``2.5 (float)``."""
     return f"{short(value, 60)} ({type(value).__name__})"

@@ -1,4 +1,4 @@
-"""Tracebacks of flowchan's own errors, shortened so that they end near the user's call."""
+"""Shorten tracebacks of flowchan's own errors, so that they end near the user's call."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def ends_at_caller(function: Function) -> Function:
-    """Shorten the tracebacks of the errors that flowchan raises in a public function.
+    """Shorten tracebacks of errors that flowchan raises in a public function.
 
-    Such a traceback has the caller's line and the ``raise`` statement, without the calls between them.
+    A shortened traceback has only the caller's line and the ``raise`` statement.
     """
 
     @functools.wraps(function)
@@ -34,7 +34,7 @@ def ends_at_caller(function: Function) -> Function:
 
 
 def methods_end_at_caller(cls: Class) -> Class:
-    """Apply :func:`ends_at_caller` to the public methods of a class that have no decorator."""
+    """Apply :func:`ends_at_caller` to the public methods of a class that are not decorated."""
     for name, value in list(vars(cls).items()):
         if (
             inspect.isfunction(value)
@@ -47,7 +47,7 @@ def methods_end_at_caller(cls: Class) -> Class:
 
 
 def from_users_code(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the first entry in user code on, or all of it without such an entry."""
+    """Return the traceback starting at the first entry in user code; all of it if there is none."""
     step = trace
     while step is not None:
         module = step.tb_frame.f_globals.get("__name__", "")
@@ -62,10 +62,10 @@ def _is_of_flowchan(module: str) -> bool:
 
 
 def shortened(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without its first entry, which belongs to a decorator.
+    """Return the traceback without its first entry, which comes from a decorator.
 
-    If all other entries are in flowchan and the last one is a ``raise`` statement, return only the last one.
-    An error that comes from user code, or that reveals a defect in flowchan, keeps all entries.
+    If all other entries are in flowchan and the last is a ``raise`` statement, return only that one. An error
+    from user code, or one that reveals a defect in flowchan, keeps all its entries.
     """
     first = last = trace and trace.tb_next
     while last is not None:

@@ -1,7 +1,7 @@
-"""Search for the part of an object that cannot be pickled.
+"""Find the part of an object that cannot be pickled.
 
-The search tries the parts that cloudpickle would visit, down to the smallest part that cannot be pickled on
-its own. The user is shown the path to it: "captured variable 'model', attribute 'lock'".
+The search tries the parts that cloudpickle would visit, down to the smallest part that cannot be pickled. The
+error shows the path to it: "captured variable 'model', attribute 'lock'".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DEEPEST = 20
 
 
 def refusal(value: Any, pickler: Any = None) -> str | None:
-    """Return one line with the reason why a pickler rejects the value, or ``None`` if the pickler accepts it.
+    """Return one line that says why a pickler rejects the value, or ``None`` if it accepts the value.
 
     The default pickler is cloudpickle's.
     """
@@ -24,17 +24,17 @@ def refusal(value: Any, pickler: Any = None) -> str | None:
 
     try:
         (pickler or cloudpickle.Pickler)(_Nowhere(), protocol=5).dump(value)
-    except Exception as error:  # a user's __reduce__ or __getstate__ may raise any exception
+    except Exception as error:  # a user's __reduce__ or __getstate__ may raise anything
         lines = str(error).splitlines()
         return lines[0] if lines else type(error).__name__
     return None
 
 
 class _Nowhere:
-    """File that discards its data, because the pickle is not needed and may be large."""
+    """File that discards its data, because only the error matters and the pickle may be large."""
 
     def write(self, data: Any) -> int:
-        return memoryview(data).nbytes  # large buffers arrive without a copy
+        return memoryview(data).nbytes  # large buffers arrive here without a copy
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
@@ -67,13 +67,13 @@ def smallest(
     refusal: Callable[[Any], str | None] = refusal,
     children: Callable[[Any], Iterator[tuple[str, Any]]] = children,
 ) -> tuple[list[str], Any, str]:
-    """Find the smallest part of ``value`` that is rejected on its own.
+    """Find the smallest part of ``value`` that cannot be pickled.
 
     Args:
-        value: The value that is rejected.
-        error: Why the value is rejected.
-        refusal: Returns why a part is rejected, or None.
-        children: Yields the parts of a part, each with a description.
+        value: Value that cannot be pickled.
+        error: Why it cannot be pickled.
+        refusal: Returns why a part cannot be pickled, or None.
+        children: Yields the parts of a value, each with a description.
 
     Returns:
         The path to the part, the part, and the reason.
@@ -94,9 +94,9 @@ def smallest(
 
 
 def _listed(children: Callable[[Any], Iterator[tuple[str, Any]]], value: Any) -> list[tuple[str, Any]]:
-    """List the parts of the value. Return no parts if the value's own code raises an exception.
+    """List the parts of the value. Return an empty list if the value's own code raises an exception.
 
-    In that case the value itself is the smallest part.
+    The value itself then counts as the smallest part.
     """
     try:
         return list(children(value))
@@ -148,7 +148,7 @@ def _state(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def a_kind_of(value: Any) -> str:
-    """Return the type of a value with its article, such as "an int"."""
+    """Return the type of a value with an article, such as "an int"."""
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -1,4 +1,4 @@
-"""Windows: groups of items of one key that belong together by number or by time."""
+"""Define windows: groups of items with the same key, formed by count or by time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Window(Generic[T]):
-    """Items of one key in one window.
+    """Items of one window, all with the same key.
 
     Attributes:
         key: Key of the items; None without a key function.
-        start: Time in seconds, or number of the first item of the key, at which the window begins.
-        end: Time or number before which the window ends.
-        items: The items, in the order of their arrival.
+        start: Where the window begins: a time in seconds, or the number of its first item among those of the
+            key.
+        end: Time or item number at which the window ends, exclusive.
+        items: The items in order of arrival.
 
     Example:
         >>> from flowchan import Graph
@@ -34,5 +35,5 @@ class Window(Generic[T]):
 
 
 def window_type(item: Any) -> Any:
-    """Return the type of the windows of a stream of items."""
+    """Return the window type for a stream of items."""
     return Window if item is None else Window[item]

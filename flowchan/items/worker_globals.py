@@ -1,11 +1,10 @@
-"""Global variables of functions that a worker process has received by value.
+"""Manage the globals of functions that a worker process received by value.
 
-In a worker process, all functions from one module share their global variables. The tasks of a pool therefore
-see the variables that its initializer has set. If the worker has run the script, these are the script's
-globals.
+In a worker process, all functions of one module share their globals. Tasks of a pool therefore see the
+variables that its initializer has set. If the worker has run the script, these globals are the script's own.
 
-A value that arrives with a function is assigned if the variable is new, or if the value has changed since it
-last arrived. Otherwise the worker keeps its own value, with the changes that it has made.
+A value that arrives with a function is assigned if the variable is new, or if the value differs from the last
+one that arrived. Otherwise the worker keeps its own value, including its changes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _CODE = (types.FunctionType, type)
 
 
 class WorkerGlobals:
-    """Globals of the functions that this process has received, by module."""
+    """Globals of the functions that this process received, by module."""
 
     def __init__(self) -> None:
         self.shared = False
@@ -34,13 +33,16 @@ class WorkerGlobals:
         self._arrived: dict[tuple[int, str], object] = {}
 
     def share(self) -> None:
-        """Begin to share the globals, because this process has become a worker."""
+        """Start sharing the globals, because this process has become a worker."""
         self.shared = True
         self._of_module.clear()
         self._arrived.clear()
 
     def of(self, base: dict[str, Any]) -> dict[str, Any]:
-        """Return the globals for a module's functions. ``base`` has module attributes, such as the file."""
+        """Return the globals for a module's functions.
+
+        ``base`` has module attributes such as ``__file__``.
+        """
         name = usual(base.get("__name__", ""))
         own = own_names(name)
         if own and own.get("__file__") == base.get("__file__"):
@@ -48,7 +50,7 @@ class WorkerGlobals:
         return self._of_module.setdefault(name, base)
 
     def offer(self, target: dict[str, Any] | type, values: dict[str, Any]) -> None:
-        """Assign received values to globals or attributes, unless the worker keeps its own value."""
+        """Assign received values to globals or attributes, except where the worker keeps its own value."""
         names = vars(target) if isinstance(target, type) else target
         for name, value in values.items():
             key = id(target), name
@@ -80,7 +82,7 @@ def _assign(target: Any, name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def shared_globals() -> Iterator[None]:
-    """Let lambdas and closures that are unpickled in the block also share the globals of their module."""
+    """In this block, lambdas and closures that are unpickled also share their module's globals."""
     token = shares_all.set(True)
     try:
         yield
@@ -89,12 +91,12 @@ def shared_globals() -> Iterator[None]:
 
 
 def usual(module: str) -> str:
-    """Return the name that a module has in the program that started this process."""
+    """Return the name of a module in the program that started this process."""
     return "__main__" if module in MAIN else module
 
 
 def lookup(names: dict[str, Any], path: str) -> Any:
-    """Return the function or class with a qualified name, or None."""
+    """Return the function or class with this qualified name, or None."""
     first, *others = path.split(".")
     found = names.get(first)
     for name in others:
@@ -104,15 +106,15 @@ def lookup(names: dict[str, Any], path: str) -> Any:
 
 
 def own_names(module: str) -> dict[str, Any]:
-    """Return the names in a module that this process has imported or run; empty for any other module."""
+    """Return the names in a module that this process imported or ran; empty for any other module."""
     found = sys.modules.get(usual(module))
     return {} if found is None else vars(found)
 
 
 def _names_in_use(names: dict[str, Any]) -> dict[str, Any]:
-    """Return the globals that a module's functions use.
+    """Return the globals that the functions of a module use.
 
-    In a process that was not forked, the main module has only a copy of these globals (``runpy.run_path``).
+    In a process that was not forked, the main module itself has only a copy of them (``runpy.run_path``).
     """
     for value in list(names.values()):
         members = list(vars(value).values()) if isinstance(value, type) else [value]

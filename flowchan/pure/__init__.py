@@ -1,1 +1,1 @@
-"""Channels between threads in Python, for systems without the native module (see flowchan/native.py)."""
+"""Channels between threads in pure Python, for systems without the native module (see flowchan/native.py)."""

@@ -1,4 +1,4 @@
-"""Deadlines and errors of the calls on channels between threads."""
+"""Compute deadlines and errors of calls on channels between threads."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ os.register_at_fork(after_in_child=lambda: _forks.append(_forks.pop() + 1))
 
 
 def forks() -> int:
-    """Return how many forks lie between this process and the program's first one."""
+    """Return how many forks separate this process from the program's first one."""
     return _forks[0]
 
 
 def deadline_of(timeout: Any) -> float:
-    """Return the time at which a call gives up: 0 at once, ``NEVER`` without a timeout."""
+    """Return when a call gives up: 0 for at once, ``NEVER`` without a timeout."""
     if timeout is None:
         return NEVER
     seconds = math.nan
@@ -40,7 +40,7 @@ def deadline_of(timeout: Any) -> float:
 
 
 def raise_step(channel: Any, step: QueueStep, reads: bool, deadline: float) -> NoReturn:
-    """Raise the error for a step that failed."""
+    """Raise the error for a failed step."""
     name, queue = channel.describe(), channel._queue
     when = "now" if deadline == 0 else "within the timeout"
     if step is QueueStep.CLOSED:

@@ -1,4 +1,4 @@
-"""The names of ``flowchan._core`` for a system without it: channels between threads work, the rest raises."""
+"""Replace ``flowchan._core`` on a system without it: channels between threads work, the rest raises."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Link, Group = missing_class("Link"), missing_class("Group")
 
 
 class View:
-    """Memory of this process, as a buffer. Here it is a ``memoryview``."""
+    """Memory of this process as a buffer; here a ``memoryview``."""
 
     @staticmethod
     def of(address: int, size: int, owner: Any) -> memoryview:
@@ -74,7 +74,7 @@ class View:
 
 
 def _set_codec(*functions: Any) -> None:
-    """Do nothing: items of a channel between threads are not pickled."""
+    """Do nothing, because channels between threads do not pickle items."""
 
 
 def _set_traced(traced: type) -> None:
@@ -88,14 +88,14 @@ def _when_finished(call: Callable[[], object]) -> None:
 
 
 def _deaths_over(inputs: Any) -> int:
-    """Return 0, because no thread dies without its process."""
+    """Return 0, because a thread dies only together with its process."""
     return 0
 
 
 def _claim_signal(number: int) -> bool:
-    """Return False: stacks of native code cannot be dumped."""
+    """Return False, because stacks of native code cannot be dumped."""
     return False
 
 
 def _die_of(number: int) -> None:
-    """Do nothing: Python ends with its own exit code."""
+    """Do nothing, because Python ends with its own exit code."""

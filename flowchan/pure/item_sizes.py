@@ -1,4 +1,4 @@
-"""Estimate how many bytes an item keeps alive, from a few of its parts (see ``_core/sizes.cpp``)."""
+"""Estimate how many bytes an item keeps alive, from a sample of its parts (see ``_core/sizes.cpp``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_NBYTES = 1 << 60
 
 
 def estimate_size(item: Any) -> int:
-    """Return about how many bytes the item keeps alive; classes, modules and functions count as 0."""
+    """Return roughly how many bytes the item keeps alive; classes, modules and functions count as 0."""
     return _Estimate().of(item, 0)
 
 
@@ -52,7 +52,7 @@ class _Estimate:
         )
 
     def _sampled(self, samples: list[Any], among: int, depth: int) -> int:
-        """Return the size of ``among`` parts, of which the samples are some."""
+        """Return the estimated total size of ``among`` parts, from these samples of them."""
         total = seen = 0
         for part in samples:
             if self._left <= 0:

@@ -11,11 +11,11 @@ from flowchan.pure.local_queue import QueueStep
 
 
 class ItemTracing:
-    """The recorder of a worker, which is called only for sampled items. All its ports share this object.
+    """Recorder of a worker, called only for sampled items. All of its ports share this object.
 
     Args:
         recorder: Object with the methods ``took``, ``finished``, ``boxed`` and ``sent``.
-        countdown: Number of puts until the next sample; 0 means never.
+        countdown: Number of puts until the next sample; 0 for never.
     """
 
     box: type = type("NoBox", (), {})
@@ -25,7 +25,7 @@ class ItemTracing:
         self._recorder, self._countdown, self._held = recorder, countdown, 0
 
     def took(self, port: Any, box: Any) -> None:
-        """Record that a port took a box. Until ``finished``, the outputs of the worker are boxed."""
+        """Record that a port took a box. Until ``finished``, the worker's outputs are boxed."""
         self._held += not port.holds_traced
         port.holds_traced = True
         self._call("took", port, box)
@@ -36,7 +36,7 @@ class ItemTracing:
         self._call("finished", port)
 
     def put(self, port: Any, item: Any, put: Callable[[Any], QueueStep]) -> QueueStep:
-        """Put an item, in a box if it is sampled."""
+        """Put an item, in a box if it is to be sampled."""
         if self._countdown > 1:
             self._countdown -= 1
         elif self._countdown == 1:
@@ -55,7 +55,7 @@ class ItemTracing:
         return step
 
     def _call(self, method: str, port: Any, *item: Any) -> Any:
-        """Call the recorder. Report its error as unraisable, because the caller did not cause it."""
+        """Call the recorder. Report an error as unraisable, because the caller did not cause it."""
         try:
             return getattr(self._recorder, method)(id(port), *item)
         except Exception as error:
@@ -72,7 +72,7 @@ class ItemTracing:
 
 
 def is_boxed(item: Any) -> bool:
-    """Return whether an item is a box around a sampled item."""
+    """Return whether an item is in the box of a sampled item."""
     return type(item) is ItemTracing.box
 
 

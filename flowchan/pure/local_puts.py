@@ -1,4 +1,4 @@
-"""The put operation of channels between threads. ``out`` is the port, or None for a call without a port."""
+"""Implement the puts of channels between threads. ``out`` is the port; None for a call without a port."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLOSED_PORT = {
     QueueState.CLOSED: QueueStep.CLOSED,
     QueueState.BROKEN: QueueStep.BROKEN,
 }
-"""Result of a put whose port was closed during the wait."""
+"""Result of a put whose port was closed while it waited."""
 
 
 def writing(out: Any, size: int = 0) -> Waiter:
@@ -27,7 +27,10 @@ def writing(out: Any, size: int = 0) -> Waiter:
 
 
 def put_step(channel: Any, out: Any, item: Any, deadline: float, done: list[int]) -> QueueStep:
-    """Put an item. ``done`` is appended to with the put, even if a signal handler raises after it."""
+    """Put an item.
+
+    The put also appends to ``done``, so it is counted even if a signal handler raises right after it.
+    """
     queue = channel.usable()
     entry = QueuedItem(item, estimate_size(item) if queue.counts_bytes else 0)
     waiter = writing(out, entry.size)
@@ -60,7 +63,7 @@ def try_put(
     deadline: float = 0,
     done: list[int] | None = None,
 ) -> QueueStep:
-    """Put an item, in a box if it is sampled. Raise unless the result is DONE or NOT_NOW."""
+    """Put an item, in a box if it is to be sampled. Raise unless the result is DONE or NOT_NOW."""
     sizes: list[int] = [] if done is None else done
 
     def put(what: Any) -> QueueStep:
@@ -79,7 +82,7 @@ def put_item(channel: Any, out: Any, item: Any, deadline: float, done: list[int]
 
 
 def put_all(channel: Any, out: Any, items: Iterable[Any], deadline: float) -> None:
-    """Put all items. If this fails, ``items_put`` of the error is the number of items put before."""
+    """Put all items. On an error, its ``items_put`` is the number of items put before."""
     done: list[int] = []
     iterator = iter(items)
     try:

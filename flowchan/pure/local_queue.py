@@ -1,17 +1,18 @@
-"""The queue of a channel between threads, like ``LocalQueue`` in the native core.
+"""Implement the queue of a channel between threads, like ``LocalQueue`` in the native core.
 
-Algorithm. The items are in a deque. Outputs of an ordered stage that come too early are parked until the
-outputs of all earlier items are in the queue. A caller that cannot continue sleeps on its own bell. Each
-change of the queue wakes the first sleeper of each side that can continue. A woken sleeper wakes the next one
-when it runs, so k changes wake k sleepers.
+Algorithm. A deque contains the items. Early outputs of an ordered stage are parked until the outputs of all
+earlier items are in the queue. A caller that cannot continue sleeps on a doorbell. Each change of the queue
+wakes the first sleeper on each side that can continue. A woken sleeper wakes the next one when it runs, so k
+changes wake k sleepers.
 
 Invariants (C8). While a woken waiter has not run, its side wakes no other, unless the channel has ended.
-Every woken waiter runs, and then wakes the next one, whether its call succeeds or not. A waiter that was
-woken in vain twice and has waited for 20 ms is starving: newcomers let it go first while it could continue.
+Every woken waiter runs and then wakes the next one, whether its call succeeds or not. A waiter is starving if
+it has waited for 20 ms and was woken twice without being able to continue. New waiters then let it go first
+if it can continue.
 
 Interrupts. Python runs signal handlers between any two bytecodes of the main thread. Ctrl-C and SIGTERM are
-deferred while the lock is held, so they find the queue in a consistent state. A destructor or another handler
-may use the queue in the thread that holds the lock, so the lock is reentrant.
+deferred while the lock is held, so they always find a consistent queue. A destructor or another handler may
+use the queue in the thread that holds the lock, so the lock is reentrant.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ PATIENCE_NS = 20_000_000
 MOST_PARKED_GROUPS = 4096
 """Outputs may be parked for at most this many input items, counted from the current turn."""
 RETIRE, KEEP_TURNS = 1, 2
-"""Orders to a reader: to find the channel drained, and to let its outputs keep turns from now on."""
+"""Orders to a reader: to see the channel as drained, or to keep turns for its outputs from now on."""
 
 
 class QueueState(Enum):
-    """State of a channel; a drained channel is ``CLOSED``."""
+    """State of a channel; a drained one is ``CLOSED``."""
 
     OPEN = auto()
     CLOSED = auto()
@@ -45,7 +46,7 @@ class QueueState(Enum):
 
 
 class QueueStep(Enum):
-    """Result of one try of an operation."""
+    """Result of one attempt at an operation."""
 
     DONE = auto()
     WAIT = auto()
@@ -60,14 +61,14 @@ class QueueStep(Enum):
 
 @dataclass(slots=True)
 class _Group:
-    """Parked outputs of one input item. ``complete``: the item has no more outputs."""
+    """Parked outputs of one input item. ``complete`` means that the item has no more outputs."""
 
     items: list[QueuedItem] = field(default_factory=list)
     complete: bool = False
 
 
 class LocalQueue:
-    """Bounded queue of references. The caller holds ``held()`` except where a method says otherwise."""
+    """Bounded queue of references. Callers must hold ``held()`` unless a method says otherwise."""
 
     def __init__(self, capacity: int, max_bytes: float) -> None:
         self.capacity, self.max_bytes, self.share = capacity, max_bytes, 0
@@ -85,7 +86,7 @@ class LocalQueue:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock. A deferred Ctrl-C is raised when the block has ended."""
+        """Hold the lock. A deferred Ctrl-C is raised at the end of the block."""
         with interrupts_deferred(), self._lock:
             yield
 
@@ -112,7 +113,10 @@ class LocalQueue:
         return alone or self.bytes_in - self.bytes_out + size <= most
 
     def _has_turn(self, number: float) -> bool:
-        """Return whether the output of an input item has a place. The last place is for the current turn."""
+        """Return whether there is room for an input item's output.
+
+        The last place is reserved for the current turn.
+        """
         if number <= self.turn:
             return self._room() > 0
         return number - self.turn < MOST_PARKED_GROUPS and self._room() > 1
@@ -177,20 +181,20 @@ class LocalQueue:
         return QueueStep.DONE
 
     def _ends_for(self, reader: ReaderState | None) -> bool:
-        """Return whether the reader gets no more items. Items on lease to other readers may come back."""
+        """Return whether the reader will get no more items. Items leased to other readers may come back."""
         return self.exhausted and (
             not self.leased or (reader is not None and bool(reader.alone or reader.leased))
         )
 
     def acknowledge(self, reader: ReaderState) -> list[QueuedItem]:
-        """Finish the leased items. The caller drops them after it has released the lock."""
+        """Finish the leased items. The caller drops them after releasing the lock."""
         finished, reader.leased = reader.leased, []
         self.leased -= len(finished)
         self.wake()
         return finished
 
     def give_back(self, reader: ReaderState) -> None:
-        """Return the leased items to the front of the queue, in the order of their numbers."""
+        """Return leased items to the front of the queue, in the order of their numbers."""
         items, reader.leased = reader.leased, []
         self.leased -= len(items)
         self.untake(items)
@@ -217,7 +221,10 @@ class LocalQueue:
         return self._groups[ahead]
 
     def item_done(self, writer: WriterState) -> QueueStep:
-        """Record that the writer's input item has no more outputs. WAIT: it is too far ahead of its turn."""
+        """Record that the writer's input item has no more outputs.
+
+        WAIT means that the item is too far ahead of its turn.
+        """
         behind = not writer.ordered or self.state is not QueueState.OPEN or writer.number < self.turn
         if not behind and writer.number - self.turn >= MOST_PARKED_GROUPS:
             return QueueStep.WAIT
@@ -239,7 +246,7 @@ class LocalQueue:
         return self.item_done(writer)
 
     def start_turns_at(self, number: float) -> None:
-        """Let the turns begin at an input item, because the outputs of all earlier ones have been put."""
+        """Begin the turns at an input item, because the outputs of all earlier ones have been put."""
         if self.state is not QueueState.OPEN or number <= self.turn:
             return
         for group in list(self._groups)[: int(number - self.turn)]:
@@ -272,7 +279,7 @@ class LocalQueue:
             self._advance()
 
     def abort(self, cause: BaseException | None) -> list[Any]:
-        """Break the channel. Return the items inside, which the caller drops without the lock."""
+        """Break the channel. Return the items in it, which the caller drops without the lock."""
         if self.state is QueueState.BROKEN or self.drained:
             return []
         self.state, self.cause = QueueState.BROKEN, cause
@@ -321,7 +328,7 @@ class LocalQueue:
         return self._fits(waiter.size) and self._room() > 0
 
     def wake(self) -> None:
-        """Wake the first sleeper of each side that could continue, or all such sleepers after the end."""
+        """Wake the first sleeper on each side that could continue; after the end, all such sleepers."""
         for line in self._lines.values():
             if not line.asleep or (line.woken and self.state is QueueState.OPEN):
                 continue
@@ -338,7 +345,10 @@ class LocalQueue:
         self._lines[waiter.reads].enter(waiter, again)
 
     def leave(self, waiter: Waiter, unused: bool = True) -> None:
-        """Remove the waiter, and wake the next one. ``unused``: the waiter has not done its operation."""
+        """Remove the waiter, and wake the next one.
+
+        ``unused`` means that the waiter has not done its operation.
+        """
         line = self._lines[waiter.reads]
         if line.leave(waiter) or unused:
             self.wake()
@@ -350,9 +360,9 @@ class LocalQueue:
         return bool(waiter.reader and waiter.reader.orders) or not self.could_continue(first)
 
     def perform(self, waiter: Waiter, operation: Callable[[], QueueStep], deadline: float) -> QueueStep:
-        """Do the operation as soon as it is possible. The caller does not hold the lock.
+        """Do the operation as soon as it is possible. The caller must not hold the lock.
 
-        An exception of a signal handler may leave this call after the operation has been done.
+        A signal handler's exception may leave this call after the operation has been done.
         """
         line, vain, since, waiter.selecting = self._lines[waiter.reads], 0, 0, deadline != NEVER
         try:
@@ -392,7 +402,7 @@ class LocalQueue:
         self.wake()
 
     def stats(self) -> dict[str, Any]:
-        """Return the counts that ``ChannelStats`` has, except ``awaiting``."""
+        """Return all counts of ``ChannelStats`` except ``awaiting``."""
         reading, writing = self._lines[True], self._lines[False]
         waiting = [*reading.asleep, *reading.woken, *writing.asleep, *writing.woken]
         return {

@@ -1,4 +1,4 @@
-"""Channels between threads and their ports, with the methods of the native core."""
+"""Implement channels between threads and their ports, with the methods of the native core."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_LIMIT = 2**64 - 1
 
 
 class LocalChannel:
-    """A bounded, closable FIFO between threads. ``flowchan.Channel`` checks its arguments."""
+    """Bounded, closable FIFO between threads. ``flowchan.Channel`` checks its arguments."""
 
     __class_getitem__: Any = classmethod(GenericAlias)
     _hosts = _elsewhere = False
@@ -55,11 +55,11 @@ class LocalChannel:
         return self._queue
 
     def describe(self) -> str:
-        """Return the words for the channel in messages."""
+        """Return the name of the channel for messages."""
         return f"channel {self._name!r}" if self._name else f"Channel({self.capacity}, across='threads')"
 
     def put(self, item: Any, timeout: float | None = None) -> None:
-        """Put an item, and wait while the channel is full."""
+        """Put an item, waiting while the channel is full."""
         put_item(self, None, item, deadline_of(timeout))
 
     def put_nowait(self, item: Any, /) -> None:
@@ -67,11 +67,11 @@ class LocalChannel:
         put_item(self, None, item, 0)
 
     def put_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
-        """Put all items of an iterable in order, and wait while the channel is full."""
+        """Put all items of an iterable in order, waiting while the channel is full."""
         put_all(self, None, items, deadline_of(timeout))
 
     def get(self, timeout: float | None = None) -> Any:
-        """Take the oldest item, and wait while the channel is empty."""
+        """Take the oldest item, waiting while the channel is empty."""
         return get_item(self, None, deadline_of(timeout))
 
     def get_nowait(self) -> Any:
@@ -99,7 +99,7 @@ class LocalChannel:
         queue = self.usable()
         with queue.held():
             dropped = queue.abort(cause)
-        del dropped  # without the lock, because destructors may run any code
+        del dropped  # without the lock, because destructors may run arbitrary code
 
     @property
     def across(self) -> str:
@@ -121,12 +121,12 @@ class LocalChannel:
 
     @property
     def closed(self) -> bool:
-        """Return whether puts are no longer possible."""
+        """Return whether no more items can be put."""
         return self.usable().state is not QueueState.OPEN
 
     @property
     def drained(self) -> bool:
-        """Return whether the channel is closed and empty, and no item is on lease."""
+        """Return whether the channel is closed and empty, and no item is leased."""
         return self.usable().drained
 
     @property
@@ -160,14 +160,14 @@ class LocalChannel:
 
 
 class _Port:
-    """Base of both ports."""
+    """Base class of both ports."""
 
     __class_getitem__: Any = classmethod(GenericAlias)
     reads: bool
     state: Any
 
     def __init__(self, channel: LocalChannel, session: int = 0) -> None:
-        self.open = False  # for __del__, until the port counts
+        self.open = False  # for __del__, until the port is counted
         if not isinstance(channel, LocalChannel):
             raise TypeError("port: channel must be a flowchan.Channel")
         self.tracing: ItemTracing | None = None
@@ -178,7 +178,7 @@ class _Port:
             self.open = True
 
     def ready(self) -> LocalChannel:
-        """Return the channel, or raise if the port cannot be used."""
+        """Return the channel; raise an error if the port cannot be used."""
         if not self.open:
             raise_step(self.channel, QueueStep.PORT_CLOSED, self.reads, NEVER)
         self.channel.usable()
@@ -186,7 +186,7 @@ class _Port:
 
     @abstractmethod
     def drop(self) -> None:
-        """End the port of a user that has dropped it."""
+        """End the port, because its user has dropped it."""
 
     def __del__(self) -> None:
         if self.open and self._made_in == forks():
@@ -202,7 +202,7 @@ class _Port:
         self.tracing = tracing
 
     def _supervise(self) -> None:
-        """Do nothing: a thread does not end without its process."""
+        """Do nothing, because a thread ends only with its process."""
 
     def _hand_over(self) -> NoReturn:
         raise TypeError(
@@ -215,7 +215,7 @@ class _Port:
 
 
 class ReadingPort(_Port):
-    """A reading end of a channel. ``flowchan.In`` extends it."""
+    """Reading end of a channel. ``flowchan.In`` extends it."""
 
     reads = True
 
@@ -225,11 +225,11 @@ class ReadingPort(_Port):
         super().__init__(channel, session)
 
     def feeds(self) -> list[WritingPort]:
-        """Return the writers whose outputs belong to the leased item."""
+        """Return the writers whose outputs come from the leased item."""
         return [out for one in self._feeds if (out := one()) is not None]
 
     def get(self, timeout: float | None = None) -> Any:
-        """Take the oldest item, and wait while the channel is empty."""
+        """Take the oldest item, waiting while the channel is empty."""
         return get_item(self.ready(), self, deadline_of(timeout))
 
     def get_nowait(self) -> Any:
@@ -241,7 +241,7 @@ class ReadingPort(_Port):
         return get_all(self.ready(), self, max, deadline_of(timeout))
 
     def get_more(self, timeout: float | None = None) -> Any:
-        """Take an item like ``get``, but keep the earlier items on lease."""
+        """Take an item like ``get``, but keep the leases of earlier items."""
         return get_item(self.ready(), self, deadline_of(timeout), keep=True)
 
     def __iter__(self) -> Self:
@@ -272,7 +272,7 @@ class ReadingPort(_Port):
             done = queue.acknowledge(self.state) if finished or queue.state is QueueState.BROKEN else []
             queue.give_back(self.state)
             queue.end_port(True, self)
-        del done  # without the lock, because destructors may run any code
+        del done  # without the lock, because destructors may run arbitrary code
 
     def __exit__(
         self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -309,16 +309,16 @@ class ReadingPort(_Port):
         return int(self.state.number)
 
     def _on_poison(self, deaths: int, handler: Any) -> None:
-        """Do nothing: items of a channel between threads are not unpickled."""
+        """Do nothing, because channels between threads do not unpickle items."""
 
     def _does_nothing(self) -> None:
-        """Do nothing: this concerns processes, or is only quicker."""
+        """Do nothing, because the method is for processes or only saves time."""
 
     _wake_lazily = _leave_alone = _begin_once = _begin_again = _remain = _does_nothing
 
 
 class WritingPort(_Port):
-    """A writing end of a channel. ``flowchan.Out`` extends it."""
+    """Writing end of a channel. ``flowchan.Out`` extends it."""
 
     reads = False
 
@@ -328,7 +328,7 @@ class WritingPort(_Port):
         super().__init__(channel, session)
 
     def put(self, item: Any, timeout: float | None = None) -> None:
-        """Put an item, and wait while the channel is full."""
+        """Put an item, waiting while the channel is full."""
         put_item(self.ready(), self, item, deadline_of(timeout))
 
     def put_nowait(self, item: Any, /) -> None:
@@ -336,7 +336,7 @@ class WritingPort(_Port):
         put_item(self.ready(), self, item, 0)
 
     def put_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
-        """Put all items of an iterable in order, and wait while the channel is full."""
+        """Put all items of an iterable in order, waiting while the channel is full."""
         put_all(self.ready(), self, items, deadline_of(timeout))
 
     def close(self) -> None:
@@ -356,7 +356,7 @@ class WritingPort(_Port):
 
     @property
     def closed(self) -> bool:
-        """Return whether puts are no longer possible."""
+        """Return whether no more items can be put."""
         return not self.open or self.channel.closed
 
     def begin(self) -> None:
@@ -378,7 +378,7 @@ class WritingPort(_Port):
 
 
 def pass_turns(port: ReadingPort) -> None:
-    """Record in the ordered writers that follow the port that the leased items have no more outputs."""
+    """Tell the port's ordered writers that the leased items have no more outputs."""
     if not port.state.leased:
         return
     number = port.state.number
@@ -394,7 +394,7 @@ def pass_turns(port: ReadingPort) -> None:
 
 
 def _keep_turns(port: ReadingPort) -> None:
-    """Start to keep turns, because the stage is getting more workers. The port has no leased items."""
+    """Begin to keep turns, because the stage gets more workers. The port has no leased items."""
     for out in port.feeds():
         if out.may_have_turns:
             with out.channel._queue.held():
@@ -410,7 +410,7 @@ def take(
     into: list[QueuedItem],
     ends: bool = True,
 ) -> QueueStep:
-    """Take an item. ``ends``: it ends the lease of the port's earlier items."""
+    """Take an item. With ``ends``, end the leases of the port's earlier items."""
     queue, finished = channel.usable(), []
     state: ReaderState | None = None if port is None else port.state
     waiter = Waiter(True, port, reader=state)
@@ -436,7 +436,7 @@ def take(
 
 
 def return_taken(channel: LocalChannel, port: ReadingPort | None, taken: list[QueuedItem]) -> None:
-    """Put items back that a call has taken but cannot return, because a signal handler raised."""
+    """Return items that a call took but cannot return, because a signal handler raised."""
     if not taken:
         return
     queue = channel._queue

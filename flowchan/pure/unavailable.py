@@ -1,4 +1,4 @@
-"""Names of the native core that raise, because they need the compiled module."""
+"""Define names of the native core that raise, because they need the compiled module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flowchan.errors import _needs_native
 
 
 def missing_class(name: str) -> Any:
-    """Return a class that can be extended. Creating an instance raises."""
+    """Return a class that can be extended, but whose instantiation raises."""
     fails = missing_function(name)
     return type(name, (), {"__init__": fails, "_make": staticmethod(fails)})
 

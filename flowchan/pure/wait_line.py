@@ -1,4 +1,4 @@
-"""The calls that wait at one side of a queue, and the clocks that measure their waits."""
+"""Queue the calls that wait on one side of a queue, and measure their waits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NEVER = math.inf
-"""Deadline of a call without a timeout. A deadline of 0 means that the call does not wait."""
+"""Deadline of a call without a timeout. A deadline of 0 means that the call must not wait."""
 SLICE_S = 0.1
-"""Longest sleep of the main thread: a signal that arrives just before a sleep does not end it."""
+"""Longest sleep of the main thread: a signal that arrives just before a sleep does not end the sleep."""
 UNNUMBERED = math.inf
 
 
 @dataclass(eq=False, slots=True)
 class QueuedItem:
-    """An item inside. ``size`` is 0 unless the channel counts bytes; the number is set at the first take."""
+    """Item in the queue. ``size`` is 0 unless the channel counts bytes; the first take sets the number."""
 
     object: Any
     size: int
@@ -27,7 +27,7 @@ class QueuedItem:
 
 @dataclass(slots=True)
 class WaitClock:
-    """Total time for which calls have waited, including those that are waiting now."""
+    """Total time that calls have waited, including those that wait now."""
 
     waiting: int = 0
     total: int = 0
@@ -42,7 +42,7 @@ class WaitClock:
 
 @dataclass(slots=True)
 class PortClock:
-    """Waiting times of one port: in total, and for a turn of an ordered stage."""
+    """Waiting times of a port: in total, and for a turn of an ordered stage."""
 
     all: WaitClock = field(default_factory=WaitClock)
     turn: WaitClock = field(default_factory=WaitClock)
@@ -50,7 +50,10 @@ class PortClock:
 
 @dataclass(slots=True)
 class ReaderState:
-    """State of a reading port. ``number`` is that of its first leased item, or of the last one before."""
+    """State of a reading port.
+
+    ``number`` is the number of its first leased item, or of its last one if it leases none.
+    """
 
     number: float = -1
     leased: list[QueuedItem] = field(default_factory=list)
@@ -65,11 +68,11 @@ class WriterState:
     """State of a writing port.
 
     Attributes:
-        ordered: The outputs of input item i wait until those of all earlier items are in the queue.
-        single: Each input item has exactly one output, which also finishes the item.
-        keyed: The next outputs belong to the input item ``number``.
+        ordered: Outputs of input item i wait until those of all earlier items are in the queue.
+        single: Each input item has exactly one output, which also finishes it.
+        keyed: The next outputs come from the input item ``number``.
         number: Number of the input item.
-        count: Number of outputs for this input item so far.
+        count: Number of outputs of this input item so far.
         clock: Waiting times of the port.
     """
 
@@ -85,7 +88,7 @@ class WriterState:
 
 
 class Bell:
-    """Sleep of one thread. A ring before the sleep ends the next sleep at once."""
+    """Sleep of one thread. A ring before it ends the next sleep at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,7 +99,7 @@ class Bell:
             self._lock.release()
 
     def sleep(self, deadline: float) -> None:
-        """Sleep until the bell rings or, at the latest, until the deadline. Signals may end the sleep."""
+        """Sleep until the bell rings or the deadline passes. Signals may end the sleep."""
         left = deadline - time.monotonic() if deadline != NEVER else NEVER
         if threading.current_thread() is threading.main_thread():
             left = min(left, SLICE_S)
@@ -108,7 +111,7 @@ class Bell:
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """A call that waits at one side of a queue, or may wait there."""
+    """Call that waits, or may wait, on one side of a queue."""
 
     reads: bool
     port: Any = None
@@ -129,7 +132,7 @@ class Waiter:
 
 
 class WaitLine:
-    """The waiting calls at one side of a queue. ``asleep`` has the next one to wake first."""
+    """Waiting calls on one side of a queue. In ``asleep``, the next call to wake comes first."""
 
     def __init__(self) -> None:
         self.asleep: list[Waiter] = []
@@ -147,7 +150,7 @@ class WaitLine:
         self.asleep.insert(0 if again else len(self.asleep), waiter)
 
     def leave(self, waiter: Waiter) -> bool:
-        """Remove a waiter, if it is here. Return whether it had been woken."""
+        """Remove a waiter if it is here. Return whether it had been woken."""
         if waiter not in self.asleep and waiter not in self.woken:
             return False
         (self.woken if waiter.woken else self.asleep).remove(waiter)

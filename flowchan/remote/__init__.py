@@ -1,1 +1,1 @@
-"""Channels between programs, also on different hosts."""
+"""Connect programs by channels, even on different hosts."""

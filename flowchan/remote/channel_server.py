@@ -1,12 +1,12 @@
-"""Server through which other processes reach the channels that this process owns.
+"""Serve the channels that this process owns to other processes.
 
-Such a channel is an ordinary ring in the process that created it, its owner. The server listens at one
+Such a channel is an ordinary ring in its owner, the process that created it. The server listens at one
 address for all of the owner's channels, and accepts clients that prove that they know the secret. Each client
-process has one link and one :class:`ClientSession`. The server carries out the client's requests on the
-channel itself. A port that the client opens is an ordinary port in the owner's process, which the link uses.
+process has one link and one :class:`ClientSession`. The server carries out a client's requests on the channel
+itself. Each port that a client opens is an ordinary port in the owner, which the link uses.
 
-One thread runs the server's event loop, and one thread per client watches that client's link. All of these
-threads end when the last channel has been released.
+One thread runs the server's event loop, and one thread per client watches its link. All of them end when the
+last channel has been released.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from flowchan.transport.tcp import listen
 from flowchan.transport.versions import differs, versions
 
 ANY_PORT = "127.0.0.1:0"
-# number of lost clients whose ids are kept, so that such a client learns why it is rejected
+# number of lost clients whose ids are kept, so that they learn why they are rejected
 MAX_LOST_CLIENTS = 32
-DISCARD_INTERVAL_S = 0.005  # seconds between checks for more items of a channel that no process uses
-CHILD_TIMEOUT_S = 1.0  # seconds within which an owner that is alive replies to its forked children
+DISCARD_INTERVAL_S = 0.005  # seconds between checks for more items in a channel that no process uses
+CHILD_TIMEOUT_S = 1.0  # seconds within which a live owner replies to its forked children
 
 
 class ChannelServer:
-    """Server at one address for several channels, each with a number.
+    """Server of several channels, each with a number, at one address.
 
-    It ends when its last channel has been released, unless ``kept`` is true.
+    Unless ``kept`` is true, it ends when its last channel has been released.
 
     Args:
         address: Address to listen at.
-        secret: Secret that clients must prove that they know (default: 32 random bytes).
+        secret: Secret of the server, which clients must prove that they know (default: 32 random bytes).
         tls: True if connections are encrypted.
-        peer_timeout: Seconds without a sign of life from this process after which a client gives up.
-        kept: True if the server continues to run when it has no channels.
+        peer_timeout: Seconds without a sign of life from this process after which clients give up.
+        kept: True if the server continues without channels.
 
     Raises:
         ValueError: The address is invalid.
-        OSError: The server can't listen at ``address``.
+        OSError: The server cannot listen at ``address``.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class ChannelServer:
         self._stays, self._kept, self._over = kept, True, False
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         self._sent: dict[int, Channel[Any]] = {}
-        # objects of the ports through which clients put, for each channel that has such ports
+        # objects whose ports carry the clients' puts, for channels that have such ports
         self._entrances: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         # for each channel, the number of unfinished items that contain it
         self._under_way: Counter[int] = Counter()
-        self._dropped: deque[Orphans] = deque()  # channels that may be without users by now
+        self._dropped: deque[Orphans] = deque()  # channels that may have no users any more
         self._mark = re.compile(re.escape(mark_of(self.id, "").encode()) + rb"(\d+)")
-        # reentrant: while a thread holds the lock, the garbage collector may call item_done() in that thread
+        # reentrant: the garbage collector may call item_done() in a thread that holds the lock
         self._counting = threading.RLock()
         self._numbers = 0
         self._sessions: dict[str, ClientSession] = {}
@@ -116,7 +116,7 @@ class ChannelServer:
     # --- channels ---
 
     def add(self, channel: Channel[Any]) -> int | None:
-        """Register a channel and return its number, or None if the server has ended."""
+        """Register a channel and return its number; None if the server has ended."""
         with _ending:
             if self._over:
                 return None
@@ -128,7 +128,7 @@ class ChannelServer:
         return number
 
     def make(self, capacity: int) -> Channel[Any]:
-        """Make a channel that belongs to this server."""
+        """Make a channel of this server."""
         before = chosen.set(self)
         try:
             return Channel(capacity, across=HOSTS.name)
@@ -136,7 +136,7 @@ class ChannelServer:
             chosen.reset(before)
 
     def send(self, number: int) -> bool:
-        """Count an item that contains the channel; the channel is kept until that item is finished.
+        """Count an item that contains the channel, which is then kept until the item is finished.
 
         The process that finishes the item calls :meth:`item_done`.
 
@@ -156,13 +156,13 @@ class ChannelServer:
             if channel is None and number not in self._sent:
                 return False
             if channel is not None and number not in self._sent:
-                # before counting, because this fails if the process has used up its descriptors
+                # before counting, because this fails if the process is out of descriptors
                 self._sent[number] = _twin(channel, os.dup(channel._fd))
             self._under_way[number] += 1
         return True
 
     def item_done(self, number: int) -> None:
-        """Stop counting an item that contained the channel, because it is finished."""
+        """Stop counting an item that contained the channel, because the item is finished."""
         if os.getpid() != self.pid:
             if (connection := self._from_child()) is not None:
                 connection.notify("item_done", number)
@@ -175,7 +175,7 @@ class ChannelServer:
             last = self._sent.pop(number, None)
         if last is not None:
             self.drop(number, OrphanMemory(last))
-        del last  # not while holding the lock, because this may release the channel
+        del last  # without the lock, because this may release the channel
 
     def sent_in(self, value: Any) -> Counter[int]:
         """Count how often each of this server's channels occurs in ``value``, by number."""
@@ -186,10 +186,10 @@ class ChannelServer:
         return found
 
     def keep(self, channel: Channel[Any], number: int) -> None:
-        """Keep a channel that a forked child has received in an item.
+        """Keep a channel that a forked child received in an item.
 
         The child opens the channel like a remote client. The item may hold the parent's only reference to the
-        channel, so the parent keeps the channel as long as the child has it.
+        channel, so the parent must keep the channel as long as the child has it.
         """
         if os.getpid() == self.pid:
             return
@@ -199,9 +199,10 @@ class ChannelServer:
                 weakref.finalize(channel, connection.notify, "drop", number).atexit = False
 
     def _from_child(self) -> Connection | None:
-        """Return a forked child's connection to its parent, or None if the parent has ended.
+        """Return a forked child's connection to its parent; None if the parent has ended.
 
-        Over it, the child reports the channels in its items like a remote client. The connection stays open.
+        The child uses it to report the channels in its items, like a remote client. The connection stays
+        open.
         """
         try:
             os.kill(self.pid, 0)
@@ -212,7 +213,7 @@ class ChannelServer:
             return None
 
     def is_here(self, number: int) -> bool:
-        """Return whether this process has the channel; a forked child has those created before the fork."""
+        """Return whether this process has the channel; a forked child has those from before the fork."""
         return self.pid == os.getpid() or number in self._channels or number in self._sent
 
     def find(self, number: int) -> Channel[Any]:
@@ -225,13 +226,12 @@ class ChannelServer:
             The channel.
 
         Raises:
-            ChannelError: The channel was released or never existed.
+            ChannelError: The channel was released, or never existed.
         """
-        with self._counting:  # several threads may look for the same channel
+        with self._counting:  # several threads may look up the same channel
             found = self._channels.get(number)
             if found is None and (sent := self._sent.get(number)) is not None:
-                # A channel in transit does not keep the server alive, so it is not among the registered
-                # channels.
+                # A channel in transit does not keep the server alive, so it is not a registered channel.
                 twin = _twin(sent, os.dup(sent._fd))
                 # the garbage collector may have run since the look-up
                 found = self._channels.setdefault(number, twin)
@@ -254,7 +254,7 @@ class ChannelServer:
         """
         if os.getpid() != self.pid:
             return
-        # If no channel is in transit, the items contain no channels.
+        # If no channel is in transit, no item contains one.
         has_items = self._sent or number in self._entrances
         if has_items and (dropped := memory.dropped(number)) is not None:
             self._dropped.append(dropped)
@@ -263,7 +263,7 @@ class ChannelServer:
         self.wake()
 
     def _check_dropped(self) -> None:
-        """Find unused channels, discard their items, and release the channels that the items contain."""
+        """Find unused channels, discard their items, and release the channels in these items."""
         for _ in range(len(self._dropped)):
             try:
                 dropped = self._dropped.popleft()
@@ -277,11 +277,11 @@ class ChannelServer:
             for number in self.sent_in(dropped.items()).elements():
                 self.item_done(number)
             if dropped.number in self._entrances:
-                self._dropped.append(dropped)  # the discarded items have made room for those in transit
+                self._dropped.append(dropped)  # the discarded items made room for those in transit
                 self._loop.call_later(DISCARD_INTERVAL_S, self._changed.set)
 
     def entrance(self, channel: Channel[Any], number: int) -> Channel[Any]:
-        """Return a second object for the channel, which does not count as its user.
+        """Return a second object for the channel, which does not count as a user.
 
         The ports through which clients put belong to this object. Items in transit therefore do not keep a
         channel that no process can read any more.
@@ -295,12 +295,12 @@ class ChannelServer:
 
     def is_over(self) -> bool:
         """Return whether the server has ended or has no channels left."""
-        # Iterate instead of using len(), because this may run before a dictionary has dropped its entry.
+        # Iterate instead of using len(), because a dictionary may not have dropped its entry yet.
         used = (*self._channels.values(), *self._entrances.values())
         return self._over or (not self._kept and not used)
 
     def wake(self) -> None:
-        """Make the server check whether it should end; the garbage collector may call this method."""
+        """Make the server check whether it should end. The garbage collector may call this method."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._changed.set)
 
@@ -333,7 +333,7 @@ class ChannelServer:
     async def _serve(self) -> None:
         self._loop.add_reader(self._listener.fileno(), self._accept_clients)
         while True:
-            # Continue after at most a second, to drop connections that have remained silent.
+            # Continue at least once a second, to drop connections that stay silent.
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), 1.0)
             self._changed.clear()
@@ -367,12 +367,12 @@ class ChannelServer:
                     session.attach(sock)
 
     def _session(self, hello: dict[str, Any]) -> ClientSession | None:
-        """Return the session for a client, or None if the client was given up or has another version."""
+        """Return the session for a client; None if the client was given up or has another version."""
         id, pid = hello.get("client"), hello.get("pid")
         if not isinstance(id, str) or not isinstance(pid, int) or id in self._given_up:
             return None
         if differs(hello):
-            return None  # the client sees this server's version and raises the error
+            return None  # the client receives this server's version and raises the error
         if id not in self._sessions:
             if hello.get("again"):
                 return None
@@ -389,15 +389,15 @@ class ChannelServer:
 
 
 _servers: dict[str, ChannelServer] = {}
-"""Servers of this process and, in a forked child, of its parents, by server id."""
+"""Servers of this process and, after a fork, of its parents, by server id."""
 _ending = threading.Lock()
 """Held while a server decides whether to end."""
 chosen: ContextVar[ChannelServer | None] = ContextVar("chosen", default=None)
-"""Server for the channel that is being made (default: the server of this process)."""
+"""Server for the channel being made (default: this process's server)."""
 
 
 def _twin(channel: Channel[Any], fd: int) -> Channel[Any]:
-    """Return a second object for the channel, which uses the descriptor ``fd`` of the same memory."""
+    """Return a second object for the channel, with another descriptor ``fd`` of its memory."""
     twin: Channel[Any] = Channel.__new__(Channel)
     socket = os.dup(channel._socket) if channel._socket >= 0 else -1
     _core.Channel.__init__(twin, fd=fd, socket=socket, name=channel._name)
@@ -411,12 +411,12 @@ def _dropped(server: weakref.ref[ChannelServer], number: int, memory: OrphanMemo
 
 
 def server_of(id: str) -> ChannelServer | None:
-    """Return the server with this id, which belongs to this process or to a parent."""
+    """Return the server with this id, of this process or of a parent."""
     return _servers.get(id)
 
 
 def server_at(address: str, secret: bytes) -> ChannelServer | None:
-    """Return this process's server at ``address``; None if no such server exists or the secret is wrong."""
+    """Return this process's server at ``address``; None without such a server or with a wrong secret."""
     found = [server for server in _servers.values() if server.address == address]
     return found[0] if found and hmac.compare_digest(found[0].secret, secret) else None
 
@@ -428,7 +428,7 @@ def _close_all() -> None:
 
 
 def _after_fork() -> None:
-    """Stop listening in a forked child, which has direct access to its parents' channels."""
+    """Stop listening in a forked child, which can access its parents' channels directly."""
     global _ending
     _ending = threading.Lock()
     for server in _servers.values():

@@ -1,8 +1,8 @@
-"""Connections from this process to the owners of remote channels.
+"""Connect this process to the owners of remote channels.
 
-A connection consists of a link, a control stream, and one stream for each port that is open in this process.
-It has two threads: one keeps the link connected, and the other receives messages from the owner. The
-connection ends when this process has stopped using the channels of that owner.
+A connection consists of a link, a control stream, and one stream for each open port of this process. It has
+two threads: one keeps the link connected, and the other receives the owner's messages. The connection ends
+when this process no longer uses the owner's channels.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from flowchan.transport.local_peers import card
 from flowchan.transport.versions import differs, versions
 
 PEER_TIMEOUT_S = 10.0
-"""Seconds to wait for a reply from an owner to which this process is not connected yet."""
+"""Seconds to wait for a reply from an owner that this process is not connected to yet."""
 REPLY_TIMEOUT_S = 1.0
-"""Extra seconds to wait for a reply, beyond the call's timeout and two round trips."""
+"""Seconds to wait for a reply, in addition to the call's timeout and two round trips."""
 EXIT_TIMEOUT_S = 2.0
-"""Seconds that an exiting process waits for its items that are in transit."""
+"""Seconds for which an exiting process waits for its items in transit."""
 
 
 class Connection(Calls):
@@ -51,14 +51,14 @@ class Connection(Calls):
         timeout: Seconds to wait for the owner.
 
     Raises:
-        HostError: The owner can't be reached within ``timeout`` seconds.
+        HostError: The owner could not be reached within ``timeout`` seconds.
     """
 
     def __init__(self, address: str, secret: bytes, tls: bool, timeout: float = PEER_TIMEOUT_S) -> None:
         super().__init__(address)
         self.pid = os.getpid()
         self.is_kept = False  # true: stay connected while the owner is alive, even without channels
-        self._starting = 0  # number of callers that are about to use a channel
+        self._starting = 0  # number of callers about to use a channel
         self._secret, self._tls = secret, tls
         self._hello = {**versions(), **card(), "client": secrets.token_hex(16), "again": False}
         self._stream_numbers = 0
@@ -85,7 +85,7 @@ class Connection(Calls):
         ]
         for thread in self._threads:
             thread.start()
-        # before the servers of this process are closed, because one of them may own these channels
+        # before this process's servers close, because one of them may own these channels
         before_exit(_leave_all, 1)
 
     def _dial(self, within: float, why: str) -> Any:
@@ -126,7 +126,7 @@ class Connection(Calls):
             The channel's capacity, ``max_bytes`` and name.
 
         Raises:
-            HostError: The owner has not replied in time.
+            HostError: The owner did not reply in time.
         """
 
         def drop(reply: Reply) -> None:
@@ -150,17 +150,17 @@ class Connection(Calls):
         return bool(self.ask(channel, "send", late=undo))
 
     def two_round_trips(self) -> float:
-        """Return the measured time of two round trips, in seconds."""
+        """Return how long two round trips take, as measured, in seconds."""
         return 2 * float(self.link.state()["round_trip"])
 
     def answered_within(self, timeout: float) -> float:
-        """Return how many seconds to wait for a reply to a call with this timeout before giving up."""
+        """Return how many seconds to wait for the reply to a call with this timeout."""
         return timeout + self.two_round_trips() + REPLY_TIMEOUT_S
 
     # --- streams ---
 
     def new_stream(self, name: str, max_bytes: int | None, reads: bool, counted: bool) -> RemotePort:
-        """Return a new stream with its ring. No port at the owner is joined to the stream yet."""
+        """Return a new stream with its ring. The stream does not have a port at the owner yet."""
         with self._lock:
             self._stream_numbers += 1
             return RemotePort(self._stream_numbers, name, max_bytes, reads, counted)
@@ -171,7 +171,7 @@ class Connection(Calls):
         def join(reply: Reply) -> None:
             """Add the stream to the link, even if the caller has given up.
 
-            Otherwise the owner would never learn that the port is closed.
+            Otherwise, the owner would never learn that the port is closed.
             """
             with self._lock:
                 if reply.error is not None:
@@ -186,7 +186,7 @@ class Connection(Calls):
             if not stream.reads and not stream.counted:
                 stream.ring._allow(room)
 
-        # Called before the request, because the stream may finish before this process has handled the reply.
+        # Called before the request, because the stream may finish before this process handles the reply.
         def enter() -> None:
             with self._lock:
                 self._streams[stream.number] = stream
@@ -214,26 +214,25 @@ class Connection(Calls):
 
         Args:
             stream: The stream.
-            count: Number of items, counted from the opening of the stream.
+            count: Number of items since the stream was opened.
             timeout: Seconds to wait; None waits without a limit.
 
         Returns:
-            True if the owner has put them, False if it never will, and None if ``timeout`` seconds have
-            passed.
+            True if the owner has put them, False if it never will, None if ``timeout`` seconds have passed.
         """
         if not stream.finished.is_set():
             used: bool | None = self.link.await_used(stream.number, count, timeout)
             if used is not False:
                 return used
-            stream.finished.wait()  # from then on, `arrived` is the number that the owner has put
+            stream.finished.wait()  # afterwards, `arrived` is the number that the owner has put
         return stream.arrived >= count
 
     # --- users of the connection ---
 
     def register(self, number: int, user: Any) -> Any:
-        """Register ``user`` as the object for the channel, and return the first object registered for it.
+        """Register ``user`` as the object for the channel; return the first object registered for it.
 
-        Several threads may open a channel at the same time; all of them then use the same object.
+        If several threads open a channel at the same time, all of them use the same object.
         """
         token = object()
         with self._lock:
@@ -245,14 +244,14 @@ class Connection(Calls):
         """Queue a notice to the owner about a channel, without waiting.
 
         Args:
-            what: "item_done" if an item that contained the channel is finished; "drop" if an object for the
+            what: "item_done" if an item that contained the channel is finished; "drop" if an object of the
                 channel was released.
             number: Number of the channel.
         """
         _notify(self._notices, what, number)
 
     def user(self, number: int) -> Any:
-        """Return the object for the channel in this process, or None."""
+        """Return this process's object for the channel, or None."""
         return self._known.get(number)
 
     def _send_notice(self, what: str, number: int) -> None:
@@ -269,7 +268,7 @@ class Connection(Calls):
         self._leave_if_unused()
 
     def _leave_if_unused(self) -> None:
-        """Leave the owner if this process does not use its channels any more."""
+        """Leave the owner if this process no longer uses its channels."""
         with _registry_lock:
             if self._left or self._starting or (self.is_kept and not self.lost):
                 return
@@ -278,7 +277,7 @@ class Connection(Calls):
                 return
             if self._users or any(stream.is_open() for stream in self._streams.values()):
                 return
-            if self._streams and not self.lost:  # items that this process has put are still in transit
+            if self._streams and not self.lost:  # items that this process put are still in transit
                 return
             self._left = True
             forget(self)
@@ -295,7 +294,7 @@ class Connection(Calls):
         """Reconnect whenever the connection breaks."""
         backoff = Backoff()
         for event in watch(self.link, self._peer_timeout / 4):
-            # A process that is leaving also reconnects, because the owner must get its notices first.
+            # Even a process that is leaving reconnects, because the owner must get its notices first.
             if isinstance(event, LinkBroken) and not self._has_left.is_set():
                 if event.stuck > self._peer_timeout:
                     self._lose(
@@ -335,9 +334,9 @@ class Connection(Calls):
     # --- ending ---
 
     def _lose(self, why: str, ended: Collection[int] = ()) -> None:
-        """Break every open stream of this connection, because the owner is lost.
+        """Break all open streams of this connection, because the owner is lost.
 
-        The streams in ``ended`` had already ended without a failure, so they are closed instead.
+        Streams in ``ended`` had ended without a failure before, so they are closed instead.
         """
         with self._lock:
             self.lost = self.lost or why
@@ -365,7 +364,7 @@ class Connection(Calls):
         _leaving.discard(self)
 
     def leave(self) -> None:
-        """Wait until the owner has this process's items, then disconnect; called before exit."""
+        """Wait until the owner has this process's items, then disconnect. Called before exit."""
         give_up = time.monotonic() + EXIT_TIMEOUT_S
         for stream in list(self._streams.values()):
             if not stream.counted:
@@ -387,14 +386,14 @@ class Connection(Calls):
 _registry_lock = threading.RLock()
 _connections: dict[tuple[str, bytes], Connection] = {}
 _leaving: set[Connection] = set()
-"""Connections that have sent "leave" and are waiting for the reply; an exiting program waits for them."""
+"""Connections that have sent "leave" but have no reply yet; an exiting program waits for them."""
 _dialling: weakref.WeakValueDictionary[tuple[str, bytes], Any] = weakref.WeakValueDictionary()
-"""A lock for each owner, held by the thread that is connecting to that owner."""
+"""Lock for each owner, held by the thread that is connecting to it."""
 
 
 @contextlib.contextmanager
 def using(address: str, secret: bytes, tls: bool, timeout: float = PEER_TIMEOUT_S) -> Iterator[Connection]:
-    """Yield this process's connection to an owner, which stays connected inside the ``with`` block.
+    """Yield this process's connection to an owner, which stays up during the ``with`` block.
 
     One connection serves all channels of an owner.
     """
@@ -415,7 +414,7 @@ def _acquire(address: str, secret: bytes, tls: bool, timeout: float) -> Connecti
                 connection._starting += 1
                 return connection
             dialling = _dialling.setdefault(key, threading.Lock())
-        # Don't hold the registry's lock here: an owner that does not reply must not delay users of other
+        # Don't hold the registry's lock here, or an owner that does not reply would delay users of other
         # owners.
         left = max(0.0, give_up - time.monotonic())
         held: list[bool] = []
@@ -453,10 +452,10 @@ def _notify(notices: Channel[tuple[str, int]], what: str, number: int) -> None:
 
 
 def _dropped(users: set[object], token: object, notices: Channel[tuple[str, int]], number: int) -> None:
-    """Notify the owner that an object for a channel was released.
+    """Notify the owner that an object of a channel was released.
 
-    The token is removed before the notice is queued, so the order in which the garbage collector runs the
-    finalizers does not matter.
+    The token is removed before the notice is queued, so the order of finalizers in the garbage collector does
+    not matter.
     """
     users.discard(token)
     _notify(notices, "drop", number)
@@ -469,7 +468,7 @@ def _leave_all() -> None:
 
 
 def _after_fork() -> None:
-    """Forget the parent's connections in a forked child, because the child does not have their threads."""
+    """Forget the parent's connections in a forked child, which lacks their threads."""
     global _registry_lock
     _registry_lock = threading.RLock()
     _connections.clear()

@@ -1,4 +1,7 @@
-"""Clients of a :class:`Server`. For each client, the server owns two channels, one for each direction."""
+"""Let clients join a :class:`Server`.
+
+For each client, the server owns two channels, one in each direction.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ POLL_INTERVAL_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class JoinedClient:
-    """A client as its server sees it.
+    """A client, on the server's side.
 
     Args:
         id: Number of the client, from 1.
-        tag: The tag that the client chose.
+        tag: Tag that the client chose.
         inbox: Port that reads the client's messages.
-        outbox: Port that writes messages to the client.
+        outbox: Port that writes to the client.
         link: Link to the client.
     """
 
@@ -42,18 +45,18 @@ class JoinedClient:
 
 
 class Clients:
-    """Listener at which clients join a server.
+    """Listener through which clients join a server.
 
     Args:
         address: Address to listen at.
-        secret: Secret that clients must prove that they know (default: 32 random bytes).
+        secret: Secret of the server, which clients must prove that they know (default: 32 random bytes).
         tls: Encrypt the connections.
         capacity: Capacity of each channel.
         on_join: Called with each client that joins.
 
     Raises:
         ValueError: The address or the secret is invalid.
-        OSError: The server can't listen at the address.
+        OSError: The server cannot listen at the address.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Clients:
     def _left(self, session: ClientSession) -> None:
         """Abort a client's inbound channel if the client left before it opened its end.
 
-        In that case the client has no port whose loss would break the channel.
+        Such a client has no port whose loss would break the channel.
         """
         for one, up, _ in self._joined:
             if one is session and not up.closed:
@@ -102,7 +105,7 @@ class Clients:
         self._joined = [joined for joined in self._joined if joined[0] is not session]
 
     def close(self, timeout: float) -> None:
-        """Stop accepting clients, and wait until all clients have read their items.
+        """Stop accepting clients, and wait until all of them have read their items.
 
         Args:
             timeout: Seconds to wait for clients that have neither left nor read everything.
@@ -130,7 +133,7 @@ def join(
         tag: Name of this client, which the server shows.
 
     Returns:
-        The client's number, its reading port, its writing port, and its link.
+        The client's number, reading port, writing port and link.
     """
     split(address)
     with using(address, secret, tls, timeout) as connection:
@@ -140,5 +143,5 @@ def join(
 
 
 def sealed_once(message: Any) -> Any:
-    """Encode a message once for several channels."""
+    """Encode a message once, for several channels."""
     return for_put(sealed(message))

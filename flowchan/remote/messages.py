@@ -1,8 +1,8 @@
-"""Messages between the owner of remote channels and a client process.
+"""Define the messages between the owner of remote channels and a client process.
 
-The messages travel over the control stream (stream 0) of the link between the two processes. Both sides have
-proved that they know the secret, so the messages are pickled like items. They never contain items that go
-through a port, because each port has a separate stream.
+They are sent over the control stream (stream 0) of the link between both processes. Both sides have proved
+that they know the secret, so messages are pickled like items. They never contain a port's items, because each
+port has a separate stream.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from flowchan.items.shared_tensors import is_storage
 from flowchan.items.text import short
 
 PLAIN = (bool, int, float, str, bytes, type(None))
-"""Types whose items are sent unsealed, because unpickling them does not run user code."""
+"""Types of items that are sent unsealed, because unpickling them runs no user code."""
 
 
 def control_ring() -> Channel[Any]:
     """Return the ring for one direction of a control stream.
 
-    It accepts an item of any size that a channel accepts.
+    It accepts items of any size that a channel accepts.
     """
     return Channel(1024, across="processes", max_bytes=LARGEST)
 
@@ -44,7 +44,7 @@ class CallRequest:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Notice that the caller has stopped waiting for a call. The call still gets its reply."""
+    """The caller no longer waits for a call, which still gets its reply."""
 
     number: int
 
@@ -62,7 +62,7 @@ class RaisedError:
     cause: Sealed | None
 
     def exception(self) -> BaseException:
-        """Return the exception, to be raised in the caller."""
+        """Return the exception that the caller must raise."""
         error = self.kind(*self.arguments)
         if self.cause is not None:
             error.__cause__ = cause_in(self.cause)
@@ -71,7 +71,7 @@ class RaisedError:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Result of a call: its value or its exception."""
+    """Result of a call: a value or an exception."""
 
     number: int
     value: Any = None
@@ -80,13 +80,13 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Notice that no more items will follow through a stream, in either direction.
+    """No more items will follow through a stream, in either direction.
 
     Attributes:
         stream: Number of the stream.
         broken: True if the channel that the stream writes to is broken.
         cause: The cause of the break, or None.
-        used: Number of items from the client that the owner has put in total.
+        used: Total number of items from the client that the owner has put.
     """
 
     stream: int
@@ -97,7 +97,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class ServerClosed:
-    """Notice that the owner has closed its server.
+    """The owner has closed its server.
 
     Attributes:
         why: The reason, for the message of ``Broken``.
@@ -109,16 +109,16 @@ class ServerClosed:
 
 
 def sealed(item: Any) -> Any:
-    """Return ``item`` in the form in which it is sent.
+    """Return ``item`` in the form that is sent.
 
     Args:
         item: Any item.
 
     Returns:
-        The item itself if it has one of the ``PLAIN`` types, else the packed item.
+        The item itself if its type is in ``PLAIN``, otherwise the packed item.
 
     Raises:
-        TypeError: The item contains something that can't leave this machine.
+        TypeError: Something in the item cannot leave this machine.
     """
     if type(item) in PLAIN:
         return item
@@ -139,12 +139,12 @@ def sealed(item: Any) -> Any:
 
 
 def for_put(item: Any) -> Any:
-    """Return the object to put into a channel for an item returned by :func:`sealed`."""
+    """Return what to put into a channel for an item from :func:`sealed`."""
     return Opening(item.packed) if isinstance(item, Sealed) else item
 
 
 def sealed_cause(cause: BaseException | None) -> Sealed | None:
-    """Return the cause in the form in which it is sent; if it can't be pickled, its text is sent instead."""
+    """Return a cause in the form that is sent; only its text if it cannot be pickled."""
     if cause is None:
         return None
     try:
@@ -166,7 +166,7 @@ def packed_in(value: Any) -> Iterator[bytes]:
 
 
 def cause_in(cause: Sealed | None) -> BaseException | None:
-    """Return the exception in ``cause``, or None without an exception."""
+    """Return the exception in ``cause``, or None if there is none."""
     if cause is None:
         return None
     try:
@@ -177,7 +177,7 @@ def cause_in(cause: Sealed | None) -> BaseException | None:
 
 
 def describe_error(error: BaseException) -> RaisedError:
-    """Describe an exception so that it can be sent in a reply."""
+    """Describe an exception for a reply."""
     arguments = error.args if isinstance(error, ChannelError | ValueError | TypeError) else (str(error),)
     known = isinstance(error, CallCancelled) or type(error).__module__ in ("flowchan", "builtins")
     kind = type(error) if known else ChannelError

@@ -1,8 +1,8 @@
-"""Channels that no process has open any more, although they still contain items.
+"""Find channels that no process has open any more although they contain items.
 
-The owner need not keep the channels inside these items any longer. A process that drops a channel can't know
+The owner need no longer keep the channels inside these items. A process that drops a channel cannot know
 whether it was the last user, because forked children share the channel's memory. All users of a channel share
-one open file description of that memory. A lock on the file shows whether that description is still open.
+one open file description of this memory. A lock on the file shows whether the description is still open.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from flowchan.items.codec import keeps_sealed
 
 
 class OrphanMemory:
-    """Shared lock on a channel's memory, which all users of the channel hold together.
+    """Shared lock on a channel's memory, which all of the channel's users hold together.
 
-    :class:`Orphans` uses the lock to check whether the channel has any user left.
+    :class:`Orphans` uses it to check whether the channel has any user left.
     """
 
     def __init__(self, channel: Channel[Any]) -> None:
@@ -33,8 +33,8 @@ class OrphanMemory:
     def dropped(self, number: int) -> Orphans | None:
         """Return the channel as a possible orphan, or None.
 
-        Call this before the channel's descriptor is closed. The result is None if the descriptor has already
-        been closed, or if this process has no descriptors left.
+        Call this before the channel's descriptor is closed. The result is None if the descriptor is already
+        closed, or if this process is out of descriptors.
         """
         with contextlib.suppress(OSError):
             dropped = Orphans(number, os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR))
@@ -43,10 +43,10 @@ class OrphanMemory:
 
 
 class Orphans:
-    """A channel that may be without users.
+    """Channel that may have no users.
 
     Args:
-        number: Number of the channel at its owner.
+        number: Channel's number at its owner.
         fd: Descriptor of the channel's memory.
     """
 
@@ -57,7 +57,7 @@ class Orphans:
         close(self.fd)
 
     def is_unused(self) -> bool:
-        """Return whether no process uses the channel."""
+        """Return whether no process uses the channel any more."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -67,7 +67,7 @@ class Orphans:
     def items(self) -> list[Any]:
         """Return the items in the channel, sealed.
 
-        The memory of an aborted channel still contains its items, so they are returned as well.
+        An aborted channel's memory still contains its items, so they are returned as well.
         """
         return contextvars.copy_context().run(self._items)
 

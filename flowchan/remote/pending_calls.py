@@ -1,7 +1,7 @@
-"""Calls from this process to the owner of remote channels.
+"""Manage calls from this process to the owner of remote channels.
 
-Requests go over the control stream. Each reply is used exactly once: by the caller or, if the caller has
-given up, by the ``late`` function of the call.
+Requests use the control stream. Each reply is used exactly once: by the caller or, if the caller has given
+up, by the call's ``late`` function.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ CLOSED_HERE = "this process has closed its connection to their owner"
 
 
 class Unanswered(Exception):
-    """The owner has not replied in time; its reply will go to ``late``."""
+    """The owner has not replied in time; ``late`` will get its reply."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether an item could not be decoded for a reason that has nothing to do with the item.
+    """Return whether an item could not be decoded for a reason unrelated to it.
 
-    Such a reason is an interrupt, or a lack of memory or descriptors in this process.
+    Examples are an interrupt, or a lack of memory or descriptors in this process.
     """
     return is_interrupt(error) or lacks(error)
 
 
 class PendingCall:
-    """A call to which the owner has not replied yet.
+    """Call to which the owner has not replied yet.
 
     Args:
         late: Called with the reply if the caller has given up. If the request was never sent, the reply is an
@@ -69,13 +69,13 @@ class PendingCall:
 
 
 class Calls:
-    """The calls to one owner that are waiting for a reply."""
+    """Calls to one owner that wait for replies."""
 
     _requests: Out[Any]
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.lost = ""  # why the owner is lost; empty if it is not lost
+        self.lost = ""  # why the owner is lost; empty if it is not
         self._lock = threading.RLock()
         self._numbers = 0
         self._pending: dict[int, PendingCall] = {}
@@ -94,7 +94,7 @@ class Calls:
 
         Args:
             channel: Number of the channel at the owner.
-            what: Kind of request.
+            what: Kind of the request.
             arguments: Arguments of the request.
             late: Called with the reply if the caller has given up or ``take`` failed. If the request was
                 never sent, the reply is an error.
@@ -103,10 +103,10 @@ class Calls:
             first: Called before the request is sent.
 
         Returns:
-            The return value of ``take``.
+            The result of ``take``.
 
         Raises:
-            Unanswered: The owner did not reply within ``within`` seconds.
+            Unanswered: No reply arrived within ``within`` seconds.
         """
         call = PendingCall(late)
         try:
@@ -125,7 +125,7 @@ class Calls:
         arguments: tuple[Any, ...],
         done: Callable[[], None] | None = None,
     ) -> PendingCall:
-        """Send a request without waiting, and call ``done`` when the reply arrives."""
+        """Send a request without waiting; call ``done`` when the reply arrives."""
         call = PendingCall(lambda _: None, done)
         try:
             self._send(call, channel, what, arguments)
@@ -157,7 +157,7 @@ class Calls:
             self.abandon(call)
 
     def abandon(self, call: PendingCall) -> None:
-        """Give the reply to ``late``, now or when it arrives, because the caller will not use it."""
+        """Pass the reply to ``late``, now or when it arrives, because the caller will not use it."""
         with self._lock:
             call.abandoned = True
             reply = call.reply
@@ -171,7 +171,7 @@ class Calls:
             call.late(reply)
 
     def _recall(self, call: PendingCall) -> None:
-        """Ask the owner to reply now, with either the result or ``CallCancelled``."""
+        """Ask the owner to reply now, with the result or with ``CallCancelled``."""
         with contextlib.suppress(ChannelError, ValueError):
             self._requests.put_nowait(Cancel(call.number))
 
@@ -200,9 +200,9 @@ class Calls:
 
 
 def _settle(call: PendingCall, reply: Reply) -> Callable[[], None]:
-    """Store the reply, and return the function to call after the lock is released.
+    """Store the reply, and return the function to call once the lock is released.
 
-    The caller must hold the lock that protects the pending calls.
+    The caller must hold the lock on the pending calls.
     """
     call.reply = reply
     if not call.abandoned or call.is_over:

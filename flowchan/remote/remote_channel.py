@@ -1,17 +1,17 @@
-"""Remote channels: channels across hosts that another process owns (C16).
+"""Implement remote channels: channels across hosts that another process owns (C16).
 
-Algorithm. Items pass through rings in this process. A link to the owner fills and empties these rings. Many
-items can be in transit at the same time, so calls do not wait for a round trip. ``reader()`` and ``writer()``
-return ports, each with its own ring. The plain calls ``put``, ``get`` and ``select`` share two rings, one for
-each direction. The ports of these rings are opened at the first use and do not count as a reader or a writer.
-The plain calls are native and look up the ring in C++, so a ``KeyboardInterrupt`` cannot lose an item between
-the ring and its receiver.
+Algorithm. Items pass through rings in this process, which a link to the owner fills and empties. Many items
+can be in transit at a time, so calls do not wait for a round trip. ``reader()`` and ``writer()`` return
+ports, each with a separate ring. The plain calls ``put``, ``get`` and ``select`` share two rings, one in each
+direction. The ports of these rings open at the first use, and count neither as readers nor as writers. The
+plain calls are native and find the ring in C++, so ``KeyboardInterrupt`` cannot lose an item between the ring
+and its receiver.
 
-Invariants. The owner sends items to the plain calls only while one of them is waiting. It takes back items
-that were not taken within some milliseconds. It grants plain puts only as far as its channel has free room.
-The channel therefore keeps its capacity unless two processes use the same room at the same time. A call that
-reaches its timeout asks the owner once before it fails, because an item may be in transit. The page
-docs/remote_channels.md lists the differences from a local channel.
+Invariants. The owner sends items to the plain calls only while one of them waits. After some milliseconds, it
+takes back items that were not taken. It grants plain puts only as far as its channel has room. The channel
+therefore keeps its capacity, unless two processes use the same room at the same time. A call that times out
+asks the owner once more before it fails, because an item may be in transit. The page docs/remote_channels.md
+lists the differences from a local channel.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ NO_STATS = Channel(1).stats()
 
 
 class RemoteChannel(Channel[T]):
-    """A channel across hosts that another process owns.
+    """Channel across hosts that another process owns.
 
-    ``flowchan.hosts.open_channel`` returns remote channels, and a channel in a received item is one.
+    ``flowchan.hosts.open_channel`` returns remote channels, and channels in received items are remote as
+    well.
     """
 
     across = HOSTS.name
@@ -71,14 +72,14 @@ class RemoteChannel(Channel[T]):
         self, at: tuple[str, bytes, bool], connection: Connection, within: float | None = None
     ) -> None:
         capacity, max_bytes, name = connection.open(number_in(at[0]), within)
-        _core.Channel.__init__(  # this ring stays empty, because items go through other rings
+        _core.Channel.__init__(  # this ring stays empty, because items use other rings
             self, capacity=capacity, processes=False, max_bytes=max_bytes or 2**64 - 1, name=name
         )
-        self._elsewhere = True  # makes native calls use the ring returned by `_open_port`
+        self._elsewhere = True  # makes native calls use the ring from `_open_port`
         self._at, self._link = at, connection  # address, secret, TLS
         self._number = number_in(at[0])
         self._opening = threading.RLock()
-        # ports of the plain calls; the key True is for the reading port
+        # ports for the plain calls; the key True is for the reading port
         self._ports: dict[bool, RemoteIn[T] | RemoteOut[T]] = {}
 
     @property
@@ -100,7 +101,7 @@ class RemoteChannel(Channel[T]):
     # --- items ---
 
     def _open_port(self, reads: bool) -> Channel[T]:
-        """Return the ring for this process's plain calls; the core calls this at the first use."""
+        """Return the ring for this process's plain calls. The core calls this at the first use."""
         connection = self._connection
         with self._opening:
             if reads not in self._ports:
@@ -109,11 +110,11 @@ class RemoteChannel(Channel[T]):
             return self._ports[reads]._stream.ring
 
     def _ask_again(self, reads: bool) -> tuple[bool, int]:
-        """Ask the owner for its current state before a call gives up; the core calls this.
+        """Ask the owner for its current state before a call gives up. The core calls this.
 
         Returns:
-            True if the call may succeed now or the channel has ended, and the owner's total number of puts
-            into and gets from the channel.
+            Two values: whether the call may succeed now or the channel has ended, and the owner's total
+            number of puts and gets.
         """
         connection, stream = self._connection, self._ports[reads]._stream
         try:
@@ -129,12 +130,12 @@ class RemoteChannel(Channel[T]):
         except Unanswered:
             return False, 0
         except Broken:
-            return True, 0  # the ring is broken as well and raises the reason
+            return True, 0  # the ring is broken as well, and raises the reason
 
     def _offer(self, most: int, got: int | None = None) -> tuple[int, bool, int]:
         """Make the owner send up to ``most`` of its items; see ``ClientSession``.
 
-        Items that this process has put and that are still in transit to the owner are among them.
+        These include items that this process has put and that are still in transit to the owner.
         """
         connection, ports = self._connection, self._ports
         number, put = 0, 0
@@ -146,7 +147,7 @@ class RemoteChannel(Channel[T]):
         return offered
 
     def _fetch(self, most: int) -> None:
-        """Fetch up to ``most`` more items, if the owner has them; the core calls this before ``get_many``."""
+        """Fetch up to ``most`` more items if the owner has them. The core calls this before ``get_many``."""
         ring = self._ports[True]._stream.ring
         with contextlib.suppress(Unanswered, Broken):  # the ring raises the reason
             sent, _, _ = self._offer(most)
@@ -155,20 +156,20 @@ class RemoteChannel(Channel[T]):
                 time.sleep(0.0001)
 
     async def aput(self, item: T) -> None:
-        """Put an item from a coroutine. If the call is cancelled, the item is not put."""
+        """Put an item from a coroutine. A cancelled call does not put the item."""
         await awaiting.aput(self._open_port(False), item)
 
     async def aget(self) -> T:
-        """Take an item from a coroutine. If the call is cancelled, no item is taken."""
+        """Take an item from a coroutine. A cancelled call does not take an item."""
         return await awaiting.aget(self._open_port(True))
 
     async def __anext__(self) -> T:
         return await awaiting.anext_item(self._open_port(True))
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the owner has all items that this process has put with plain calls.
+        """Wait until the owner has received all items that this process put with plain calls.
 
-        It raises the same errors as the ``flush`` of a writing end.
+        Raises the same errors as ``flush`` of a writing end.
         """
         seconds(timeout)
         if (port := self._open_ports().get(False)) is not None:
@@ -176,11 +177,11 @@ class RemoteChannel(Channel[T]):
             port.flush(timeout)
 
     def _open_ports(self) -> dict[bool, RemoteIn[T] | RemoteOut[T]]:
-        """Return this process's ports for plain calls, without those of a parent that has forked."""
+        """Return this process's ports for plain calls, not those from before a fork."""
         return self._ports if self._link.pid == os.getpid() else {}
 
     def loan(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise ``ChannelError``, because a remote channel's memory is on another host."""
+        """Raise ``ChannelError``, because the channel's memory is on another host."""
         raise ChannelError(
             f"{self!r} can't lend memory, because its memory is on another host; put an array instead"
         )
@@ -188,7 +189,7 @@ class RemoteChannel(Channel[T]):
     # --- the channel ---
 
     def close(self) -> None:
-        """Close the channel once the owner has received all items from this process that it still accepts."""
+        """Close the channel once the owner has received all items of this process that it still accepts."""
         with contextlib.suppress(Closed, Broken):
             self.flush()
         self._request("close")
@@ -196,7 +197,7 @@ class RemoteChannel(Channel[T]):
             port.close()
 
     def abort(self, cause: BaseException | None = None) -> None:
-        """Break the channel for all of its users, whose ``Broken`` errors get ``cause`` as their cause."""
+        """Break the channel for all users, whose ``Broken`` errors get ``cause`` as their cause."""
         if cause is not None and not isinstance(cause, BaseException):
             raise TypeError(f"abort: cause must be an exception or None, got {cause!r}")
         if (report := hears_aborts.get()) is not None:
@@ -207,11 +208,11 @@ class RemoteChannel(Channel[T]):
             _core.Channel.abort(port._stream.ring, cause)
 
     def reader(self) -> In[T]:
-        """Open a counted reading end, which prefetches items."""
+        """Open a reading end that prefetches items; the owner counts it."""
         return self._port(RemoteIn, True, counted=True)  # type: ignore[no-any-return]
 
     def writer(self) -> Out[T]:
-        """Open a counted writing end, which sends its items in the background."""
+        """Open a writing end that sends items in the background; the owner counts it."""
         return self._port(RemoteOut, False, counted=True)  # type: ignore[no-any-return]
 
     def _port(self, kind: Any, reads: bool, counted: bool) -> Any:
@@ -223,7 +224,7 @@ class RemoteChannel(Channel[T]):
         return port
 
     def _snapshot(self) -> _Snapshot:
-        ports = dict(self._open_ports())  # a copy, because another thread may open a port during the request
+        ports = dict(self._open_ports())  # copied, because another thread may open a port during the request
         numbers = [ports[reads]._stream.number if reads in ports else 0 for reads in (True, False)]
         closed, broken, stats, reads, writes = self._request("look", *numbers)
         reading = ports[True]._stream.ring.stats() if True in ports else NO_STATS
@@ -251,19 +252,19 @@ class RemoteChannel(Channel[T]):
 
     @property
     def closed(self) -> bool:
-        """Return whether the channel is closed, so that nothing more can be put."""
+        """Return whether the channel is closed, so no more items can be put."""
         return self._snapshot().closed
 
     @property
     def drained(self) -> bool:
-        """Return whether the channel is closed and has no items left."""
+        """Return whether the channel is closed and empty."""
         snapshot = self._snapshot()
         nothing = snapshot.stats.inside == snapshot.stats.leased == 0
         return snapshot.closed and nothing and not snapshot.broken
 
     @property
     def broken(self) -> bool:
-        """Return whether the channel has ended with a failure."""
+        """Return whether the channel has failed."""
         try:
             return self._snapshot().broken
         except Broken:
@@ -275,7 +276,7 @@ class RemoteChannel(Channel[T]):
 
     @property
     def address(self) -> str:
-        """Return the address of the channel."""
+        """Return the channel's address."""
         return self._at[0]
 
     @property
@@ -287,9 +288,9 @@ class RemoteChannel(Channel[T]):
         return f"<Channel({self.capacity}, across={self.across!r}) at {self.address}>"
 
     def item_done(self) -> None:
-        """Notify the owner that this process has finished an item that contained the channel.
+        """Tell the owner that this process has finished an item that contained the channel.
 
-        Before that, the owner keeps the channel because of the item.
+        Until then, the owner keeps the channel for the item.
         """
         self._connection.notify("item_done", self._number)
 
@@ -304,7 +305,7 @@ class RemoteChannel(Channel[T]):
         if parcel is not None:
             # If the owner is lost, the receiver gets an error.
             with contextlib.suppress(Broken, HostError):
-                # Before the item is sent, because this process may be killed at any moment.
+                # before the item is sent, because this process may be killed at any moment
                 sent = self._connection.send(self._number)
         if parcel is not None and sent:
             parcel.counted.append(functools.partial(_item_done, weakref.ref(self._link), self._number))
@@ -320,7 +321,7 @@ def _item_done(link: weakref.ref[Connection], number: int) -> None:
 def unpickle_channel(
     address: str, secret: bytes, tls: bool, server_id: str, sent: str | bool
 ) -> Channel[Any]:
-    """Return the channel with this address; pickle calls this.
+    """Return the channel with this address, for pickle.
 
     Args:
         address: Address of the channel.
@@ -328,10 +329,10 @@ def unpickle_channel(
         tls: True if the connection is encrypted.
         server_id: Id of the channel's server.
         sent: Mark that counts the item at the owner, which keeps the channel until the item is finished;
-            False if no item is counted.
+            False if not counted.
 
     Returns:
-        The channel; in the process that owns it, the original object.
+        The channel; in its owner, the original object.
     """
     server = server_of(server_id)
     try:
@@ -363,11 +364,11 @@ def remote_channel(
         address: Address of the channel.
         secret: Secret of the channel.
         tls: True if the connection is encrypted.
-        timeout: Seconds to wait for a connection, if this process is not connected to the owner yet.
-        give_up: Time at which to stop waiting for the owner's reply (default: never).
+        timeout: Seconds to wait for a connection, unless this process is already connected to the owner.
+        give_up: When to stop waiting for the owner's reply (default: never).
 
     Returns:
-        The object, which all callers in this process share.
+        The object, shared by all callers in this process.
     """
     with using(place_in(address), secret, tls, timeout) as connection:
         known: RemoteChannel[Any] | None = connection.user(number_in(address))
@@ -405,17 +406,17 @@ def open_channel(
     """Open a channel that another program has made with ``Channel(across="hosts")``.
 
     Args:
-        address: The value of ``channel.address`` in that program.
-        secret: The value of ``channel.secret`` in that program.
-        tls: True if the connection is encrypted; must equal the ``tls`` that the other program passed to
+        address: Value of ``channel.address`` in that program.
+        secret: Value of ``channel.secret`` in that program.
+        tls: Whether the connection is encrypted; must match the ``tls`` that the other program passed to
             ``serve`` (default: False).
-        timeout: Seconds to wait for the owner (default: 10); None waits without a limit.
+        timeout: Seconds to wait for the owner (default: 10); None means no limit.
 
     Returns:
-        The channel. All calls with the same address in a process return the same object.
+        The channel. In one process, all calls with the same address return the same object.
 
     Raises:
-        HostError: The owner can't be reached in time, refused the secret, or has released the channel.
+        HostError: The owner is unreachable, rejected the secret, or has released the channel.
         ValueError: The address, the secret or the timeout is invalid.
         TypeError: ``secret`` is not bytes, or ``tls`` is not a bool.
 

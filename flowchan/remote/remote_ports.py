@@ -1,4 +1,4 @@
-"""Ports of remote channels: the user's ends, and the ring between the user and the link to the owner."""
+"""Define ports of remote channels: the user's ends, and the ring between the user and the link."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ R = TypeVar("R")
 
 
 class RemotePort:
-    """Local side of a port that is open at the owner: a ring, its user's end and its link's end.
+    """Local side of a port that is open at the owner: a ring, the user's end and the link's end.
 
     Args:
         number: Number of the stream.
         name: Name of the ring, for error messages.
         max_bytes: The channel's limit on the size of one item.
         reads: Whether the user reads from the ring.
-        counted: Whether the user has opened the port. If not, the port serves the plain calls of this
-            process, and its ring accepts only as many items as the owner allows.
+        counted: Whether the user opened the port. Otherwise it serves this process's plain calls, and its
+            ring accepts only as many items as the owner allows.
     """
 
     def __init__(self, number: int, name: str, max_bytes: int | None, reads: bool, counted: bool) -> None:
@@ -36,35 +36,35 @@ class RemotePort:
         self.ring: Channel[Any] = Channel(places, across="processes", max_bytes=max_bytes)
         self.ring._name, self.ring._hosts = name, True
         self.end: In[Any] | Out[Any] = self.ring.writer() if reads else self.ring.reader()
-        self.arrived = 0  # number of items that the owner has put; known once the stream is finished
+        self.arrived = 0  # number of items that the owner has put, known once the stream is finished
         if not reads and not counted:
             self.ring._allow(0)
         self.finished = Latch()
         self.port: weakref.ref[Any] | None = None
 
     def is_open(self) -> bool:
-        """Return whether the user may still put or get."""
+        """Return whether the user can still put or get."""
         port = None if self.port is None else self.port()
         return port is not None and port.is_open
 
     def leave(self) -> None:
-        """Close the user's end without waiting, because the process ends."""
+        """Close the user's end without waiting, because the process is ending."""
         port = None if self.port is None else self.port()
         if port is not None:
             port.leave()
 
     def undelivered(self) -> int:
-        """Return how many of the items put into the ring the owner does not have yet."""
+        """Return how many items in the ring have not reached the owner yet."""
         stats = self.ring.stats()
         return 0 if self.reads else stats.inside + stats.leased
 
 
 class OwnedElsewhere(Protocol):
-    """A remote channel as its ports see it."""
+    """A remote channel, as seen by its ports."""
 
     @property
     def address(self) -> str:
-        """Return the address of the channel."""
+        """Return the channel's address."""
 
     @property
     def _connection(self) -> Any: ...
@@ -82,11 +82,11 @@ class _RemoteEnd(Generic[T]):
 
     @property
     def channel(self) -> Channel[T]:
-        """Return the channel of this port."""
+        """Return this port's channel."""
         return cast(Channel[T], self._remote)
 
     def close(self) -> None:
-        """Close the port. Return once the owner has all items that were put and has closed its side."""
+        """Close the port. Return once the owner has received all items and closed its side."""
         self.__exit__(None, None, None)
 
     def leave(self) -> None:
@@ -97,7 +97,7 @@ class _RemoteEnd(Generic[T]):
     def __exit__(self, *how: Any) -> None:
         """Close the port like ``close``.
 
-        If an exception leaves the ``with`` block of a reading end, the unfinished items return to the owner.
+        If an exception leaves the ``with`` block of a reading end, unfinished items go back to the owner.
         """
         self.is_open = False
         super().__exit__(*how)  # type: ignore[misc]
@@ -144,7 +144,7 @@ class RemoteOut(_RemoteEnd[T], Out[T]):
     """Writing end of a remote channel."""
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the owner has all items that were put through this port; see ``Out.flush``."""
+        """Wait until the owner has received all items put through this port; see ``Out.flush``."""
         wait = seconds(timeout)
         count = self._stream.ring.stats().items_in
         used = self._remote._connection.await_used(self._stream, count, wait)
@@ -155,10 +155,10 @@ class RemoteOut(_RemoteEnd[T], Out[T]):
 
 
 def seconds(timeout: Any) -> float | None:
-    """Return a timeout in seconds, or None if it has no limit.
+    """Return a timeout in seconds, or None for no limit.
 
     Raises:
-        ValueError: The timeout is not a number, or is negative.
+        ValueError: The timeout is negative or not a number.
     """
     if timeout is None:
         return None

@@ -1,4 +1,4 @@
-"""The server for all channels across hosts of this process, at the address from ``serve``."""
+"""Serve all channels across hosts of this process, at the address set with ``serve``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from flowchan.transport.tcp import split
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """Address of a channel that this process owns.
+    """Address at which a channel of this process can be reached.
 
     Args:
-        server: The server to which the channel belongs.
-        number: Number of the channel at that server.
+        server: Server of the channel.
+        number: Channel's number at that server.
     """
 
     server: ChannelServer
@@ -39,7 +39,7 @@ class Hosted:
 
     @property
     def secret(self) -> bytes:
-        """Secret that a client must prove that it knows."""
+        """Secret that clients must prove that they know."""
         return self.server.secret
 
     @property
@@ -48,7 +48,7 @@ class Hosted:
         return self.server.tls
 
     def reduced(self) -> tuple[Any, ...]:
-        """Return what pickle stores for the channel. If an item is being packed, count the item."""
+        """Return what pickle stores for the channel. If this is part of packing an item, count the item."""
         parcel = descriptors.now.packing
         sent = parcel is not None and self.server.send(self.number)
         if parcel is not None and sent:
@@ -80,14 +80,14 @@ def serve(
     tls: bool = False,
     peer_timeout: float = PEER_TIMEOUT_S,
 ) -> None:
-    """Set the address at which this process makes its channels across hosts reachable from now on.
+    """Set the address at which this process's channels across hosts can be reached from now on.
 
     Args:
-        address: Host and port to listen at; port 0 chooses any free port (default: ``"127.0.0.1:0"``, which
-            only programs on this machine can reach).
-        secret: At least 16 bytes that programs on other hosts must know (default: 32 random bytes).
+        address: Host and port to listen at; port 0 picks any free port (default: ``"127.0.0.1:0"``, for
+            programs on this machine only).
+        secret: At least 16 bytes that programs on other hosts need (default: 32 random bytes).
         tls: Encrypt and authenticate the traffic with TLS (default: False).
-        peer_timeout: Seconds without a sign of life from this program after which a client gives up (default:
+        peer_timeout: Seconds without a sign of life from this program after which clients give up (default:
             10).
 
     Raises:
@@ -128,7 +128,7 @@ def let_in(channel: Channel[Any]) -> Hosted:
 
 
 def _after_fork() -> None:
-    """Forget the server in a forked child, because the child does not have the server's thread."""
+    """Forget the server in a forked child, which lacks the server's thread."""
     global _lock
     _lock = threading.Lock()
     _servers.clear()

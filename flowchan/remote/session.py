@@ -1,4 +1,4 @@
-"""Sessions of client processes at the server that owns the channels they have open."""
+"""Manage the sessions of client processes at the server that owns their channels."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 GOODBYE_TIMEOUT_S = 1.0
-"""Seconds to wait for a client to disconnect when it or the server ends the session."""
+"""Seconds to wait for a client to disconnect when either side ends the session."""
 POLL_INTERVAL_S = 0.05
 """Seconds between checks of whether a disconnected client on this machine has ended."""
 TRANSIT_POLL_S = 0.0005
 """Seconds between checks for items in transit."""
 NO_STREAM = {"taken": 0, "used": 0, "ahead": 0, "standing": 0, "staged": 0}
-"""Counts of a stream that is not open."""
+"""Counts for a stream that is not open."""
 
 
 class SessionOwner(Protocol):
-    """The channel server as its sessions see it."""
+    """The channel server, as seen by its sessions."""
 
     address: str
     peer_timeout: float
@@ -58,13 +58,13 @@ class SessionOwner(Protocol):
         """Return the channel with this number."""
 
     def item_done(self, number: int) -> None:
-        """Stop counting an item that contained the channel, because it is finished."""
+        """Stop counting an item that contained the channel, because the item is finished."""
 
     def send(self, number: int) -> bool:
         """Count an item that contains the channel."""
 
     def entrance(self, channel: Channel[Any], number: int) -> Channel[Any]:
-        """Return the object of the channel for ports through which clients put."""
+        """Return the object of the channel whose ports clients put through."""
 
     def has_prefetched(self, channel: Channel[Any], other_than: ClientSession) -> bool:
         """Return whether another client has prefetched items of ``channel``."""
@@ -76,16 +76,16 @@ class SessionOwner(Protocol):
 class ClientSession:
     """Session of one client process.
 
-    In all methods, ``number`` is the number of a channel. All methods except ``_watch`` run in the thread of
-    the server's event loop. If the process has ended, or has been silent for too long, the session closes the
-    client's ports like those of a process that died.
+    In all methods, ``number`` is a channel's number. All methods except ``_watch`` run in the thread of the
+    server's event loop. If the client's process has ended, or has been silent for too long, the session
+    closes its ports like those of a process that died.
 
     Args:
         server: The server.
         loop: The server's event loop.
-        id: Id of the client.
-        pid: Process id of the client, reported as the cause if its channel breaks.
-        process: The client's process, if it runs on this machine.
+        id: Client's id.
+        pid: Client's process id, which is part of the cause if its channel breaks.
+        process: Client's process, if it runs on this machine.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ClientSession:
         self.id, self.pid, self._process = id, pid, process
         self._server, self._loop = server, loop
         self._over = self._left = False
-        # set once the client has left; the client then closes the connection
+        # set once the client has left; the client itself closes the connection
         self._end_timer: asyncio.TimerHandle | None = None
         self._open: dict[int, Channel[Any]] = {}  # channels kept because the client has them open
         self._opened: Counter[int] = Counter()  # how often the client has opened each channel
@@ -109,7 +109,7 @@ class ClientSession:
         # Stream numbers of the ports for the client's plain calls; the key True is for the reading port.
         self._plain: weakref.WeakKeyDictionary[Channel[Any], dict[bool, int]] = weakref.WeakKeyDictionary()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._answering: set[int] = set()  # numbers of the calls whose reply is being sent
+        self._answering: set[int] = set()  # numbers of calls whose reply is being sent
         self._replies, requests = control_ring(), control_ring()
         self._requests, self._request_writer = requests.reader(), requests.writer()
         self._reply_reader = self._replies.reader()
@@ -121,13 +121,13 @@ class ClientSession:
         self._watching.start()
 
     def attach(self, sock: socket.socket) -> None:
-        """Connect the link through a socket that leads to the client."""
+        """Connect the link through a socket to the client."""
         self.link.attach(sock.detach())
 
     # --- the link ---
 
     def _watch(self) -> None:
-        """Handle events of the link, in a separate thread.
+        """Handle the link's events, in a separate thread.
 
         If the connection is lost, the session ends after 1.5 times the server's ``peer_timeout``. It ends
         earlier if the client's process is known to have ended.
@@ -185,10 +185,10 @@ class ClientSession:
                 del request
 
     def _cancel(self, number: int) -> None:
-        """Cancel a call, which gets a reply in any case.
+        """Cancel a call, which still gets a reply.
 
-        If the call's task has not started yet, it never will. If the caller was interrupted before it sent
-        the request, the call has no task.
+        If the call's task has not started yet, it never will. A call has no task if the caller was
+        interrupted before it sent the request.
         """
         if number in self._answering:
             return
@@ -198,7 +198,7 @@ class ClientSession:
             task.add_done_callback(functools.partial(self._answer_if_unstarted, number))
 
     def _answer_if_unstarted(self, number: int, task: asyncio.Task[None]) -> None:
-        # the task never started; a task that has started removes itself
+        # the task never started; a started task removes itself
         if self._tasks.get(number) is task and not self._over:
             self._tasks[number] = self._loop.create_task(self._answer_cancelled(number))
 
@@ -221,7 +221,7 @@ class ClientSession:
     async def _reply(self, reply: Reply) -> None:
         if self._over:
             return
-        self._tasks.pop(reply.number, None)  # after this, the call can't be cancelled
+        self._tasks.pop(reply.number, None)  # the call can't be cancelled any more
         self._answering.add(reply.number)
         try:
             while not await self._has_replied(reply):
@@ -234,7 +234,7 @@ class ClientSession:
             self._answering.discard(reply.number)
 
     async def _has_replied(self, reply: Reply) -> bool:
-        """Send the reply, or return False if this process currently lacks memory or descriptors."""
+        """Send the reply; return False if this process currently lacks memory or descriptors."""
         try:
             with contextlib.suppress(Closed, Broken):
                 await self._replies.aput(reply)
@@ -273,7 +273,7 @@ class ClientSession:
         return channel.capacity, channel.max_bytes, channel._name
 
     def keep(self, channel: Channel[Any]) -> int:
-        """Keep a channel until the client has opened and dropped it, and return its number."""
+        """Keep a channel until the client has opened and dropped it; return its number."""
         number = number_in(channel.address)
         self._open[number] = channel
         return number
@@ -292,7 +292,7 @@ class ClientSession:
         channel.abort(cause_in(cause))
 
     def _do_look(self, channel: Channel[Any], reads: int, writes: int) -> tuple[Any, ...]:
-        """Return the state of the channel and of this client's streams, all from the same moment."""
+        """Return the state of the channel and of this client's streams at the same moment."""
         while True:
             streams = self._streams_of(reads, writes)
             stats = channel.stats()
@@ -308,12 +308,12 @@ class ClientSession:
     ) -> tuple[int, bool, int]:
         """Send up to ``most`` of the next items now, once ``put`` items of stream ``writes`` have arrived.
 
-        If ``got`` is not None, the client has received ``got`` items and its call fails if no other item
-        comes. In that case, also wait for items that other clients have prefetched and are giving back.
+        If ``got`` is not None, the client has received ``got`` items, and its call will fail without another
+        one. In that case, also wait for items that other clients have prefetched and are returning.
 
         Returns:
-            The total number of items sent to the client, whether the channel has ended, and the total number
-            of puts into and gets from it.
+            The total number of items sent to the client, whether the channel has ended, and its total number
+            of puts and gets.
         """
         while (
             (mine := self._streams_of(writes)[0])["used"] < put
@@ -322,11 +322,11 @@ class ClientSession:
         ):
             await asyncio.sleep(TRANSIT_POLL_S)
         while True:
-            # Check before the offer too: an item that another client gives back in between would be seen in
-            # neither place.
+            # Also check before the offer: between the two steps, another client may return an item, which
+            # would then show up in neither place.
             prefetched, moves = self._server.has_prefetched(channel, self), _moves(channel)
             offered = self.link.offer(stream, most)
-            # If None, the items that this client has prefetched are on their way back.
+            # If it is None, the items that this client has prefetched are being returned.
             if offered is not None:
                 sent, ended = offered
                 if got is None or ended or sent > got:
@@ -338,7 +338,7 @@ class ClientSession:
     def has_prefetched(self, channel: Channel[Any]) -> bool:
         """Return whether the client has prefetched items of ``channel`` that it has not taken yet.
 
-        A counted port may hold the items that it is processing for a long time, so these do not count.
+        Items in a counted port do not count, because the client may process them for a long time.
         """
         streams = self.link.state()["streams"]
         plain = self._plain.get(channel, {}).values()
@@ -352,8 +352,8 @@ class ClientSession:
         """Return the room for this client's items.
 
         Returns:
-            The total number of items that the client may put, whether the channel has ended, and the
-            channel's total number of puts and gets.
+            The total number of items that the client may put, whether the channel has ended, and its total
+            number of puts and gets.
         """
         return *self.link.room(stream), _moves(channel)
 
@@ -375,7 +375,7 @@ class ClientSession:
     def _do_writer(self, channel: Channel[Any], stream: int, counted: bool = True) -> int:
         """Open a writing port, and return how many items the client may put at first.
 
-        A counted port ignores that number and sends items ahead.
+        A counted port ignores this number and sends items ahead.
         """
         entrance = self._server.entrance(channel, number_in(channel.address))
         self._ports[stream] = port = (
@@ -391,7 +391,7 @@ class ClientSession:
     # --- ending ---
 
     def has_read(self, channel: Channel[Any]) -> bool:
-        """Return whether the client has read all items, not counting those that it is processing."""
+        """Return whether the client has read all items, apart from those that it is processing."""
         if self._over:
             return True
         streams = self.link.state()["streams"]
@@ -417,14 +417,14 @@ class ClientSession:
         )
 
     async def notify_and_end(self, why: str) -> None:
-        """Tell the client that the server closes, wait briefly for the disconnect, and end the session."""
+        """Tell the client that the server is closing, wait briefly for its end, and end the session."""
         with contextlib.suppress(Closed, Broken, Full):
             self._replies.put_nowait(ServerClosed(why, self._ended()))
         give_up = self._loop.time() + GOODBYE_TIMEOUT_S
         while self._loop.time() < give_up:
             stats = self._replies.stats()
             if not self.link.state()["connected"] or not stats.inside + stats.leased:
-                break  # a client disconnects once it has received the message
+                break  # a client disconnects when it has received the message
             await asyncio.sleep(0.005)
         self._give_up()
         self._watching.join()
@@ -435,7 +435,7 @@ class ClientSession:
             return
         self._over = True
         if self._end_timer is not None:
-            self._end_timer.cancel()  # otherwise the timer would keep this session alive
+            self._end_timer.cancel()  # otherwise, the timer would keep this session alive
         self.link.close()
         for task in list(self._tasks.values()):
             task.cancel()
@@ -458,7 +458,7 @@ def _moves(channel: Channel[Any]) -> int:
 
 
 def _broken_by(channel: Channel[Any]) -> Broken | None:
-    """Return the error that a put into the channel raises if the channel was aborted, else None."""
+    """Return the error that a put into an aborted channel raises; None if it was not aborted."""
     if channel.broken:
         try:
             channel.put_nowait(None)  # raises, because the channel has ended

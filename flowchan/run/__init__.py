@@ -1,4 +1,4 @@
-"""Run a declared graph: workers, the supervisor, statistics and results."""
+"""Run a declared graph: its workers, supervisor, statistics and results."""
 
 from flowchan.items.failed import Failed
 from flowchan.run.graph import Graph

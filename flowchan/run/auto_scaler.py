@@ -1,7 +1,7 @@
-"""Measure a run in windows, and ask the policy how many workers each ``workers="auto"`` stage should have.
+"""Measure a run in time windows, and choose how many workers each ``workers="auto"`` stage has.
 
-The supervisor's loop calls :meth:`AutoScaler.due` and carries out the decisions. In a run without such
-stages, this call only compares two numbers. Taking snapshots uses at most 1 % of a core.
+The supervisor's loop calls :meth:`AutoScaler.due` and carries out its decisions. If a run has no such stage,
+the call only compares two numbers. Taking snapshots costs at most 1 % of a core.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from flowchan.run.policy.stats import RunStats
 MOST_THREADS = 32
 """Default maximum number of worker threads of a stage. It is high because threads often just wait."""
 POLL_S = 0.1
-"""Interval at which to check whether the workers have begun, in seconds."""
+"""Seconds between checks of whether the workers have begun."""
 COST = 100
-"""Minimum ratio of the interval between snapshots to the time that one snapshot takes."""
+"""The interval between snapshots is at least this many times the duration of one."""
 
 
 class AutoScaler:
-    """Automatic choice of the numbers of workers in one run.
+    """Chooses the numbers of workers in one run.
 
-    Only the supervisor's thread calls the methods. Other threads read ``decisions``.
+    Only the supervisor's thread calls its methods. Other threads read ``decisions``.
     """
 
     def __init__(self, plan: Plan) -> None:
         limits = {stage.name: _limit(stage) for stage in plan.graph.stages if stage.auto is not None}
         self._scaler = Scaler(limits)
-        self._begin: RunStats | None = None  # at the start of the window
+        self._begin: RunStats | None = None  # at the beginning of the window
         self._ready = False
-        self._chosen: set[Scale] = set()  # changes that the supervisor has not carried out yet
+        self._chosen: set[Scale] = set()  # changes that the supervisor has not made yet
         self.next_at = time.monotonic() + POLL_S if limits else math.inf
 
     @property
     def decisions(self) -> tuple[ScalingDecision, ...]:
-        """All decisions so far."""
+        """All decisions made so far."""
         return self._scaler.decisions
 
     def due(self, goes_on: bool, take: Callable[[], RunStats]) -> tuple[ScalingDecision, ...]:
-        """Return the changes to make now, usually none.
+        """Return the changes to make now, if any.
 
         Args:
-            goes_on: False if the run is ending, so that no more changes are made.
-            take: Function that returns the statistics of the run.
+            goes_on: False if the run is ending, so nothing should change any more.
+            take: Returns the statistics of the run.
 
         Returns:
             The decisions to carry out.
@@ -71,7 +71,7 @@ class AutoScaler:
         return made
 
     def record(self, event: Any) -> None:
-        """Stop scaling a stage automatically once the program has scaled it."""
+        """Stop scaling a stage automatically once the program scales it."""
         if not isinstance(event, Decided) or not isinstance(event.event, Scale):
             return
         scale, before, after = event.event, event.before.sizes, event.after.sizes
@@ -106,10 +106,10 @@ class AutoScaler:
 
 
 def _model(stats: RunStats) -> Model:
-    """Return the model of a run without the interpreter lock.
+    """Return a model of the run without the interpreter lock.
 
-    A stage's function may release the lock. A stage on threads may therefore get more workers, unless the
-    lock is what limits the run.
+    A stage's function may release the lock. Stages on threads may therefore get more workers, unless the lock
+    itself limits the run.
     """
     return Model.of(stats, gil=False)
 

@@ -1,4 +1,4 @@
-"""Graph that users declare, check and run."""
+"""Define the graph that users declare, check and run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Graph(Blueprint, Runnable):
     """Graph of stages that are connected by channels.
 
-    Declare the graph with :meth:`source`, :meth:`input`, :meth:`stage` and the operators of the streams that
-    they return. Then call :meth:`run`, or :meth:`start` to interact with it while it runs.
+    Declare the graph with :meth:`source`, :meth:`input`, :meth:`stage` and the operators of their streams.
+    Then call :meth:`run`, or :meth:`start` to interact with the running graph.
 
     Args:
         name: Name of the graph in reports, pictures and errors (default: ``"graph"``).
@@ -39,7 +39,7 @@ class Graph(Blueprint, Runnable):
     """
 
     def _repr_svg_(self) -> str | None:
-        """Return a picture for notebooks as SVG, or ``None`` if it cannot be drawn."""
+        """Return an SVG picture for notebooks, or ``None`` if it cannot be drawn."""
         try:
             return pkgutil.resolve_name("flowchan.viz:svg")(self)  # type: ignore[no-any-return]
         except FlowchanError:
@@ -49,7 +49,7 @@ class Graph(Blueprint, Runnable):
         """Check the declaration without running anything.
 
         Returns:
-            All problems, each with the source lines of the declaration; empty if the graph is valid.
+            All problems, each with source lines of the declaration; empty if the graph is valid.
 
         Example:
             >>> from flowchan import Graph
@@ -64,13 +64,13 @@ class Graph(Blueprint, Runnable):
         """Return the declared graph as a ``networkx.MultiDiGraph``, without running anything.
 
         Each stage is a node with its name as the key. Its attributes are ``operator``, ``workers``,
-        ``placement`` and ``where``, the line that declares the stage. Each channel between two stages is an
-        edge with the channel's name as the key. Its attributes are ``name``, ``transport``, ``capacity``,
-        ``item`` (the annotated type, or an empty text), ``feedback``, ``errors``, ``writer_port`` and
-        ``reader_port``. All attributes are texts, ints or bools. A channel that no stage reads has no edge.
+        ``placement`` and ``where``, the line of the declaration. Each channel between two stages is an edge
+        with the channel's name as the key. Edges have the attributes ``name``, ``transport``, ``capacity``,
+        ``item`` (the annotated type, or an empty string), ``feedback``, ``errors``, ``writer_port`` and
+        ``reader_port``. All attributes are strings, ints or bools. A channel without a reader has no edge.
 
         Returns:
-            A new graph. Changes to it do not affect this graph.
+            A new graph. Changing it does not affect this graph.
 
         Raises:
             GraphError: Several stages or channels have the same name.
@@ -92,11 +92,11 @@ class Graph(Blueprint, Runnable):
         return to_networkx(self)
 
     def pool(self) -> WorkerPool:
-        """Create a pool that keeps the worker processes from one run to the next.
+        """Create a pool that keeps worker processes from one run to the next.
 
         Returns:
-            The pool. Enter it with ``with graph.pool() as pool``, then call ``pool.run()`` or
-            ``pool.start()`` any number of times.
+            The pool. Enter it with ``with graph.pool() as pool``, and call ``pool.run()`` or ``pool.start()``
+            any number of times.
 
         Example:
             >>> import os

@@ -23,13 +23,13 @@ Outcome: TypeAlias = tuple[Results, str]
 
 
 class Interruption:
-    """Ending of a run after Ctrl-C or SIGTERM.
+    """Ends a run after Ctrl-C or SIGTERM.
 
     Args:
         plan: Plan of the run.
         supervisor: Supervisor of the run.
-        ports: The run's ports in the program.
-        gathering: Results of the run.
+        ports: Channels and ports of the run.
+        gathering: Collects the run's results.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class Interruption:
     ) -> None:
         self._plan, self._supervisor, self._ports, self._gathering = plan, supervisor, ports, gathering
         self.results: Results | None = None
-        """Results for ``Interrupted``; None until an interrupt has ended the run."""
+        """Results for ``Interrupted``; None unless an interrupt has ended the run."""
 
     def end(self, number: int, again: bool = False) -> NoReturn:
         """End the run, and raise ``Interrupted`` with its results.
 
         Args:
             number: Number of the signal.
-            again: True if this is the second signal, so that the run must be aborted.
+            again: True for a second signal, which aborts the run.
 
         Raises:
             Interrupted: Always.
@@ -57,7 +57,7 @@ class Interruption:
     def error(self, number: int) -> Interrupted:
         """Return the error to raise after a signal.
 
-        Reading the results of the error ends the run if it is still active.
+        Reading this error's results ends the run if it is still active.
         """
         return self._error(self._tell, number)
 
@@ -74,9 +74,9 @@ class Interruption:
         return self.results, render(self._supervisor.stats())
 
     def finish(self, number: int = signal.SIGINT, again: bool = False) -> None:
-        """Stop the run and wait until everything in flight is finished.
+        """Stop the run and wait until everything in flight is done.
 
-        Another interrupt aborts the run, and a third one ends the wait. Each step prints a line.
+        A second interrupt aborts the run, and a third ends the wait. Each step prints a line.
 
         Args:
             number: Number of the signal.
@@ -110,7 +110,7 @@ class Interruption:
         supervisor.unreported.clear()
 
     def failure(self) -> Exception | None:
-        """Return the error of a run that has ended, or None if the run succeeded."""
+        """Return the error of a run that has ended; None if it succeeded."""
         return failure_of_run(self._plan, self._supervisor.state.failures, self._supervisor.crashed)
 
 

@@ -1,4 +1,4 @@
-"""Methods that only observe a run: state, statistics, reports and probes."""
+"""Define the methods that only observe a run: state, statistics, reports and probes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from flowchan.transport.interrupts import signal_of, terminate_as_interrupt
 
 @methods_end_at_caller
 class ObservedRun(ABC):
-    """Base class of :class:`~flowchan.Run` with the methods that only observe the run."""
+    """Base class of :class:`~flowchan.Run`, with the methods that only observe."""
 
     _supervisor: Supervisor
     _interruption: Interruption
@@ -51,7 +51,7 @@ class ObservedRun(ABC):
 
     @property
     def state(self) -> RunState:
-        """Return the run's state: "running", "stopping", "done", "failed", "stopped" or "aborted"."""
+        """Return the state of the run: "running", "stopping", "done", "failed", "stopped" or "aborted"."""
         return state_of(self._supervisor.state)
 
     @refuses_misspelt("stats")
@@ -59,12 +59,12 @@ class ObservedRun(ABC):
         """Return the current statistics of the run.
 
         Args:
-            window: Number of most recent seconds to which the rates, the shares of time and the cause of the
-                bottleneck refer (default: the whole run). The ``window`` of the result is the actual length.
-                It may be up to half a second longer, or shorter if the run started less than that ago.
+            window: Number of most recent seconds that rates, shares of time and the bottleneck's cause cover
+                (default: the whole run). The result's ``window`` is the actual length. It may be up to half a
+                second longer, or shorter if the run started less than that ago.
 
         Returns:
-            Statistics of the stages, the channels and the hosts.
+            Statistics of the stages, channels and hosts.
 
         Raises:
             TypeError: ``window`` is not a number.
@@ -90,24 +90,23 @@ class ObservedRun(ABC):
         every: float = 1.0,
         window: float | None = RECENT_S,
     ) -> Subscription:
-        """Call functions with the statistics and events of the run.
+        """Call functions with statistics and events of the run.
 
-        All subscribers of the run are called on the same thread. A subscriber must not wait for the run. If a
-        subscriber raises, it is not called again, and the run continues.
+        One thread calls all subscribers of the run. A subscriber must not wait for the run. If a subscriber
+        raises, it is not called again, but the run continues.
 
         Args:
-            stats: Function that is called with the result of :meth:`stats`: immediately, then every ``every``
-                seconds, and once after the run has ended.
-            events: Function that is called with each event of the run. Events report workers that start,
-                begin work, end, fail or die. Other events are retries, stops, aborts and each
-                :class:`~flowchan.ScalingDecision`.
+            stats: Called with the result of :meth:`stats`: immediately, then every ``every`` seconds, and
+                once after the run has ended.
+            events: Called with each event of the run. Events report workers that start, begin work, end, fail
+                or die. They also report retries, stops, aborts and each :class:`~flowchan.ScalingDecision`.
             every: Seconds between calls to ``stats`` (default: 1).
-            window: Number of most recent seconds that the rates, the shares of time and the cause of the
-                bottleneck cover. The default is 5; ``None`` selects the whole run. After the run has ended,
-                the values always cover the whole run.
+            window: Number of most recent seconds that rates, shares of time and the bottleneck's cause cover.
+                Default: 5; ``None`` selects the whole run. After the end of the run, values always cover the
+                whole run.
 
         Returns:
-            The subscription. Close it, or leave its ``with`` block, to stop the calls.
+            The subscription. To stop the calls, close it or leave its ``with`` block.
 
         Raises:
             TypeError: ``every`` or ``window`` is not a number.
@@ -135,12 +134,12 @@ class ObservedRun(ABC):
         """Return a report of the run as text.
 
         Args:
-            window: Number of most recent seconds that the rates, the shares of time and the bottleneck cover.
-                The default is 5; ``None`` selects the whole run. After the run has ended, the values always
-                cover the whole run.
+            window: Number of most recent seconds that rates, shares of time and the bottleneck cover.
+                Default: 5; ``None`` selects the whole run. After the end of the run, values always cover the
+                whole run.
 
         Returns:
-            The bottleneck, tables of the stages and channels, and the number of items of each stage.
+            The bottleneck, tables of stages and channels, and the item counts of each stage.
 
         Raises:
             TypeError: ``window`` is not a number.
@@ -180,29 +179,28 @@ class ObservedRun(ABC):
         faster: float | None = None,
         window: float = 5.0,
     ) -> Prediction | list[Prediction]:
-        """Predict the rate of the run after a change to one stage. The run itself is not changed.
+        """Predict the rate of the run after a change to one stage. The run itself does not change.
 
-        The prediction is based on the work times, CPU times and item counts in a window; see
-        ``flowchan.run.observe.throughput`` for the model. If the run has ended, the window covers its last
-        seconds.
+        The prediction uses the work times, CPU times and item counts in a window;
+        ``flowchan.run.observe.throughput`` describes the model. After the end of the run, the window covers
+        its last seconds.
 
         Args:
-            stage: Stage to change, given by its name or one of its streams. Without a stage, the call
-                compares two changes to every stage: one more worker (if the stage can have more workers) and
-                doubled speed.
+            stage: Stage to change, as its name or one of its streams. Without a stage, compare two changes to
+                every stage: one more worker (if possible) and doubled speed.
             workers: Number of workers to add (default: 0). A negative number removes workers.
-            faster: Factor by which the stage processes items faster (default: 1), for example because of a
-                cache or a faster library.
+            faster: Factor by which the stage becomes faster (default: 1), for example with a cache or a
+                faster library.
             window: Number of most recent seconds on which the prediction is based (default: 5).
 
         Returns:
-            The prediction; without ``stage``, a list of predictions, with the largest predicted rate first.
+            The prediction; without ``stage``, a list of predictions, the largest predicted rate first.
 
         Raises:
             KeyError: The graph has no such stage.
-            ValueError: The stage's number of workers cannot change or would fall below 1, ``workers`` or
-                ``faster`` is given without ``stage``, or ``stage`` is given without either.
-            RuntimeError: In the window, no item has passed through the stage, or no item has left the graph.
+            ValueError: The stage's number of workers cannot change or would fall below 1. Also if ``stage``
+                is given without a change (``workers`` or ``faster``), or a change without ``stage``.
+            RuntimeError: In the window, no item passed through the stage, or no item left the graph.
 
         Example:
             >>> import time
@@ -221,11 +219,11 @@ class ObservedRun(ABC):
         return answer(self._supervisor.plan.graph, self.stats(window=length), stage, workers, faster)
 
     def explain(self) -> str:
-        """Explain what each stage is waiting for.
+        """Explain what each stage waits for.
 
         Returns:
-            Text with one line for each stage. If a stage is waiting, its line gives the channel, the time
-            so far, and the state of the stage at the channel's other end.
+            One line of text per stage. The line of a waiting stage shows the channel, how long it has waited,
+            and the state of the stage at the other end.
 
         Example:
             >>> from flowchan import Graph
@@ -239,20 +237,20 @@ class ObservedRun(ABC):
 
     @refuses_misspelt("stacks")
     def stacks(self, stage: Stream[Any] | str | None = None) -> dict[str, str]:
-        """Return the current Python stacks of the running workers, which show the lines being executed.
+        """Return the current Python stacks of the running workers.
 
-        This also works while C code holds the GIL. Worker processes write their stacks when they receive the
-        signal ``SIGRTMIN+7``. If a process does not answer within 3 seconds, ``py-spy`` reads its stacks,
-        provided that it is on the ``PATH``. The signal interrupts some system calls in C code, so do not call
-        this method continuously.
+        This works even while C code holds the GIL. Worker processes write their stacks on the signal
+        ``SIGRTMIN+7``. If a process does not answer within 3 seconds, ``py-spy`` reads its stacks, provided
+        that it is on the ``PATH``. The signal interrupts some system calls in C code, so do not call this
+        method continuously.
 
         Args:
-            stage: Stage, given by its name or one of its streams (default: all stages).
+            stage: Stage, as its name or one of its streams (default: all stages).
 
         Returns:
-            Stacks as text, by worker, such as ``"decode 2"``. As in a traceback, the most recent call comes
-            last. The text of a coroutine includes everything that the coroutine awaits. If a stack is
-            unknown, the text is one line with the reason. Workers that have ended are left out.
+            Stacks as text, by worker name, such as ``"decode 2"``. As in a traceback, the most recent call
+            comes last. The text for a coroutine includes everything that it awaits. If a stack is unknown,
+            the text is one line with the reason. Workers that have ended are omitted.
 
         Raises:
             KeyError: The graph has no such stage.
@@ -278,15 +276,15 @@ class ObservedRun(ABC):
         """Wait until all workers of all stages have built their callables.
 
         Args:
-            timeout: Seconds to wait; 0 does not wait (default: no limit).
+            timeout: Seconds to wait; with 0, return at once (default: no limit).
 
         Returns:
-            True if all workers can take items. False if some can't take items after ``timeout`` seconds, or
-            if the run was stopped or has ended.
+            True if all workers can take items. False if some cannot within ``timeout`` seconds, or if the run
+            was stopped or has ended.
 
         Raises:
             RunError: A stage failed.
-            Interrupted: The run was ended by Ctrl-C or SIGTERM; the error holds the results.
+            Interrupted: Ctrl-C or SIGTERM ended the run; the error holds the results.
 
         Example:
             >>> from flowchan import Graph
@@ -313,10 +311,10 @@ class ObservedRun(ABC):
         return ready
 
     def health(self) -> Health:
-        """Return the current health of the run: whether it is ready, its stages, and its waiting requests.
+        """Return the current health of the run: readiness, stages and waiting requests.
 
         Returns:
-            The health, for a service manager's probes.
+            The health, for the probes of a service manager.
 
         Example:
             >>> from flowchan import Graph
@@ -330,7 +328,7 @@ class ObservedRun(ABC):
         return health(self._supervisor)
 
     def decisions(self) -> list[ScalingDecision]:
-        """Return the changes to the number of workers of each ``workers="auto"`` stage, in order.
+        """Return the changes to the number of workers of ``workers="auto"`` stages, in order.
 
         Each decision is also logged at level INFO.
 
@@ -350,10 +348,9 @@ class ObservedRun(ABC):
 
     @property
     def page(self) -> str | None:
-        """Return the address of the run's live page, or ``None`` if it was started without ``page=True``.
+        """Return the address of the run's live page; ``None`` if the run was started without ``page=True``.
 
-        Only programs on this machine that know the address can open the page, and only until the run has
-        ended.
+        Only programs on this machine that know the address can open the page, and only during the run.
 
         Returns:
             The URL, which contains a random token.
@@ -370,12 +367,12 @@ class ObservedRun(ABC):
 
     @refuses_misspelt("save_page")
     def save_page(self, path: str | os.PathLike[str]) -> None:
-        """Save the run's live page as one HTML file, which a browser shows without a server.
+        """Save the run's live page as one HTML file that a browser shows without a server.
 
-        The file shows the current state of the run, or the final state after the run has ended.
+        The file shows the current state of the run, or its final state.
 
         Args:
-            path: Path of the file, for example ``"report.html"``. An existing file is replaced.
+            path: Path of the file, for example ``"report.html"``. An existing file is overwritten.
 
         Raises:
             RuntimeError: The run was started without ``page=True``.
@@ -398,18 +395,18 @@ class ObservedRun(ABC):
         self._page.save(Path(path))
 
     def _open_page(self) -> None:
-        """Serve the page until the run has ended. If that is impossible, end the run and raise the error."""
-        # looked up here, because the module imports this package
+        """Serve the page until the run ends. If that is impossible, end the run and raise the error."""
+        # resolved at run time, because the module imports this package
         open_page = pkgutil.resolve_name("flowchan.viz.insight.page:RunPage")
         with self._ended_on_error():
             self._page = open_page(self._supervisor.plan.graph, self._supervisor)
 
     @property
     def metrics(self) -> str | None:
-        """Return the address of the run's metrics, or ``None`` if it was started without ``metrics=``.
+        """Return the address of the run's metrics; ``None`` if the run was started without ``metrics=``.
 
         Returns:
-            The URL, from which Prometheus can read the metrics until the run has ended.
+            URL from which Prometheus can read the metrics during the run.
 
         Example:
             >>> from flowchan import Graph
@@ -422,7 +419,7 @@ class ObservedRun(ABC):
         return None if self._metrics is None else str(self._metrics.address)
 
     def _serve_metrics(self, port: Any) -> None:
-        """Serve metrics on an open port until the run has ended. If serving fails, end the run and raise."""
+        """Serve metrics on an open port until the run ends. On an error, end the run and raise."""
         self._metrics = port
         self._supervisor.feed.at_end(port.close)
         with self._ended_on_error():
@@ -440,7 +437,7 @@ class ObservedRun(ABC):
 
 
 def follow_items_at_program(supervisor: Supervisor, ports: RunPorts) -> None:
-    """Follow sampled items through the inputs and results of a run, which the program itself uses."""
+    """Follow sampled items through inputs and results, which the program itself writes and reads."""
     report = weakref.WeakMethod(supervisor.report)
 
     def tell(event: Event) -> None:

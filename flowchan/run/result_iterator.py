@@ -1,4 +1,4 @@
-"""Asynchronous iterator over a result of a run."""
+"""Iterate asynchronously over a result of a run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 class ResultIterator(AsyncIterator[Any]):
     """Iterator returned by ``Run.aiter``.
 
-    Dropping it counts as leaving the loop, even if the event loop has stopped.
+    Dropping the iterator counts as leaving the loop, even if the event loop has stopped.
 
     Args:
         items: Items of the result.
-        leave: Function to call when the iterator is dropped.
+        leave: Called when the iterator is dropped.
     """
 
     def __init__(self, items: AsyncGenerator[Any, None], leave: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """Collect the results of a run.
 
-Either the program iterates over a result, or a thread of the run collects it once a caller is waiting for the
-run to end. If a result fills its channel before the program reads it, the run also starts to collect it.
+Either the program iterates over a result, or a thread of the run collects it once a caller waits for the run
+to end. The run also starts to collect a result that fills its channel before the program reads it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 
 class Results(Mapping[Stream[Any], Any]):
-    """Mapping from streams to the results of a run.
+    """Results of a run, by stream.
 
-    The result of a ``reduce`` stream is its value. The result of a ``collect`` stream is its list.
+    A ``reduce`` stream results in its value, and a ``collect`` stream in its list.
 
     Example:
         >>> from flowchan import Graph
@@ -66,7 +66,7 @@ class Results(Mapping[Stream[Any], Any]):
 
 
 class ResultGathering:
-    """Tracks who reads each result of one run: the program, or a thread of the run."""
+    """Tracks which thread reads each result of a run: the program's or one of the run's."""
 
     def __init__(self, ports: RunPorts, local: LocalPart, supervisor: Supervisor) -> None:
         self._plan = plan = ports.plan
@@ -75,9 +75,9 @@ class ResultGathering:
         self._recording = supervisor.recording
         self._with_requests = {worker.id.stage for worker in plan.workers if worker.stage.may_get_requests}
         self._all = [worker.id for worker in plan.workers if worker.gathers]
-        # the thread that last asked for an item, or None if its loop has ended
+        # the thread that last asked for an item; None if its loop has ended
         self._loops: dict[str, int | None] = {}
-        self._interrupted_loops: set[str] = set()  # results whose loop was interrupted by Ctrl-C
+        self._interrupted_loops: set[str] = set()  # results whose loop Ctrl-C interrupted
         # results that filled their channel before the program read them
         self._gathered: dict[str, _GatheredResult] = {}
         self._begun = False
@@ -86,7 +86,10 @@ class ResultGathering:
     # --- item by item ---
 
     def claim(self, stage: str) -> bool:
-        """Let the calling thread iterate over this result. Return False if it already has a reader."""
+        """Let the calling thread iterate over this result.
+
+        Return False if the result already has a reader.
+        """
         with self._lock:
             if self._begun or stage in self._loops:
                 return False
@@ -98,13 +101,13 @@ class ResultGathering:
         self._loops[stage] = threading.get_ident()
 
     def items(self, stage: str) -> Iterable[Any]:
-        """Return an iterable over the items, without those that answer requests."""
+        """Return an iterable over the items, except those that answer requests."""
         coming = self.coming(stage)
         wrapped = self._recording is not None or stage in self._with_requests
         return self._settled(stage, coming) if wrapped else coming
 
     def coming(self, stage: str) -> Any:
-        """Return a (possibly asynchronous) iterable over the items, including answers to requests."""
+        """Return an iterable over the items, with answers to requests; it may be asynchronous."""
         self.mark_reader(stage)
         self._supervisor.report(Began(_worker(stage)))
         port = self._ports.gathering_port(_worker(stage))
@@ -118,7 +121,7 @@ class ResultGathering:
                 self.record(item)
 
     def record(self, item: Any) -> None:
-        """Record that the program has finished with an item, if the run can be resumed."""
+        """Record that the program has finished an item, if the run can be resumed."""
         if self._recording is not None:
             self._recording.record(marks_of(item), 0)
 
@@ -140,7 +143,7 @@ class ResultGathering:
             self._interrupted_loops.add(stage)
 
     def leave(self, stage: str) -> None:
-        """Record that this result has no reader any more, unless it is kept."""
+        """Record that this result no longer has a reader, unless it is kept."""
         if stage not in self._interrupted_loops:
             self._end(stage)
 
@@ -158,13 +161,13 @@ class ResultGathering:
 
     def leave_kept(self) -> None:
         """Release the kept results, because the program has caught the Ctrl-C and continues."""
-        # another thread's loop may be interrupted at the same time
+        # copied, because another thread's loop may be interrupted at the same time
         for stage in list(self._interrupted_loops):
             self._end(stage)
         self._interrupted_loops.clear()
 
     def _break(self, stage: str) -> None:
-        """Break a result. If only its port were closed, other results could wrongly look complete."""
+        """Break a result. Closing only its port could make other results look complete."""
         self._ports.gathering_port(_worker(stage)).channel.abort()
         self._end(stage)
 
@@ -177,7 +180,7 @@ class ResultGathering:
     # --- collected by the run ---
 
     def take_in(self, ids: frozenset[WorkerId]) -> None:
-        """Start to collect these results, unless the program is already reading them."""
+        """Start to collect these results, except those that the program already reads."""
         with self._lock:
             for id in ids:
                 if not self._begun and id.stage not in self._loops and id.stage not in self._gathered:
@@ -192,7 +195,7 @@ class ResultGathering:
         )
 
     def take_in_the_rest(self) -> None:
-        """Collect the remaining items of results that the calling thread was reading when interrupted."""
+        """Collect the rest of the results that the calling thread was reading when Ctrl-C interrupted it."""
         for id in self._all:
             if self._loops.get(id.stage) == threading.get_ident():
                 self._interrupted_loops.add(id.stage)
@@ -202,10 +205,10 @@ class ResultGathering:
                     self._take_in(id)
 
     def begin(self) -> None:
-        """Collect the results without a reader, each on a thread, because a caller waits for the run.
+        """Start a thread to collect each result that has no reader, because a caller waits for the run.
 
-        If another caller is already doing this, return only when all threads have started. Their results are
-        then available as soon as the run has ended.
+        If another caller is already doing so, return once all threads have started. The results are then
+        available as soon as the run has ended.
         """
         waiting: list[WorkerId] = []
         try:
@@ -220,7 +223,7 @@ class ResultGathering:
                     else:
                         self._local.start_thread(waiting[0])
                     del waiting[0]
-        except BaseException:  # without a reader for the remaining results, the run would wait forever
+        except BaseException:  # without readers for the remaining results, the run would wait forever
             self._supervisor.ask(AbortRequested())
             for id in waiting:
                 self._break(id.stage)
@@ -228,7 +231,7 @@ class ResultGathering:
             raise
 
     def results(self) -> Results:
-        """Return the complete results, after the run has ended.
+        """Return the complete results after the end of the run.
 
         A result that the program was reading is included only if its remaining items were kept.
         """
@@ -245,12 +248,12 @@ class ResultGathering:
         return Results(graph.name, streams)
 
     def _recorded(self, items: list[Any]) -> list[Any]:
-        """Record that items have left the graph, and return them without their marks."""
+        """Record that items have left the graph, and return them without marks."""
         self.record(items)
         return items if self._recording is None else unmarked(items)
 
     def end_recording(self) -> None:
-        """Close the file of a run that can be resumed, after the run has ended."""
+        """Close the file of a run that can be resumed, after the end of the run."""
         if self._recording is not None:
             self._recording.close()
 
@@ -261,13 +264,13 @@ def _worker(stage: str) -> WorkerId:
 
 
 _HANDED_OVER = object()
-"""Marks the end of the collected items; the reader takes all further items from the port."""
+"""Marks the end of the collected items; the reader takes all later items from the port."""
 
 
 class _TakenInFirst:
-    """Iterator over a result: first the items that the run has collected, then those from the port.
+    """Iterator over a result: first the items that the run collected, then those from the port.
 
-    While this iterator exists, the run does not collect items ahead of the reader, so the channels bound the
+    While this iterator exists, the run does not collect items ahead of the reader, so that channels bound the
     memory again.
     """
 
@@ -300,7 +303,7 @@ class _TakenInFirst:
 class _GatheredResult:
     """Items of a result that filled its channel before the program read it.
 
-    A thread collects further items until a reader takes over. ``reader_left`` returns whether that reader has
+    A thread collects more items until a reader takes over. ``reader_left`` returns whether that reader has
     left.
     """
 
@@ -327,7 +330,7 @@ class _GatheredResult:
         self._local.add_thread(self._id, self.thread)
 
     def hand_over(self) -> None:
-        """Let the reader take the following items from the port."""
+        """Let the reader take all later items from the port."""
         self._read = True
 
     def take_in_again(self) -> None:
@@ -338,7 +341,7 @@ class _GatheredResult:
             self._start()
 
     def rest(self) -> list[Any]:
-        """Return the items that no reader has taken, after the thread has ended."""
+        """Return the items that no reader has taken, once the thread has ended."""
         return [item for item in self.items if item is not _HANDED_OVER]
 
     def _pour(self, port: In[Any]) -> None:
@@ -353,7 +356,7 @@ class _GatheredResult:
                     self._handed_over = True
                     self.items.put(_HANDED_OVER)
                     return
-        except BaseException as error:  # this includes errors from unpickling an item
+        except BaseException as error:  # including errors from unpickling an item
             if isinstance(error, Broken) and port.channel.broken:
                 self.broken = error
             elif not (
@@ -364,7 +367,7 @@ class _GatheredResult:
         finally:
             if not self._handed_over:
                 with contextlib.suppress(Closed):
-                    # report this before items.close(), after which the reader may report a clean end
+                    # reported before items.close(), because afterwards the reader may report a clean end
                     self._supervisor.report(last)
                 self.items.close()
                 port.close()

@@ -1,15 +1,15 @@
-"""File that records which source items have left the graph, so that a later run can skip them (R14).
+"""Record in a file which source items have left the graph, so that a later run can skip them (R14).
 
-Format. The first 48 bytes are the name of the format and a digest of the graph's shape. After them, there is
-one bit for each source item, in the order of ``lineage``; a set bit means that the item is finished. The file
-may end with unused bits.
+Format. The first 48 bytes are the format's name and a digest of the graph's shape. After these comes one bit
+per source item, in the order of ``lineage``; a set bit means that the item is finished. The file may end with
+unused bits.
 
-Algorithm. The program maps the file into its memory, and sets the bits there. This needs no system call, and
-the operating system keeps the bits if the program is killed. Space on the disk is reserved before it is
-mapped. The file is flushed to the disk only when the run ends.
+Algorithm. The program maps the file into memory and sets the bits there. This needs no system call, and the
+kernel keeps the bits even if the program is killed. Disk space is reserved before it is mapped. The file is
+flushed to disk only when the run ends.
 
-Invariants. Bits are only ever set, and each of them is valid without the others. If the machine crashes, any
-bits may be lost, and their items are processed again. The lock belongs to the process, so the workers that it
+Invariants. Bits are only ever set, and each one is valid without the others. If the machine crashes, any of
+them may be lost, and their items are then processed again. The process owns the lock, so workers that it
 forks do not hold it.
 """
 
@@ -35,15 +35,15 @@ FORMAT = b"flowchan resume1"
 HEADER_BYTES = 48
 
 PAGE_BYTES = 4096
-"""The length of the file is a multiple of this."""
+"""The length of a file is a multiple of this."""
 
 _open_files: dict[int, tuple[int, int]] = {}
-"""Device and inode of the files that this process has locked, because the lock does not exclude it."""
+"""Device and inode of files that this process has locked, because its own lock does not exclude it."""
 _opening = threading.Lock()
 
 
 class _Refused(Exception):
-    """The file cannot be used. The message continues a sentence about the file."""
+    """The file cannot be used. The message continues a sentence about it."""
 
 
 class ResumeFile:
@@ -55,12 +55,12 @@ class ResumeFile:
 
     Attributes:
         path: The path.
-        finished: Finished items of each source when the file was opened, by the name of the source.
+        finished: Finished items of each source when the file was opened, by source name.
 
     Raises:
-        GraphError: A run of the graph cannot be resumed, or not from this file. The file cannot be opened,
-            has other contents, is used by another run, or belongs to another graph. Or a source is shorter
-            than in an earlier run.
+        GraphError: Runs of the graph cannot be resumed, or not from this file. The file may be unreadable,
+            have other contents, be in use, or belong to another graph. Or a source is shorter than in an
+            earlier run.
         TypeError: ``path`` is not a path.
     """
 
@@ -89,9 +89,9 @@ class ResumeFile:
             raise GraphError(graph.name, [problem]) from None
 
     def record(self, marks: Marks, parts: int) -> None:
-        """Take in the report that an item with these marks has left the graph, or was split into ``parts``.
+        """Process the report that an item with these marks left the graph, or was split into ``parts``.
 
-        Any thread may call this method. It has no effect after :meth:`close`. Raises ``OSError`` if the disk
+        Any thread may call this method. It has no effect after :meth:`close`. Raise ``OSError`` if the disk
         is full.
         """
         with self._lock:
@@ -105,7 +105,7 @@ class ResumeFile:
                 self._bytes[HEADER_BYTES + (number >> 3)] |= 1 << (number & 7)
 
     def close(self) -> None:
-        """Flush the file to the disk and release it. Later calls have no effect."""
+        """Flush the file to disk and release it. Later calls have no effect."""
         with self._lock:
             if self._release.alive:
                 try:
@@ -119,7 +119,7 @@ def _open_alone(path: str | bytes) -> int:
     """Open and lock the file at ``path``, and return its descriptor."""
     in_use = _Refused("is used by another run; wait until it has ended, or resume from another path")
     with _opening:
-        # Any descriptor of the file that is closed ends the lock of this process, so look before opening.
+        # Closing any descriptor of the file ends this process's lock, so look before opening.
         with contextlib.suppress(FileNotFoundError):
             if _identity(os.stat(path)) in _open_files.values():
                 raise in_use
@@ -146,7 +146,7 @@ def _release(file: int) -> None:
 
 
 def _begin(graph: Blueprint, file: int) -> None:
-    """Check the header of the file. If the file is new or its header is incomplete, write the header."""
+    """Check the file's header. Write one if the file is new or its header incomplete."""
     header = FORMAT + shape_digest(graph)
     found = os.pread(file, HEADER_BYTES, 0)
     if len(found) < HEADER_BYTES and header.startswith(found):
@@ -162,7 +162,7 @@ def _begin(graph: Blueprint, file: int) -> None:
 
 
 def _reserve(file: int, length: int) -> int:
-    """Reserve space for at least ``length`` bytes of the file, and return its new length."""
+    """Reserve disk space for at least ``length`` bytes of the file, and return its new length."""
     total = -(-length // PAGE_BYTES) * PAGE_BYTES
     if sys.platform == "linux":
         os.posix_fallocate(file, 0, total)

@@ -1,4 +1,4 @@
-"""Handle of an active run: the methods that users call, and the results."""
+"""Define the handle of an active run: the methods that users call, and the results."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ T = TypeVar("T")
 class Run(ObservedRun):
     """Run of a graph that has been started. ``run[stream]`` is the writing end of an ``input()`` stream.
 
-    Use it as a context manager. Leaving the block closes the inputs and waits until the run has ended. If an
+    Use it as a context manager. Leaving the block closes the inputs and waits for the run to end. If an
     exception leaves the block, the run is aborted first.
 
-    Ctrl-C in the block, or in a method that waits, stops the sources. Items in flight are finished unless a
-    second Ctrl-C aborts the run. The results are in the exception :class:`~flowchan.Interrupted`.
+    Ctrl-C, in the block or in a method that waits, stops the sources. Items in flight are finished unless a
+    second Ctrl-C aborts the run. The exception :class:`~flowchan.Interrupted` contains the results.
 
     Example:
         >>> from flowchan import Graph
@@ -80,13 +80,13 @@ class Run(ObservedRun):
         self._supervisor = Supervisor(plan, self._crew, self._ports, recording)
         self._gathering = ResultGathering(self._ports, self._crew.local, self._supervisor)
         self._interruption = Interruption(plan, self._supervisor, self._ports, self._gathering)
-        # weak, so that a run is freed without a garbage collection
+        # weak, so that a run is freed without garbage collection
         interrupted = weakref.WeakMethod(self._interrupted)
         self._interrupts = InterruptWatch(
             lambda number: method(number) if (method := interrupted()) is not None else None
         )
         self._in_block = False
-        self._answering: set[str] = set()  # inputs that ask() has used
+        self._answering: set[str] = set()  # inputs on which ask() has been used
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         failure = weakref.WeakMethod(self._interruption.failure)
@@ -130,7 +130,7 @@ class Run(ObservedRun):
     def iter(self, stream: Stream[list[T]]) -> Iterator[T]:
         """Iterate over the items of a ``collect`` stream while the graph runs.
 
-        Leaving the loop early stops the stages that lead to this stream.
+        Leaving the loop early stops the stages that feed this stream.
 
         Args:
             stream: Stream that ``collect()`` returned.
@@ -139,9 +139,9 @@ class Run(ObservedRun):
             An iterator for one loop.
 
         Raises:
-            RunError: The run fails.
+            RunError: The run failed.
             TypeError: ``stream`` is not a stream but, for example, a name.
-            ValueError: The stream is not a result of this run, or its items have already been taken.
+            ValueError: The stream is not a result of this run, or its items are already taken.
 
         Example:
             >>> from flowchan import Graph
@@ -166,9 +166,9 @@ class Run(ObservedRun):
             An asynchronous iterator for one loop.
 
         Raises:
-            RunError: The run fails.
+            RunError: The run failed.
             TypeError: ``stream`` is not a stream but, for example, a name.
-            ValueError: The stream is not a result of this run, or its items have already been taken.
+            ValueError: The stream is not a result of this run, or its items are already taken.
 
         Example:
             >>> import asyncio
@@ -203,22 +203,21 @@ class Run(ObservedRun):
     async def ask(
         self, stream: Input[T], item: T, timeout: float | None = None, max_waiting: int | None = None
     ) -> Any:
-        """Put an item into an ``input()`` stream and return the result for this item.
+        """Put an item into an ``input()`` stream and return its result.
 
-        If the item fails, this call raises its error. The stages between the input and the result must
-        process single items or batches. After a timeout, or if the call is cancelled, the next stage drops
-        the item.
+        If the item fails, raise its error. All stages between the input and the result must process single
+        items or batches. If the call times out or is cancelled, the next stage drops the item.
 
         Args:
             stream: Stream that ``graph.input()`` returned.
             item: The item.
             timeout: Seconds to wait for the result (default: no limit).
-            max_waiting: Maximum number of ``ask`` calls on this stream that wait for their results at the
-                same time (default: no limit). If that many are waiting already, this call raises ``Full`` at
-                once and puts nothing.
+            max_waiting: Maximum number of ``ask`` calls on this stream that may wait at the same time
+                (default: no limit). If that many are waiting already, raise ``Full`` at once without putting
+                the item.
 
         Returns:
-            The result for this item.
+            The result of this item.
 
         Raises:
             Full: ``max_waiting`` calls are already waiting.
@@ -277,7 +276,7 @@ class Run(ObservedRun):
     def _leave(self, stage: str) -> None:
         """Release the items when the loop over ``aiter`` ends.
 
-        After Ctrl-C in a ``with`` block, the remaining items become part of the results.
+        After Ctrl-C in a ``with`` block, the remaining items are added to the results.
         """
         if self._in_block and self._interrupts.handled:
             self._gathering.keep(stage)
@@ -317,18 +316,18 @@ class Run(ObservedRun):
 
     @refuses_misspelt("wait")
     def wait(self, timeout: float | None = None) -> Results:
-        """Wait until the run has ended, and return its results.
+        """Wait for the run to end, and return its results.
 
         Args:
             timeout: Seconds to wait (default: no limit).
 
         Returns:
-            The results by stream.
+            The results, by stream.
 
         Raises:
             TimeoutError: The run did not end within ``timeout`` seconds.
             RunError: A stage failed.
-            Interrupted: The program received Ctrl-C or SIGTERM. The exception holds the results.
+            Interrupted: The program received Ctrl-C or SIGTERM. The exception contains the results.
 
         Example:
             >>> from flowchan import Graph
@@ -347,7 +346,7 @@ class Run(ObservedRun):
                 self._gathering.end_recording()
                 raise failure
         finally:
-            # a frame that refers to its own exception keeps it alive, and the whole run with it
+            # a frame that refers to its own exception would keep it alive, and the whole run with it
             failure = None
         return self._gathering.results()
 
@@ -381,15 +380,15 @@ class Run(ObservedRun):
 
     @refuses_misspelt("stop")
     def stop(self, *, timeout: float | None = None, finish_queued: bool = True) -> None:
-        """Stop the sources, and let the stages finish everything in flight.
+        """Stop the sources, and let the stages finish all items in flight.
 
-        This returns at once. A later call may set another timeout or discard the queued items.
+        This returns at once. A later call can change the timeout or discard queued items.
 
         Args:
-            timeout: Seconds after which the run is aborted if it is still running (default: no limit).
-            finish_queued: Finish items that are waiting in channels (default: True). If False,
-                they are discarded, and only items that workers are processing are finished. In both cases,
-                the run keeps results, failed items, and items that lead to a stage with several inputs.
+            timeout: Seconds after which the run is aborted if still active (default: no limit).
+            finish_queued: Also finish items that wait in channels (default: True). If False, discard them and
+                finish only the items that workers hold. Either way, the run keeps results, failed items, and
+                items on their way to a stage with several inputs.
 
         Example:
             >>> import itertools
@@ -426,20 +425,19 @@ class Run(ObservedRun):
     def scale(self, stage: Stream[Any] | str, workers: int) -> None:
         """Change the number of a stage's workers while the graph runs.
 
-        This returns at once; ``stats()`` shows how many workers the stage has. A worker that is removed
-        finishes its item first. Numbers of removed workers are not reused. The call has no effect if the
-        stage or the run is already ending. A stage with ``workers="auto"`` keeps the given number from that
-        point on.
+        This returns at once; ``stats()`` shows how many workers the stage has. A removed worker finishes its
+        item first. Its number is not reused. The call has no effect if the stage or the run is already
+        ending. A stage with ``workers="auto"`` keeps the given number from then on.
 
         Args:
-            stage: A ``map``, ``filter``, ``flat_map``, ``partition`` or ``sink`` on threads or processes,
-                given by its name or one of its streams.
+            stage: A ``map``, ``filter``, ``flat_map``, ``partition`` or ``sink`` on threads or processes: its
+                name, or one of its streams.
             workers: New number of workers, at least 1.
 
         Raises:
             KeyError: The graph has no such stage.
-            ValueError: The number of workers can't change. The stage is of another kind, runs on hosts, has
-                an async function, reserves GPUs for its workers, or uses the processes of a pool.
+            ValueError: The number of workers cannot change. The operator does not allow it, or the stage runs
+                on hosts, has an async function, reserves GPUs, or uses the processes of a pool.
 
         Example:
             >>> from flowchan import Graph
@@ -465,10 +463,9 @@ class Run(ObservedRun):
         self._supervisor.ask(Scale(name, workers))
 
     def _interrupted(self, number: int) -> Interrupted | None:
-        """Return the error for a signal in the body of a loop over items, outside of a ``with`` block.
+        """Return the error for a signal in the body of a loop over items, outside any ``with`` block.
 
-        The run is ended when the exception leaves the loop, or when the program reads the results from the
-        exception.
+        The run ends when the exception leaves the loop, or when the program reads the exception's results.
         """
         return None if self._in_block or self._supervisor.ended.is_set() else self._interruption.error(number)
 
@@ -501,7 +498,7 @@ class Run(ObservedRun):
         self._break_block(error)
 
     def _end_block(self) -> None:
-        """Close the inputs and wait for the run, when its block or the block of its pool is left."""
+        """Close the inputs and wait for the run, at the end of its block or its pool's block."""
         self._gathering.leave_all(of_thread=threading.get_ident())
         for out in self._ports.inputs.values():
             out.close()
@@ -514,7 +511,7 @@ class Run(ObservedRun):
         try:
             self.wait()
         except RunError:
-            # the block only saw that its channel is broken; RunError has the reason
+            # the block only saw a broken channel; RunError has the reason
             if isinstance(error, Broken):
                 raise
 

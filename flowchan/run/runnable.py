@@ -1,4 +1,4 @@
-"""Base class of everything that can be run: a graph, and a pool for a graph."""
+"""Define the base class of the objects that can run: a graph, and a pool for a graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from flowchan.transport.interrupts import (
 )
 
 SHOWN_EVERY_S = 0.1
-"""Seconds between two updates of the progress display."""
+"""Seconds between updates of the progress display."""
 
 
 @methods_end_at_caller
@@ -45,7 +45,10 @@ class Runnable(ABC):
         return Run(plan, recording=recording, trace=trace)
 
     def _watching(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the progress display. It is looked up here, because its module imports this package."""
+        """Return the progress display.
+
+        It is looked up when needed, because its module imports this package.
+        """
         watching = pkgutil.resolve_name("flowchan.viz.live:watching")
         return watching(self._blueprint())  # type: ignore[no-any-return]
 
@@ -63,24 +66,24 @@ class Runnable(ABC):
         """Check the graph and start it.
 
         Args:
-            seed: Random seed for all workers, at least 0. Workers in runs with equal seeds draw equal random
-                numbers. The default is a new seed, which the report shows.
-            memory: Maximum number of bytes in all channels together; each channel gets the same share. The
-                default is half of the memory of the machine or of the process's control group.
-            resume: Path of a file that records the finished items; see :meth:`run`. The items of a loop over
-                ``run.iter()`` are finished when the loop takes the next one.
-            page: Serve a live page of the run on this machine, at ``run.page`` (default: False).
+            seed: Random seed for all workers, at least 0. In runs with equal seeds, workers draw equal random
+                numbers. If omitted, the seed is new, and the report shows it.
+            memory: Maximum total bytes in all channels, divided equally among them. The default is half of
+                the memory of the machine or of the process's cgroup.
+            resume: Path of a file that records finished items; see :meth:`run`. In a loop over
+                ``run.iter()``, an item is finished when the loop takes the next one.
+            page: Serve a live page of the run on this machine, at the address ``run.page`` (default: False).
             metrics: Port on 127.0.0.1, or ``"HOST:PORT"``, on which the run serves metrics to Prometheus
-                (default: none). Port 0 selects any free port; ``run.metrics`` is the address.
+                (default: none). Port 0 picks any free port; ``run.metrics`` is the address.
             trace: Path of a trace file to write; see :meth:`run`.
 
         Returns:
             The running graph.
 
         Raises:
-            GraphError: The graph is not valid, or it cannot be resumed; the error lists all problems.
-            OSError: There is not enough memory for the channels, the trace cannot be written, or the page or
-                the metrics cannot be served.
+            GraphError: The graph is invalid, or it cannot be resumed; the error lists all problems.
+            OSError: Memory does not suffice for the channels, the trace cannot be written, or the page or
+                metrics cannot be served.
             ValueError: ``metrics`` is not a port, or ``trace`` does not end in ``.json`` or ``.json.gz``.
 
         Example:
@@ -114,7 +117,7 @@ class Runnable(ABC):
         return run
 
     def _begin_observed(self, graph: Blueprint, options: _StartOptions, undo: contextlib.ExitStack) -> Run:
-        """Open the files and ports of a run, and start the run. If that fails, ``undo`` closes them."""
+        """Open a run's files and ports, and start the run. On an error, ``undo`` closes them."""
         memory = budget() if options.memory is None else whole("run", "memory", options.memory, 1)
         recording = None if options.resume is None else ResumeFile(graph, options.resume)
         if recording is not None:
@@ -130,7 +133,7 @@ class Runnable(ABC):
         planned = plan(graph, options.seed, memory, finished, samples_items=samples_items)
         run = self._begin(planned, recording, traced)
         undo.pop_all()
-        if port is not None:  # first, because the end of the run then closes the port if the page fails
+        if port is not None:  # opened first, so that the run's end closes the port if the page fails
             run._serve_metrics(port)
         if options.page:
             run._open_page()
@@ -148,39 +151,39 @@ class Runnable(ABC):
         metrics: int | str | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> Results:
-        """Run the graph until it has ended, and return its results.
+        """Run the graph to its end, and return the results.
 
         The first Ctrl-C or SIGTERM stops the sources and lets the stages finish the items in flight. The
-        second one aborts the run.
+        second aborts the run.
 
         Args:
             seed: Random seed for all workers; see :meth:`start`.
             memory: Maximum number of bytes in all channels; see :meth:`start`.
-            progress: Show the progress on a terminal, in a notebook or as plain lines. If the
-                source has a length, this includes totals and the remaining time.
-            resume: Path of a file that records which source items have left the graph (default: no file). It
-                is created if it does not exist. If the program dies, the next run with this path skips these
-                items. It processes all others, so sinks may process some items twice. The results contain
-                only the items that this run has processed. The sources must yield the same items in the same
-                order in each run; new items may follow.
+            progress: Show progress on a terminal, in a notebook or as plain lines. If the source has a
+                length, this includes totals and remaining time.
+            resume: Path of a file that records which source items have left the graph (default: no file). The
+                file is created if it does not exist. If the program dies, the next run with this path skips
+                these items and processes all others, so sinks may receive some items twice. The results
+                contain only items of this run. Sources must yield the same items in the same order each time;
+                new items may follow.
             page: Serve a live page of the run on this machine, and print its address to standard error
                 (default: False).
             metrics: Port on which the run serves its metrics; see :meth:`start`.
-            trace: Path of a file that ends in ``.json`` or ``.json.gz`` (default: no trace). The run replaces
-                this file with a trace, which https://ui.perfetto.dev opens. The trace shows what each worker
-                does, the number of items in each channel, and the paths of a few sampled items.
+            trace: Path of a file that ends in ``.json`` or ``.json.gz`` (default: no trace). The run
+                overwrites this file with a trace that https://ui.perfetto.dev can open. It shows what each
+                worker does, how many items each channel holds, and the paths of a few sampled items.
 
         Returns:
-            The results by stream.
+            The results, by stream.
 
         Raises:
-            GraphError: The graph is not valid, or a stage does not support ``resume``. The file is used by
-                another run, belongs to another graph or has other contents. Nothing was started.
-            OSError: The trace cannot be written. The run was not started.
+            GraphError: The graph is invalid, or a stage does not support ``resume``. The ``resume`` file may
+                also be in use, belong to another graph, or have other contents. Nothing was started.
+            OSError: The trace cannot be written. Nothing was started.
             RunError: A stage failed, or the disk is full.
             ValueError: ``trace`` does not end in ``.json`` or ``.json.gz``.
-            Interrupted: Ctrl-C or SIGTERM ended the run. The exception is a ``KeyboardInterrupt`` with the
-                finished results.
+            Interrupted: Ctrl-C or SIGTERM ended the run. This ``KeyboardInterrupt`` contains the finished
+                results.
 
         Example:
             >>> from flowchan import Graph
@@ -198,7 +201,7 @@ class Runnable(ABC):
         flag("run", "progress", progress)
         flag("run", "page", page)
         graph = self._blueprint()
-        leave_if_unguarded(graph)  # before the progress is displayed
+        leave_if_unguarded(graph)  # before progress is displayed
         with (
             terminate_as_interrupt(),
             self._watching() if progress else contextlib.nullcontext() as view,
@@ -211,7 +214,7 @@ class Runnable(ABC):
                         seed=seed, memory=memory, resume=resume, trace=trace, page=page, metrics=metrics
                     )
                     for out in run._ports.inputs.values():
-                        out.close()  # the caller does not get the handle, so no items can be put
+                        out.close()  # the caller does not get the handle, so it cannot put items
                     if view is not None:
                         subscription.enter_context(run.subscribe(stats=view.show, every=SHOWN_EVERY_S))
                 if page:
@@ -252,5 +255,8 @@ class _StartOptions:
 
 
 def _metrics_port(metrics: int | str) -> Any:
-    """Open the port for metrics. The class is looked up here, because its module imports this package."""
+    """Open the port for metrics.
+
+    The class is looked up when needed, because its module imports this package.
+    """
     return pkgutil.resolve_name("flowchan.viz.insight.metrics_port:MetricsPort")(metrics)

@@ -1,74 +1,74 @@
-"""The supervisor of one run: it passes events to ``decisions.decide`` and carries out the actions.
+"""Supervise a run: pass events to ``decisions.decide`` and carry out the actions.
 
-Algorithm. In each turn, the supervisor takes one event from a queue, or a tick if none arrives in time, and
-passes it to decide() once. The crew carries out actions on workers, and the channels carry out the others. A
-death is one event from the crew; the replacement is one call to the crew.
+Algorithm. In each turn, the supervisor takes one event from its queue, or a tick if none arrives in time, and
+calls decide() once. The crew carries out actions on workers; all other actions concern channels. A death is
+one event from the crew, and a replacement one call to the crew.
 
-Invariants. Only the supervisor's thread changes ``state`` and calls the crew.
+Invariants. Only the supervisor's thread modifies ``state`` and calls the crew.
 
-The run contract. Code that disagrees with it has a defect. Each clause names its tests, in ``tests/run/``
+The run contract. Code that violates it has a bug. Each clause names its tests, which are in ``tests/run/``
 unless noted.
 
 - R1 Cascade. When a source ends, its channel closes. Each stage drains its inputs, finishes, and closes its
   outputs. The run ends when all sinks have ended. (test_cascade.py)
-- R2 Early end. When a reader leaves, the stages before it are stopped in the same way, without an error.
+- R2 Early end. When a reader leaves, the stages before it stop in the same way, without an error.
   (test_early_end.py)
 - R3 Failure. An exception that no ``errors`` stream receives ends the run. Sources stop, channels break and
-  workers end. ``run()`` raises one RunError that contains StageErrors with stage, item, worker and the
-  original traceback; the first failure comes first. No error is lost, not even a BaseException in a worker. A
+  workers end. ``run()`` raises one RunError, with a StageError for each failure in order. A StageError has
+  the stage, item, worker and original traceback. No error is lost, not even a BaseException in a worker. A
   channel ends cleanly only if none of its writers failed. A worker that finds a channel broken therefore
-  breaks all its channels before it leaves any. The ports of a failed worker are closed only after all
-  channels are broken. If a run fails or is aborted, no reader mistakes part of the items for all of them.
+  breaks all of its channels before it leaves any. A failed worker's ports are closed only after all channels
+  are broken. If a run fails or is aborted, no reader takes partial output for complete output.
   (test_failure.py, test_partial_results.py, test_random_breaks.py)
-- R4 Death. The death of a worker is noticed within 200 ms and reported with signal and exit code. If its
-  callable may have held state, which is now lost, the run warns. (test_death.py, test_run_decisions.py)
-- R5 Stop. The first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources. Everything in flight is finished,
-  however long it takes. ``run.stop(finish_queued=False)`` discards the items that are waiting in channels for
-  a stage. ``run.stop(timeout=…)`` aborts the run if it has not ended within this time. After half a minute,
-  the run warns. The second Ctrl-C or SIGTERM, or ``run.abort()``, aborts the run at once, within a bounded
-  time. The user gets the finished results. Ctrl-C or SIGTERM in ``graph.run()``, in ``wait()``, in a loop
-  over ``iter()`` or in the ``with`` block raises ``Interrupted`` with results and report. SIGTERM does so
-  only in the main thread, without an event loop, and if the program has no handler of its own. The command
-  prints one line and its report, and exits with 130, or with 143 after SIGTERM. (test_stop.py,
-  test_stop_signals.py, test_interrupted.py, test_supervisor.py, test_run_decisions.py)
-- R6 No residue. However a run ends, no process, thread, segment or descriptor of the run is left.
+- R4 Death. A worker's death is noticed within 200 ms and reported with signal and exit code. If its callable
+  may have held state, the run warns that the state is lost. (test_death.py, test_run_decisions.py)
+- R5 Stop. The first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources. Items in flight are finished,
+  however long that takes. ``run.stop(finish_queued=False)`` discards the items that wait in channels for a
+  stage. ``run.stop(timeout=…)`` aborts the run if it has not ended by then. After half a minute, a warning
+  appears. The second Ctrl-C or SIGTERM, or ``run.abort()``, aborts the run at once, within a bounded time.
+  The user keeps the finished results. Ctrl-C or SIGTERM in ``graph.run()``, in ``wait()``, in a loop over
+  ``iter()`` or in the ``with`` block raises ``Interrupted`` with results and report. SIGTERM does so only in
+  the main thread, without an event loop, and if the program has not set a handler. The command prints one
+  line and its report, and exits with 130, or with 143 after SIGTERM. (test_stop.py, test_stop_signals.py,
+  test_interrupted.py, test_supervisor.py, test_run_decisions.py)
+- R6 No residue. However a run ends, it leaves no process, thread, segment or descriptor behind.
   (test_residue.py)
 - R7 Same everywhere. A graph runs the same under fork, forkserver and spawn, with lambdas and closures.
   (test_start_methods.py)
 - R8 Statistics. ``stats()`` works at any time and ``report()`` at the end; items in = items out + items
-  failed. If a run fails or is aborted, they also count the items that were discarded in each stage and those
-  left in each channel. (test_item_counts.py, test_item_counts_after_failures.py)
-- R9 Randomness. Every worker has its own seed, derived from the run's seed, its stage, its number and its
+  failed. For a run that failed or was aborted, they also count the items discarded in each stage and left in
+  each channel. (test_item_counts.py, test_item_counts_after_failures.py)
+- R9 Randomness. Every worker has a separate seed, derived from the run's seed, its stage, its number and its
   incarnation. The seed determines the random numbers in the worker's process. (test_seeds.py)
-- R10 Blame. An item is blamed only for deaths inside the user's code or while the item is unpickled. One
-  worker at a time tries it again while the others continue, and the error lists the cause of each death. If
-  ``max_deaths`` is 1, an item is also blamed for deaths until its output has been put, so it is never
-  processed twice. In a batch, only members that kill their workers alone fail. A death that is blamed on an
-  item does not use a restart. All other deaths of workers use the restarts of their stage. Each restart
-  counts for 60 s of work. The run warns before the last restart is used. (test_blame.py, test_no_repeats.py,
-  test_decisions.py, tests/deaths/test_batches_that_kill_workers.py)
+- R10 Blame. An item is blamed only for deaths in user code or while it is being unpickled. One worker at a
+  time retries it while the others continue, and the error lists the cause of each death. If ``max_deaths`` is
+  1, an item is also blamed for deaths until its output has been put, so it is never processed twice. In a
+  batch, only members that also kill a worker when tried alone fail. A death blamed on an item uses no
+  restart; every other death uses one of its stage. A restart counts for 60 s of work. The run warns before
+  the last restart is used. (test_blame.py, test_no_repeats.py, test_decisions.py,
+  tests/deaths/test_batches_that_kill_workers.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
-  all restart, each with the item that it held. No item is blamed for the end of the other workers. If a
-  survivor raises MemberDied, that is not a failure. On hosts, a broken connection between members counts as a
-  death. When one worker ends because its outputs have no readers, all end. In an elastic gang, the other
-  workers keep their processes and continue as a smaller group. The replacement makes the group complete
-  again, and each item has its outputs once. (test_gangs.py, tests/deaths/test_gang_deaths.py,
+  all restart, each with the item that it held. The end of the other workers is not blamed on any item. A
+  survivor that raises MemberDied has not failed. On hosts, a broken connection between members counts as a
+  death. When one worker ends because its outputs have no readers, all of them end. In an elastic gang, the
+  other workers keep their processes and continue as a smaller group. The replacement completes the group
+  again, and each item's outputs appear once. (test_gangs.py, tests/deaths/test_gang_deaths.py,
   tests/deaths/test_elastic_gangs.py, tests/hosts/test_host_gangs.py, tests/hosts/test_elastic_host_gangs.py)
-- R12 Pools. The processes of a pool are kept from one run to the next, each with its callable, but keep
-  nothing else from a run. Forked processes keep memory of other runs that are active when the pool starts
-  them. Each run is complete. A worker that failed, died or did not end gets a new process in the next run.
-  Leaving the block finishes an active run, and raises the failure of the last run if it has not been raised
-  yet. (test_pool_workers.py, test_pool_after_failures.py, test_pool_blocks.py, test_pool_ends.py)
-- R13 Elastic stages. ``run.scale()`` adds and removes workers of a stage on threads or processes while the
-  graph runs, if the stage processes one item at a time. The order of items is kept, and each item has its
-  outputs once, even if workers are killed in the meantime. A removed worker finishes its item. A new worker
-  that can't be started does not affect the others. The run itself adds and removes workers of stages with
+- R12 Pools. A pool keeps its processes from one run to the next, each with its callable but nothing else from
+  a run. Forked processes do keep memory of other runs that are active when the pool starts them. Each run is
+  complete. A worker that failed, died or did not end gets a new process in the next run. Leaving the block
+  finishes an active run, and raises the failure of the last run unless it was raised before.
+  (test_pool_workers.py, test_pool_after_failures.py, test_pool_blocks.py, test_pool_ends.py)
+- R13 Elastic stages. ``run.scale()`` adds and removes workers of a stage on threads or processes during the
+  run, if the stage processes one item at a time. Items keep their order, and each item's outputs appear once,
+  even if workers are killed in the meantime. A removed worker finishes its item. If a new worker cannot be
+  started, the others are not affected. The run itself adds and removes workers of stages with
   ``workers="auto"``. (test_elastic_stages.py, tests/deaths/test_scaling_deaths.py, test_auto_workers.py,
   test_autoscale_decisions.py, tests/deaths/test_auto_scaling_deaths.py)
 - R14 Resume. A run with ``resume=path`` skips the source items whose descendants have all left the graph in
-  earlier runs with this path. This also holds if the program was killed at any point. The run processes all
-  other items, so a sink may process an item again that was under way. A graph that cannot be resumed is
-  refused before the start. (test_resume.py, test_resume_file.py, test_lineage.py,
+  earlier runs with this path. This holds even if the program was killed at some point. The run processes all
+  other items, so a sink may receive an item again that was in flight. A graph that cannot be resumed is
+  rejected before the start. (test_resume.py, test_resume_file.py, test_lineage.py,
   tests/deaths/test_resume_kills.py)
 """
 
@@ -151,17 +151,17 @@ from flowchan.run.worker.requests import Requests, answers_in
 from flowchan.transport.interrupts import interrupts_deferred
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between two checks for changes that no event announces. Time limits have this resolution."""
+"""Seconds between checks for changes that no event announces. Time limits have this resolution."""
 
 
 class Supervisor:
-    """Supervisor of one run, described at the head of this file.
+    """Supervisor of one run; the module docstring describes it.
 
     Args:
         plan: Plan of the run.
-        crew: Crew with the workers of the run.
+        crew: Crew that manages the run's workers.
         channels: Channels of the run.
-        recording: File that records finished items, in a run that can be resumed.
+        recording: File that records finished items, if the run can be resumed.
     """
 
     def __init__(
@@ -177,10 +177,10 @@ class Supervisor:
         self.started_at = time.monotonic()
         self.ended_at: float | None = None
         self.state = first_state(plan, self.started_at)
-        # Collects results that filled their channels while the program is waiting for something else.
+        # Collects results that fill their channels while the program waits for something else.
         self.take_in: Callable[[frozenset[WorkerId]], None] = lambda _: None
-        # The handle of a pool's run, until the run has ended and its failure was raised. The pool shares this
-        # list.
+        # The handle of a pool's run, until the run has ended and its failure was raised. The list is shared
+        # with the pool.
         self.unreported: list[Any] = []
         self._tally = Tally()
         self.history = History()
@@ -194,14 +194,14 @@ class Supervisor:
         self.recording = recording
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, channels.broken, channels.cause_of)
-        self._due: dict[WorkerId, float] = {}  # when each replacement must be started
+        self._due: dict[WorkerId, float] = {}  # when to start each replacement
         self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # events are passed by reference
         self._thread: threading.Thread | None = None
 
     # --- called by the run, on any thread ---
 
     def start(self) -> None:
-        """Start every worker except those that collect results. If that fails, undo everything and raise."""
+        """Start every worker except those that collect results. On an error, undo everything and raise it."""
         self.feed.tell(RunBegan(len(self.plan.workers), self.plan.seed))
         try:
             self.crew.start(self.report)
@@ -215,7 +215,7 @@ class Supervisor:
             raise
 
     def _undo_start(self, reason: BaseException) -> None:
-        """End all workers that were started. An error while doing so does not hide ``reason``."""
+        """End all workers that were started. An error while doing so must not hide ``reason``."""
         try:
             self._break(None)
             self.crew.cancel_tasks(all_of_them=True)
@@ -226,7 +226,7 @@ class Supervisor:
             reason.add_note(f"also, some workers that had started could not be ended: {text_of(error)}")
 
     def report(self, event: Event) -> None:
-        """Record an event from a worker. This raises ``Closed`` after the run has ended."""
+        """Record an event from a worker. Raise ``Closed`` after the end of the run."""
         if type(event) is tuple:
             self._record_left(*event)
             return
@@ -240,7 +240,7 @@ class Supervisor:
             self._events.put(event)
 
     def _record_left(self, marks: Marks, parts: int) -> None:
-        """Record that an item has left the graph or was split. If that is impossible, the run fails."""
+        """Record that an item left the graph or was split. If that is impossible, the run fails."""
         assert self.recording is not None
         try:
             self.recording.record(marks, parts)
@@ -258,8 +258,8 @@ class Supervisor:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds for the run to end, and return whether it has ended.
 
-        If so, the supervisor's thread and resources are also gone (R6), unless the thread is still warning
-        about stuck threads.
+        In that case, the supervisor's thread and resources are gone as well (R6), unless the thread is still
+        warning about stuck threads.
         """
         if not self.ended.wait(timeout):
             return False
@@ -270,18 +270,18 @@ class Supervisor:
         return True
 
     def ask(self, event: SupervisorEvent) -> None:
-        """Request a stop, an abort or another number of workers, and return at once.
+        """Request a stop, an abort or a new number of workers, and return at once.
 
-        The request is ignored if the run has ended.
+        A run that has ended ignores the request.
         """
         with contextlib.suppress(Closed):
             self._events.put(event)
 
     def cancel_request(self, question: int) -> None:
-        """Notify other hosts that no caller is waiting for the answer to a request any more.
+        """Tell the other hosts that no caller waits for the answer to this request any more.
 
-        Event loops call this method, so it never blocks. If the queue is full, no message is sent, and a
-        worker does unnecessary work.
+        Event loops call this, so it never blocks. If the queue is full, no message is sent; the only cost is
+        some unnecessary work by a worker.
         """
         if self._has_hosts:
             with contextlib.suppress(Closed, Full):
@@ -290,14 +290,14 @@ class Supervisor:
     def settle_answers(self, item: Any) -> Any:
         """Deliver the answers in an item that has reached an end of the graph.
 
-        Returns the rest of the item, or ``NOTHING``.
+        Return the rest of the item, or ``NOTHING``.
         """
         return item if self.asking is None else answers_in(item, self.asking.settle)
 
     def stats(self, window: float | None = None) -> RunStats:
         """Return the current statistics (R8).
 
-        Rates and shares refer to the last ``window`` seconds, or to the whole run.
+        Rates and shares cover the last ``window`` seconds, or the whole run.
         """
         now = self._counters()
         return between(None if window is None else self.history.before(now, window), now)
@@ -314,7 +314,7 @@ class Supervisor:
         try:
             while self.state.phase != "ended":
                 self.turn(self._next())
-        except BaseException as error:  # a defect in flowchan; the waiting threads must learn of it
+        except BaseException as error:  # a bug in flowchan; waiting threads must learn of it
             self.crashed = error
             self._break(error)
             self.crew.kill()
@@ -327,7 +327,7 @@ class Supervisor:
                 self._paths.end()
                 stats = self.stats()
                 self.feed.tell(RunEnded(stats.state, stats.elapsed, self.state.abandoned))
-            # even if a logging handler of the program raises, other threads must not wait any longer
+            # other threads must not wait any longer, even if the program's logging handler raises
             finally:
                 if self.asking is not None:
                     self.asking.end()
@@ -336,7 +336,7 @@ class Supervisor:
                 self._view_socket.close()
                 if self.crashed is None and not self.state.failures:
                     self.unreported.clear()  # until now, leaving the pool's block had to wait for this run
-        # This comes last, because it may raise. All waiting threads must learn of the run's end before that.
+        # Last, because this may raise. All waiting threads must have learned of the run's end by then.
         self.crew.warn_of(self.state.abandoned)
 
     def _next(self) -> SupervisorEvent | Event:
@@ -346,7 +346,7 @@ class Supervisor:
         return event
 
     def _pause(self) -> float:
-        """Return how many seconds to wait for an event before the next check.
+        """Return how long to wait for an event before the next check, in seconds.
 
         Deadlock detection and decisions that depend on time need such checks.
         """
@@ -361,11 +361,11 @@ class Supervisor:
 
     @property
     def _late_at(self) -> float:
-        """Return the time at which unneeded workers start to be late."""
+        """Return when workers that are no longer needed begin to count as late."""
         return self.state.since + decisions.GRACE / 2
 
     def turn(self, event: SupervisorEvent | Event) -> None:
-        """Handle an event, then do everything that is due at this time."""
+        """Handle an event, then everything that is due by now."""
         before = self.state
         self._receive(event)
         self._breaks.check()
@@ -415,7 +415,7 @@ class Supervisor:
                     self._decide(event)
             case _:
                 if isinstance(event, Failure) and self._breaks.has_reported(event.worker):
-                    self._tell_break()  # the reports from one worker arrive in order
+                    self._tell_break()  # reports from one worker arrive in order
                 self._decide(event)
 
     def _decide(self, event: SupervisorEvent) -> None:
@@ -462,7 +462,7 @@ class Supervisor:
                 self.feed.tell(Warned(stage, text))
 
     def _replace(self, workers: Sequence[WorkerId], blamed: WorkerId | None, pause: float) -> None:
-        """Replace dead workers, at once or after a pause in which other workers may process their items."""
+        """Replace dead workers, at once or after a pause during which others may process their items."""
         later = pause > 0 or not self.state.goes_on
         failed = self.crew.replace(workers, blamed, later)
         if later:
@@ -474,7 +474,7 @@ class Supervisor:
             self._decide(event)
 
     def _start_due(self) -> None:
-        """Start the replacements whose pause is over, or give them up if the run is ending."""
+        """Start the replacements whose pause is over; give them up if the run is ending."""
         now = time.monotonic()
         due = [id for id, at in self._due.items() if at <= now or not self.state.goes_on]
         if not due:
@@ -504,7 +504,7 @@ class Supervisor:
     def _cancel_tasks(self) -> None:
         """Cancel the coroutines of sources whose outputs have no readers, or all if the run is ending.
 
-        In a finishing run, coroutines get a moment to end first.
+        In a finishing run, coroutines first get a moment to end.
         """
         late = time.monotonic() > self._late_at
         over = self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late)
@@ -521,7 +521,7 @@ class Supervisor:
         self.channels.break_all(cause)
 
     def _all_reported(self) -> bool:
-        """Return whether everything that workers have reported so far has been decided."""
+        """Return whether all reports from workers so far have been handled."""
         return self.crew.all_reported() and len(self._events) == 0
 
     def _check_deadlock(self) -> None:
@@ -545,6 +545,6 @@ class Supervisor:
         return Observation(stats, unread, inputs, waits.moves, waits.counts)
 
     def _close_crew(self, timeout: float | None = None) -> None:
-        self._events.close()  # first, because threads that are joined below may be waiting to put an event
+        self._events.close()  # first, because threads joined below may be waiting to put an event
         stuck = self.crew.close(self.state.abandoned, timeout)
         self.state = dataclasses.replace(self.state, abandoned=self.state.abandoned | stuck)

@@ -1,4 +1,4 @@
-"""Abort the runs that are still active when the interpreter exits."""
+"""Abort runs that are still active when the interpreter exits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flowchan.run.crew.at_exit import before_exit
 from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.supervisor import Supervisor
 
-# Supervisors whose thread is alive, even if the program has dropped the handle of the run. A forked child
-# inherits the set but not the runs. This is a plain set, because it can be copied in one step while other
-# threads start runs; a WeakSet can't.
+# Supervisors whose thread is alive, even if the program has dropped the run's handle. A forked child inherits
+# the set, but not the runs. A plain set, unlike a WeakSet, can be copied in one step while other threads
+# start runs.
 _running: set[weakref.ref[Supervisor]] = set()
 
 
 def end_at_exit(supervisor: Supervisor) -> None:
-    """Abort this run when the interpreter exits, unless the run has already ended."""
+    """Abort this run at interpreter exit, unless it has ended by then."""
     _running.add(weakref.ref(supervisor, _running.discard))
     before_exit(_end_runs, 100)
 
@@ -28,7 +28,7 @@ def end_at_exit(supervisor: Supervisor) -> None:
 def abort_unfinished() -> None:
     """Abort all active runs, because the interpreter is exiting.
 
-    If runs need a resource until they end, its owner calls this function before it releases the resource.
+    If a resource must outlive the runs, its owner calls this before releasing it.
     """
     for reference in list(_running):
         supervisor = reference()
@@ -42,5 +42,5 @@ def _end_runs() -> None:
     abort_unfinished()
     error = getattr(sys, "last_value", None)
     if isinstance(error, Interrupted) and not hasattr(sys, "ps1"):
-        # The program did not catch Interrupted, so end it as the signal would.
+        # The program did not catch Interrupted, so end the program as the signal would have.
         _core._die_of(error.signal)

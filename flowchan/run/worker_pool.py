@@ -1,4 +1,4 @@
-"""Pool that keeps the worker processes of one graph for several runs."""
+"""Keep the worker processes of one graph for several runs."""
 
 from __future__ import annotations
 
@@ -32,24 +32,23 @@ from flowchan.transport.interrupts import interrupts_deferred
 MOST_PORTS = CHANNELS_IN_AN_ITEM - 1
 """Maximum number of ports of a worker.
 
-The ports are sent as one item, together with the channel for the worker's events. A worker of an elastic gang
-also gets a channel that delivers its groups."""
+All ports are sent in one item, together with the channel for the worker's events. A worker of an elastic gang
+also gets a channel for its later groups."""
 
 
 class WorkerPool(Runnable):
     """Pool of worker processes for one graph, created by ``graph.pool()``.
 
-    In its ``with`` block, :meth:`run` and :meth:`start` work like those of the graph, for one run at a time.
-    The worker processes are kept for all runs, with everything that they have loaded. A callable class is
-    instantiated once for each worker, in the first run, and the instances are closed at the end of the block.
-    If a process died or its worker failed, the next run starts a new process. Worker threads are new in each
-    run.
+    In its ``with`` block, :meth:`run` and :meth:`start` work like those of the graph, one run at a time. The
+    worker processes stay for all runs, with everything that they have loaded. The first run creates one
+    instance of a callable class for each worker. The instances are closed at the end of the block. If a
+    process died or its worker failed, the next run starts a new process. Worker threads are new for each run.
 
     Args:
         graph: The graph.
 
     Raises:
-        RunError: Raised at the end of the block if closing a callable fails.
+        RunError: Raised at the end of the block if a callable fails to close.
 
     Example:
         >>> from flowchan import Graph
@@ -81,7 +80,7 @@ class WorkerPool(Runnable):
         self._pooled = PooledProcesses(self._graph.name)
         self._leaving, self._stages = False, ()
         _open.add(weakref.ref(self, _open.discard))
-        before_exit(_close_all, 101)  # before active runs are aborted
+        before_exit(_close_all, 101)  # runs before active runs are aborted
         return self
 
     def _begin(self, plan: Plan, recording: ResumeFile | None, trace: RunTrace | None) -> Run:
@@ -92,7 +91,7 @@ class WorkerPool(Runnable):
             return run
 
     def _watching(self) -> AbstractContextManager[Any]:
-        """Start the processes before the progress display; otherwise they would inherit its terminal."""
+        """Start the processes before the progress display, because they would inherit its terminal."""
         self._refuse_forked_child()
         raise_for(self._graph)
         with interrupts_deferred(), self._lock:
@@ -100,7 +99,7 @@ class WorkerPool(Runnable):
         return super()._watching()
 
     def _refuse_forked_child(self) -> None:
-        """Raise an error in a forked child, where the lock might never be released."""
+        """Raise an error in a forked child, in which the lock might never be released."""
         if self._pid != os.getpid():
             raise self._outside_error()
 
@@ -108,13 +107,13 @@ class WorkerPool(Runnable):
         return RuntimeError(f"{self!r} must be used in its block: with graph.pool() as pool: pool.run()")
 
     def _prepared(self, plan: Plan) -> PooledProcesses:
-        """Return the processes of the pool, after starting one for each worker that needs one."""
+        """Return the pool's processes, after starting one for each worker that needs one."""
         pooled = self._checked_processes(plan)
         pooled.make_ready(self._graph, plan.workers)
         return pooled
 
     def _checked_processes(self, plan: Plan) -> PooledProcesses:
-        """Return the processes of the pool, or raise an error if it cannot run the plan now."""
+        """Return the pool's processes, or raise an error if it cannot run the plan now."""
         if self._pooled is None or self._leaving:
             raise self._outside_error()
         if self._active_supervisor() is not None:
@@ -154,12 +153,12 @@ class WorkerPool(Runnable):
             )
 
     def _active_supervisor(self) -> Supervisor | None:
-        """Return the supervisor of the active run, or ``None`` if no run is active."""
+        """Return the supervisor of the active run, or ``None`` if there is none."""
         supervisor = None if self._supervisor is None else self._supervisor()
         return supervisor if supervisor is not None and not supervisor.ended.is_set() else None
 
     def _last_run(self) -> Run | None:
-        """Return the last run if it has not ended or its failure was not raised yet."""
+        """Return the last run if it is still active or its failure has not been raised yet."""
         with self._lock:  # another thread may be starting a run
             return next(iter(self._unreported), None)
 
@@ -177,9 +176,9 @@ class WorkerPool(Runnable):
             run._interruption.finish()
 
     def _end(self, at_once: bool = False) -> list[tuple[WorkerId, BaseException]]:
-        """End all processes, and return the errors raised by closing their callables.
+        """End all processes, and return the errors from closing their callables.
 
-        If ``at_once`` is true, the processes are killed without closing the callables.
+        If ``at_once`` is true, kill the processes without closing the callables.
         """
         pooled = self._pooled
         if pooled is None:
@@ -259,14 +258,14 @@ def _not_closed(id: WorkerId, raised: BaseException) -> StageError:
     return error
 
 
-# Pools whose block is active. This is a plain set, because it can be copied in one step while other threads
-# enter pools; a WeakSet can't.
+# Pools whose block is active. A plain set, unlike a WeakSet, can be copied in one step while other threads
+# enter pools.
 _open: set[weakref.ref[WorkerPool]] = set()
 
 
 @atexit.register
 def _close_all() -> None:
-    """End all pools when the interpreter exits, because Python would otherwise wait for their processes."""
+    """End all pools at interpreter exit, because Python would otherwise wait for their processes."""
     interrupt: KeyboardInterrupt | None = None
     pools = [pool for reference in list(_open) if (pool := reference()) is not None]
     for pool in [pool for pool in pools if pool._pid == os.getpid()]:

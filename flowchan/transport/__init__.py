@@ -1,6 +1,6 @@
-"""Transfer of bytes, descriptors and device memory to other processes and hosts.
+"""Transfer bytes, descriptors and device memory to other processes and hosts.
 
-The public names are imported on first use, because every program imports this package.
+Public names are imported on first use, because every program imports this package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Addresses of this machine that other hosts can reach, and addresses of channels."""
+"""Find addresses of this machine that other hosts can reach, and addresses of channels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flowchan.transport.tcp import route_to
 
 
 def address_towards(call: str, peers: Mapping[str, str]) -> str:
-    """Return the address that this machine has on the kernel's routes to all ``peers``.
+    """Return this machine's address on the kernel's routes to all ``peers``.
 
-    ``peers`` maps the names of hosts to their addresses. A host that is reached over loopback is this
-    machine, and can reach all its addresses.
+    ``peers`` maps hosts' names to their addresses. A host reached over loopback is this machine, which can
+    reach all its own addresses.
     """
     ours: dict[str, str] = {}
     for host, peer in peers.items():
@@ -44,12 +44,12 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
 
 
 def channel_address(place: str, number: int) -> str:
-    """Return the address of a channel: where its owner listens, and the owner's number for it."""
+    """Return a channel's address: where its owner listens, and its number there."""
     return f"{place}/{number}"
 
 
 def place_in(address: str) -> str:
-    """Return the address on which a channel's owner listens."""
+    """Return the address at which a channel's owner listens."""
     place, slash, number = str(address).rpartition("/")
     if not (slash and place and number.isascii() and number.isdigit()):
         raise ValueError(
@@ -59,12 +59,12 @@ def place_in(address: str) -> str:
 
 
 def number_in(address: str) -> int:
-    """Return the number that a channel has at its owner."""
+    """Return a channel's number at its owner."""
     return int(address.rpartition("/")[2])
 
 
 def mark_of(owner: str, number: int | str) -> str:
-    """Return the mark that an item contains for each channel that was sent in the item.
+    """Return the mark that an item contains for each channel that was sent in it.
 
     An owner's id is random, so no other text equals the mark.
     """

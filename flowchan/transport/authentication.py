@@ -1,6 +1,6 @@
-"""Mutual authentication of the two ends of a new connection with a shared secret.
+"""Authenticate the two ends of a new connection to each other, with a shared secret.
 
-Every message has a fixed size, so a peer cannot choose how much the other end reads::
+Every message has a fixed size, so a peer cannot choose how much the other side reads::
 
     both      greeting   protocol, role, TLS or not, 32 fresh random bytes, a certificate
     dialled   proof      HMAC-SHA256(key, "dialled: proof") where key = HMAC-SHA256(secret, both greetings)
@@ -8,14 +8,14 @@ Every message has a fixed size, so a peer cannot choose how much the other end r
     dialled   hello      4,096 bytes of JSON, padded with spaces; HMAC-SHA256(key, "dialled: hello" + these)
     listens   hello      the same with "listens"
 
-A replayed handshake fails because the nonce is fresh. Reflected messages fail because their role is wrong. A
-changed byte changes the key. A greeting is only compared with the expected bytes, and a peer's hello is
-parsed only after the peer's proof; nothing is unpickled here. With TLS, the hellos are already encrypted. The
-listener's greeting contains the fingerprint of its certificate, so the proofs cover the certificate. The
-dialling end continues only if TLS presents that certificate.
+Replaying a handshake fails because the nonce is new. Reflecting messages fails because they contain the role
+of their sender. Changing a byte changes the key. A greeting is only compared with the expected bytes, and a
+peer's hello is parsed only after its proof; nothing is unpickled here. With TLS, hellos are already
+encrypted. The listener's greeting contains its certificate's fingerprint, so the proofs cover the
+certificate. The dialling side continues only if TLS presents that certificate.
 
-Without TLS, the data after the handshake is not protected: an attacker who can rewrite packets can take over
-the connection.
+Without TLS, data after the handshake is unprotected: an attacker who can change packets can take over the
+connection.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ Hello = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Encrypt:
-    """Step of a handshake at which TLS begins, with our certificate or with the fingerprint of the peer's."""
+    """Step of a handshake where TLS begins, with our certificate or the fingerprint of the peer's."""
 
     ours: Certificate | None
     peer_greeting: bytes
 
 
 class Last(bytes):
-    """Last message from the listening end, which accepts the peer whose hello is ``peer_hello``."""
+    """Last message from the listening side, which accepts the peer whose hello is ``peer_hello``."""
 
     peer_hello: Hello
 
 
 Handshake = Generator[bytes | int | Encrypt, bytes, Hello]
-"""Yields bytes to send, the number of bytes to receive, or an :class:`Encrypt`. Returns the peer's hello.
+"""Yields bytes to send, a number of bytes to receive, or an :class:`Encrypt`. Returns the peer's hello.
 Raises :class:`Refused` with a reason that does not name the peer."""
 
 
@@ -73,23 +73,23 @@ def meet(
 ) -> tuple[socket.socket, Hello]:
     """Authenticate both ends of ``sock`` with ``secret``, and exchange hellos.
 
-    If the function raises, ``sock`` is closed.
+    On an error, ``sock`` is closed.
 
     Args:
-        sock: The new connection.
-        secret: The secret that both ends must know.
-        dialled: True if this end has dialled; otherwise it listens.
-        hello: The hello of this end.
+        sock: New connection.
+        secret: Secret that both ends must know.
+        dialled: True if this side dialled; False if it listened.
+        hello: This side's hello.
         timeout: Seconds for the whole handshake.
         tls: Encrypt the connection.
 
     Returns:
-        The socket to use from now on, and the peer's hello. If ``tls`` is set, the socket leads to a proxy
-        process that encrypts the data (``tls.py``) and ends when the socket is closed.
+        The socket to use from now on, and the peer's hello. With ``tls``, the socket leads to a proxy process
+        that encrypts the data (``tls.py``) and ends when the socket is closed.
 
     Raises:
-        Refused: The peer does not know the secret, is silent, or speaks another protocol. The one-line
-            message contains the peer's address.
+        Refused: The peer does not know the secret, sends nothing, or uses another protocol. The message, one
+            line, contains the peer's address.
     """
     try:
         pending = PendingHandshake(sock, handshake(secret, hello, dialled=dialled, tls=tls), timeout)
@@ -111,15 +111,15 @@ def meet(
 
 
 class PendingHandshake:
-    """Connection whose peer has not proved the secret yet.
+    """Connection whose peer has not proved yet that it knows the secret.
 
-    It never blocks: ``receive_step()`` takes the data that has arrived.
+    It never blocks: ``receive_step()`` takes only data that has arrived.
     """
 
     def __init__(self, sock: socket.socket, steps: Handshake, timeout: float) -> None:
         self.sock = sock
         self.hello: Hello | None = None
-        self.messages = 0  # number of messages that the peer has sent completely
+        self.messages = 0  # number of complete messages from the peer
         self.give_up = time.monotonic() + timeout
         self._timeout = timeout
         self._steps = steps
@@ -138,7 +138,8 @@ class PendingHandshake:
     def receive_step(self) -> None:
         """Receive at most the bytes of the current step, and continue the handshake.
 
-        Raises :class:`Refused`. If Ctrl-C arrives after the peer's last message, the next call continues.
+        Raise :class:`Refused` if the handshake fails. If Ctrl-C comes after the peer's last message, the next
+        call continues.
         """
         if self._last is not None:
             self._end(self._last)
@@ -181,7 +182,7 @@ class PendingHandshake:
         self.sock.close()
 
     def late_reason(self) -> str:
-        """Return the reason for refusing a peer that took too long."""
+        """Return why a peer that took too long is rejected."""
         written_hello = (
             f"only {len(self._received)} of {self._expected} bytes" if self._received else "nothing"
         )
@@ -208,11 +209,11 @@ class PendingHandshake:
             self._refuse(str(refused))
 
     def knows_secret(self) -> bool:
-        """Return whether the peer's proof was right: its greeting and its proof have been checked."""
+        """Return whether the peer knows the secret, because its greeting and proof were right."""
         return self.messages >= 2
 
     def has_proved(self) -> bool:
-        """Return whether the peer is accepted. Finishing may still take another :meth:`receive_step`."""
+        """Return whether the peer is accepted. Completion may take another :meth:`receive_step`."""
         return self._last is not None
 
     def _end(self, last: Last) -> None:
@@ -220,9 +221,9 @@ class PendingHandshake:
         self.hello = last.peer_hello
 
     def _send(self, message: bytes, sent: list[int] | None = None) -> None:
-        """Send a message and append the number of sent bytes to ``sent``.
+        """Send a message, and append the number of bytes sent to ``sent``.
 
-        All messages together have a few thousand bytes, which fit into any send buffer.
+        All messages together are a few thousand bytes, which fit into any send buffer.
         """
         sent = [] if sent is None else sent
         try:
@@ -244,7 +245,7 @@ class PendingHandshake:
 
 
 def handshake(secret: bytes, hello: Hello, *, dialled: bool, tls: bool = False) -> Handshake:
-    """Yield the steps of one end without using a socket. The module docstring explains the steps."""
+    """Yield the steps of one side, without a socket. The module docstring explains them."""
     us, them = (DIALLED, LISTENS) if dialled else (LISTENS, DIALLED)
     written_hello = written(hello)
     if len(secret) < SECRET:
@@ -276,12 +277,12 @@ def handshake(secret: bytes, hello: Hello, *, dialled: bool, tls: bool = False) 
 
 
 def greeting(role: bytes, tls: bool = False, fingerprint: bytes = NO_CERTIFICATE) -> bytes:
-    """Return the first message of a side: version, role, use of TLS, a nonce and a fingerprint."""
+    """Return a side's first message: version, role, use of TLS, a nonce and a fingerprint."""
     return PREAMBLE + role + (WITH_TLS if tls else PLAIN) + secrets.token_bytes(NONCE) + fingerprint
 
 
 def check_greeting(peer_greeting: bytes, role: bytes, tls: bool) -> None:
-    """Refuse a greeting unless it begins with our protocol, the right role and the same use of TLS."""
+    """Raise ``Refused`` unless a greeting has our protocol, the right role and the same use of TLS."""
     if not peer_greeting.startswith(PREAMBLE):
         raise Refused("it does not use the protocol of this version of flowchan")
     rest = peer_greeting[len(PREAMBLE) :]
@@ -305,7 +306,7 @@ def check(peer_greeting: bytes, right: bytes) -> None:
 
 
 def written(hello: Hello) -> bytes:
-    """Return the bytes of a hello, padded to their fixed size."""
+    """Return a hello as bytes, padded to their fixed size."""
     text = json.dumps(hello, allow_nan=False).encode()
     if len(text) > HELLO:
         raise ValueError(f"hello must have at most {HELLO} bytes of JSON, got {len(text)}")
@@ -313,7 +314,7 @@ def written(hello: Hello) -> bytes:
 
 
 def read(message: bytes, key: bytes, role: bytes) -> Hello:
-    """Check the proof of a message, and return the hello in the message."""
+    """Check a message's proof, and return the hello in the message."""
     written_hello, tag = message[:HELLO], message[HELLO:]
     check(tag, proof(key, role, b"hello", written_hello))
     try:

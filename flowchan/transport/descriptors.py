@@ -1,9 +1,9 @@
-"""Transfer of the descriptors of channels and shared memory to other processes.
+"""Transfer descriptors of channels and shared memory to other processes.
 
-A child inherits the descriptors when it is started. Descriptors in an item of a channel are carried by the
-kernel, next to the item (ring_fd_bundles.cpp). The sender may therefore end before the item is received. If
-the user pickles the object, the pickle refers to the sender's descriptors under ``/proc``. This works for
-processes of the same user while the sender is alive.
+A child inherits descriptors when it starts. The kernel carries the descriptors in a channel's item next to
+the item (ring_fd_bundles.cpp). The sender may therefore end before the item is received. If the user pickles
+the object, the pickle refers to the sender's descriptors under ``/proc``. This works for processes of the
+same user while the sender is alive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from flowchan import _core
 
 CHANNELS_IN_AN_ITEM = 253 // 2
-"""The kernel passes 253 descriptors at once (SCM_MAX_FD), and a channel has two."""
+"""The kernel passes at most 253 descriptors at once (SCM_MAX_FD), and a channel has two."""
 
 _REMEDIES = {
     errno.EMFILE: (
@@ -42,9 +42,9 @@ def lacks(error: BaseException) -> bool:
 
 
 def shortage(what: str, error: OSError) -> OSError | None:
-    """Return the error to raise if this process lacks memory or descriptors to receive ``what``, else None.
+    """Return the error to raise if this process lacks memory or descriptors for ``what``; otherwise None.
 
-    The core puts an item back into its channel if unpickling raises this error.
+    The core returns an item to its channel if unpickling raises this error.
     """
     reason = _REMEDIES.get(error.errno or 0)
     return (
@@ -55,7 +55,7 @@ def shortage(what: str, error: OSError) -> OSError | None:
 
 
 class Inherited(NamedTuple):
-    """Descriptors that a child inherits when it is started."""
+    """Descriptors that a child inherits when it starts."""
 
     memory: Any
     socket: Any
@@ -64,7 +64,7 @@ class Inherited(NamedTuple):
 class Sent(NamedTuple):
     """Descriptors in the bundle of the item that is being pickled.
 
-    The values are the index of the first descriptor, the number of descriptors, and the inode of the memory.
+    The values are the index of the first descriptor, the number of descriptors, and the memory's inode.
     """
 
     first: int
@@ -73,7 +73,7 @@ class Sent(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Object that is sent next to a packed value, referred to by its index."""
+    """Object sent next to a packed value, which refers to it by index."""
 
     place: int
     inode: int
@@ -92,14 +92,16 @@ Handle = Inherited | Sent | Beside | Borrowed
 
 
 class Parcel:
-    """Collect the descriptors of one item while it is pickled."""
+    """Collects the descriptors of one item while it is pickled."""
 
     shares = True
     """Whether shared memory stays shared; otherwise it is copied."""
     keeps_far = False
-    """Whether channels across hosts are sent next to the pickle; otherwise the pickle has their addresses."""
+    """Whether channels across hosts are sent next to the pickle; otherwise the pickle contains their
+    addresses.
+    """
     on_device = True
-    """Whether a tensor stays on its device; otherwise it is sent through host memory."""
+    """Whether a tensor stays on its device; otherwise it is copied through host memory."""
     leaves = False
     """Whether the item goes to another host."""
 
@@ -107,11 +109,11 @@ class Parcel:
         self.descriptors: list[int] = []
         self.kept: list[Any] = []  # keeps the descriptors open until they are sent
         self.id = 0
-        # for each channel across hosts, a call that undoes its count
+        # undo each channel's count, for channels across hosts
         self.counted: list[Callable[[], None]] = []
 
     def take_back(self) -> None:
-        """Undo the counts, because the item is not sent."""
+        """Undo the counts, because the item will not be sent."""
         for call in self.counted:
             call()
         self.counted.clear()
@@ -125,14 +127,14 @@ class Parcel:
 
 
 class Leaving(Parcel):
-    """Collect the descriptors of an item for another host; an item with descriptors is rejected."""
+    """Collects an item's descriptors for another host, and rejects an item that has any."""
 
     on_device = False
     leaves = True
 
 
 class Companions(Parcel):
-    """Collect the channels and shared memory of one value while it is packed.
+    """Collects the channels and shared memory of one value while it is packed.
 
     They are sent next to the value's pickle, as separate objects.
     """
@@ -146,23 +148,23 @@ class Companions(Parcel):
 
 
 class DuplicatedDescriptors(Companions):
-    """Collect the channels of a value for another host, and copy its shared memory."""
+    """Collects a value's channels for another host, and copies its shared memory."""
 
     shares = keeps_far = False
     leaves = True
 
 
 class Unopened(Companions):
-    """Collect the channels of a value that other processes pass on without unpacking it.
+    """Collects the channels of a value that other processes will pass on without unpacking it.
 
-    The value must not contain anything that needs the help of these processes.
+    The value must not contain anything that requires these processes to act.
     """
 
     keeps_far = False
 
 
 class OpenedDescriptors:
-    """Descriptors that arrived with one item, while the item is being unpickled.
+    """Descriptors that arrived with an item, while the item is being unpickled.
 
     ``missing`` is the errno that explains why some are missing, or 0.
     """
@@ -187,19 +189,19 @@ class _Now(threading.local):
     packing: Parcel | None = None
     opened: OpenedDescriptors | None = None
     for_several: bool = False
-    """Whether several processes will get the value that this thread pickles."""
+    """Whether several processes will get what this thread pickles."""
     beside: list[Any] | None = None
     for_host: bool = False
     """Whether this thread pickles a stage for another host."""
 
 
 now = _Now()
-"""The items that this thread is currently pickling and unpickling."""
+"""What this thread is currently pickling and unpickling."""
 
 
 @contextlib.contextmanager
 def for_several_processes(several: bool) -> Iterator[None]:
-    """Mark what is pickled in this block as a value that several processes will get."""
+    """In this block, pickle values for several processes."""
     now.for_several = several
     try:
         yield
@@ -209,7 +211,7 @@ def for_several_processes(several: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def for_another_host() -> Iterator[None]:
-    """Mark the values that this thread pickles in this block as values for another host."""
+    """In this block, pickle this thread's values for another host."""
     outer, now.for_host = now.for_host, True
     try:
         yield
@@ -218,12 +220,12 @@ def for_another_host() -> Iterator[None]:
 
 
 def is_for_another_host() -> bool:
-    """Return whether this thread is pickling a value for another host."""
+    """Return whether this thread is pickling for another host."""
     return now.for_host or (now.packing is not None and now.packing.leaves)
 
 
 def hand_over(memory: int, socket: int, owner: Any) -> Handle:
-    """Return the object to pickle in place of descriptors that ``owner`` keeps open.
+    """Return what to pickle in place of descriptors that ``owner`` keeps open.
 
     ``socket`` is the socket of a channel, or -1.
     """
@@ -237,7 +239,7 @@ def hand_over(memory: int, socket: int, owner: Any) -> Handle:
 def take_over(handle: Inherited | Sent | Borrowed) -> tuple[int, int]:
     """Return a handle's memory and socket (or -1) as descriptors of this process.
 
-    Raises ``OSError``.
+    Raise ``OSError`` on failure.
     """
     if isinstance(handle, Inherited):
         return int(handle.memory.detach()), -1 if handle.socket is None else int(handle.socket.detach())

@@ -1,4 +1,4 @@
-"""Connections to a known address with a known secret, retried while the peer is absent."""
+"""Connect to a known address with a known secret, and retry while the peer is absent."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from flowchan.transport.interrupts import unless_interrupted
 from flowchan.transport.tcp import dial
 
 SHORTEST, LONGEST = 0.002, 1.0
-"""Shortest and longest pause between two attempts, in seconds."""
+"""Shortest and longest pause between attempts, in seconds."""
 
-_jitter = random.SystemRandom()  # leaves the random numbers of user code alone
+_jitter = random.SystemRandom()  # does not affect the random numbers of user code
 
 
 class Backoff:
-    """Pauses that double from one attempt to the next, up to ``LONGEST`` seconds.
+    """Pauses that double with each attempt, up to ``LONGEST`` seconds.
 
-    A random part of up to one half is taken off each pause. The peers of one listener therefore do not all
-    dial at the same moment.
+    Each pause is shortened at random by up to one half. This keeps the peers of a listener from all dialling
+    at the same moment.
     """
 
     def __init__(self) -> None:
         self._next = SHORTEST
 
     def reset(self) -> None:
-        """Begin again with the shortest pause."""
+        """Restart with the shortest pause."""
         self._next = SHORTEST
 
     def wait_after_break(self, in_vain: int) -> None:
-        """Wait before dialling again after a broken connection.
+        """Wait before redialling after a broken connection.
 
         Args:
-            in_vain: Number of connections in a row in which nothing arrived. The first one causes no wait.
+            in_vain: Number of consecutive connections in which nothing arrived. The first one does not cause
+                a wait.
         """
         if in_vain > 1:
             threading.Event().wait(self.pause())
@@ -44,7 +45,7 @@ class Backoff:
             self.reset()
 
     def pause(self) -> float:
-        """Return the number of seconds to wait before the next attempt."""
+        """Return how many seconds to wait before the next attempt."""
         pause, self._next = self._next, min(2 * self._next, LONGEST)
         return pause * _jitter.uniform(0.5, 1.0)
 
@@ -59,23 +60,23 @@ def reach(
     tls: bool,
     wanted: Callable[[], bool] = lambda: True,
 ) -> tuple[socket.socket, Hello]:
-    """Connect to ``address``, authenticate both ends, and retry until this succeeds.
+    """Connect to ``address``, authenticate both ends, and retry until that succeeds.
 
     Args:
-        address: Address on which the peer listens.
-        secret: The secret of both ends.
-        hello: The hello of this end.
+        address: Address at which the peer listens.
+        secret: Secret of both ends.
+        hello: This side's hello.
         why: Beginning of the error message.
-        within: Seconds after which the retries end.
+        within: Seconds after which to stop retrying.
         tls: Encrypt the connection.
-        wanted: Returns False when the connection is not needed any more.
+        wanted: Returns False once the connection is no longer needed.
 
     Returns:
         The connection and the peer's hello.
 
     Raises:
-        OSError: The retries ended without a connection. The cause is the last failure that the time limit did
-            not cut short.
+        OSError: No attempt succeeded in time. The cause is the last failure that the time limit did not cut
+            short.
     """
     give_up = time.monotonic() + within
     backoff, wait, absent = Backoff(), threading.Event(), False
@@ -91,7 +92,7 @@ def reach(
             sock = dial(address, remaining)
             absent = False
             if was_absent:
-                backoff.reset()  # the peer has just come, so the next retry may come soon
+                backoff.reset()  # the peer has just appeared, so the next attempt may come soon
             remaining = max(0.0, give_up - time.monotonic())
             return meet(sock, secret, dialled=True, hello=hello, timeout=remaining, tls=tls)
         except unless_interrupted(OSError) as error:

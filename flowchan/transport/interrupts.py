@@ -1,27 +1,29 @@
-"""Safety from Ctrl-C and from signal handlers that raise.
+"""Protect code from Ctrl-C and from signal handlers that raise.
 
-Python runs signal handlers between two bytecodes of the main thread. Most programs have handlers that raise:
-``KeyboardInterrupt`` for Ctrl-C, ``TimeoutError`` for a time limit. Such an exception may be raised at any
-point. Only this file contains the means that keep code correct in that case:
+Python runs signal handlers between any two bytecodes of the main thread. Most programs have handlers that
+raise: ``KeyboardInterrupt`` for Ctrl-C, ``TimeoutError`` for a time limit. Such an exception may come at any
+point. All tools that keep code correct in that case are in this file:
 
-- ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM do not interrupt. They take effect when it ends.
-- ``interrupts_allowed()``: a long wait within such a block, during which they take effect immediately.
+- ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM do not interrupt. The signals take effect when
+  the block ends.
+- ``interrupts_allowed()``: a long wait within such a block, during which signals take effect immediately.
 - ``append_result(results, call, …)``: one native call whose result is never lost.
-- ``unless_interrupted(OSError)``: in an ``except`` clause, matches errors that the call itself raises,
-  but not those of a signal handler that ran during the call. ``is_interrupt(error)`` makes the same test
-  outside an ``except`` clause.
-- ``InterruptWatch``: notices Ctrl-C and SIGTERM, and may replace the exception that they raise.
-- ``terminate_as_interrupt()``: a block in which SIGTERM has the same effect as Ctrl-C.
+- ``unless_interrupted(OSError)``: in an ``except`` clause, matches errors that the call itself raised, but
+  not those of a signal handler during the call. ``is_interrupt(error)`` is the same test outside an
+  ``except`` clause.
+- ``InterruptWatch``: notices Ctrl-C and SIGTERM, and can replace the exception that they raise.
+- ``terminate_as_interrupt()``: a block in which SIGTERM acts like Ctrl-C.
 
-Algorithm. While a block defers or a watch is open, a ``_Layer`` is the handler of the signal. It calls the
-handler below it, which is the program's own. All blocks and watches share one layer, so they may end in any
-order. If the program installs a handler later, it gets another layer above it, and is never removed.
+Algorithm. While a block defers signals or a watch is open, a ``_Layer`` handles the signal. It calls the
+handler below it, which is the program's own. All blocks and watches share one layer, so they can end in any
+order. If the program installs a handler later, that handler gets another layer on top, which is never
+removed.
 
-Invariants. A layer without blocks and watches only passes signals on. If an exception leaves such a layer
-installed, it therefore does no harm, and the next block removes it. A deferred signal is kept until it has
-been delivered. If several signals are deferred, only the first is delivered, because they all request the
-same end. The block counts the others. Blocks belong to the main thread, the only one that runs handlers; in
-other threads they do nothing.
+Invariants. A layer without blocks and watches only passes signals on. If an exception leaves it installed, it
+does no harm, and the next block removes it. A deferred signal is kept until it is delivered. If several
+signals are deferred, only the first is delivered, because all of them request the same end. The block counts
+the others. Blocks only work in the main thread, the only one that runs handlers; in other threads they do
+nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ DEFERRED = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[DeferralBlock]:
-    """Defer Ctrl-C and SIGTERM until the block has ended. Yield the block, which counts them."""
+    """Defer Ctrl-C and SIGTERM until the block ends. Yield the block, which counts them."""
     block = DeferralBlock()
     if not _in_main_thread():
         yield block
@@ -87,19 +89,19 @@ def interrupts_allowed() -> Iterator[None]:
 
 
 def append_result(results: MutableSequence[T], call: Callable[..., T], *args: Any) -> None:
-    """Call a native function and append its result in one step of the interpreter.
+    """Call a native function and append its result, in a single step of the interpreter.
 
-    An interrupt takes effect either before the call or after its result is in ``results``. Therefore the call
-    never loses anything that it received or sent.
+    An interrupt takes effect either before the call, or once its result is in ``results``. Nothing that the
+    call received or sent is therefore lost.
     """
     results.extend(itertools.starmap(call, (args,)))
 
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Make SIGTERM raise :class:`Termination`.
+    """Make SIGTERM raise :class:`Termination` in this block.
 
-    Do nothing if the program has its own handler or this is not the main thread.
+    Do nothing if the program has a handler for it, or if this is not the main thread.
     """
     if not _in_main_thread():
         yield
@@ -112,18 +114,18 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 
 class Termination(KeyboardInterrupt):
-    """SIGTERM was received where it has the same effect as Ctrl-C."""
+    """SIGTERM arrived where it acts like Ctrl-C."""
 
     signal = signal.SIGTERM
 
 
 def signal_of(error: KeyboardInterrupt) -> int:
-    """Return the number of the signal that raised an interrupt."""
+    """Return the number of the signal behind an interrupt."""
     return getattr(error, "signal", signal.SIGINT)
 
 
 def _begin_termination() -> None:
-    """Install the handler of SIGTERM, unless an event loop or the program handles the signal."""
+    """Install the SIGTERM handler, unless an event loop or the program handles the signal."""
     _terminating.append(os.getpid())
     asyncio: Any = sys.modules.get("asyncio")
     on_loop = asyncio is not None and asyncio._get_running_loop() is not None
@@ -132,7 +134,7 @@ def _begin_termination() -> None:
 
 
 def _end_termination() -> None:
-    """Remove the handler of SIGTERM with the last block that needs it."""
+    """Remove the SIGTERM handler after the last block that needs it."""
     _terminating.pop()
     _restore(signal.SIGTERM)
 
@@ -140,13 +142,13 @@ def _end_termination() -> None:
 def _terminate(number: int, frame: Any) -> None:
     if os.getpid() in _terminating:
         raise Termination
-    # The program forked in a block, or installed this handler again after the last block.
+    # The program forked in a block, or reinstalled this handler after the last block.
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 _terminating: list[int] = []
-"""The process of each block and watch that makes SIGTERM raise ``Termination``."""
+"""For each block and watch that makes SIGTERM raise ``Termination``, its process."""
 
 
 class _Forking(threading.local):
@@ -161,7 +163,7 @@ _forking = _Forking()
 def _block_termination() -> None:
     """Block SIGTERM during a fork.
 
-    Python forgets the signals that a child receives before its Python handlers are in place.
+    Python forgets signals that a child receives before its Python handlers are in place.
     """
     if _terminating:
         _forking.blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -182,9 +184,9 @@ os.register_at_fork(
 
 
 def unless_interrupted(*kinds: type[E]) -> tuple[type[E], ...]:
-    """Return the exception types for an ``except`` clause that does not catch interrupts.
+    """Return the types for an ``except`` clause that should not catch interrupts.
 
-    ``except unless_interrupted(OSError) as error:`` catches a ``TimeoutError`` that the call raised, but not
+    ``except unless_interrupted(OSError) as error:`` catches a ``TimeoutError`` from the call itself, but not
     one that a signal handler raised during the call.
     """
     error = sys.exception()
@@ -192,15 +194,15 @@ def unless_interrupted(*kinds: type[E]) -> tuple[type[E], ...]:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether a signal handler in this process raised the error, or the error ends the program.
+    """Return whether a signal handler of this process raised the error, or the error ends the program.
 
-    An error that ends the program is, for example, ``KeyboardInterrupt``. Such errors are unrelated to the
-    call that they interrupt.
+    ``KeyboardInterrupt``, for example, ends the program. The call that such errors interrupt did not cause
+    them.
     """
     if not isinstance(error, Exception):
         return True
     called = list(_called(error))
-    if not called:  # native code raised it, as for most pickling errors
+    if not called:  # raised by native code, like most pickling errors
         return False
     handlers = {_code(handler) for number in signal.valid_signals() if (handler := _handler(number))}
     return not handlers.isdisjoint(called)
@@ -215,7 +217,7 @@ def _called(error: BaseException) -> Iterator[CodeType]:
 
 
 def _handler(number: int) -> Any:
-    """Return the program's own handler for a signal."""
+    """Return the program's own handler of a signal."""
     handler = None
     with contextlib.suppress(ValueError):  # some systems reserve certain signals
         handler = signal.getsignal(number)
@@ -239,14 +241,14 @@ def _code(handler: Any) -> CodeType | None:
 
 
 class InterruptWatch:
-    """Notice a Ctrl-C while the watch is open, and make SIGTERM raise :class:`Termination`.
+    """Notices Ctrl-C while the watch is open, and makes SIGTERM raise :class:`Termination`.
 
-    A generator that is closed because its loop was interrupted has no other way to notice the Ctrl-C. The
-    watch may be opened several times, and ends after the same number of closes.
+    If a loop is interrupted, its generator is closed, and has no other means to notice the Ctrl-C. The watch
+    may be opened several times, and ends after as many closes.
 
     Attributes:
         seen: Ctrl-C or SIGTERM has raised ``KeyboardInterrupt``.
-        handled: A Ctrl-C was received, and the program's own handler dealt with it, as asyncio's does.
+        handled: Ctrl-C was pressed, and the program's own handler dealt with it, as asyncio's does.
     """
 
     def __init__(self, instead: Callable[[int], KeyboardInterrupt | None]) -> None:
@@ -284,12 +286,12 @@ class InterruptWatch:
     def still_raised(self) -> KeyboardInterrupt | None:
         """Return the exception raised in place of ``KeyboardInterrupt``.
 
-        Return None if that exception was caught and dropped.
+        Return None if it was caught and dropped.
         """
         return self._raised()
 
     def _replace(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
-        """Return the exception to raise for this error: a watch's replacement, or the error itself."""
+        """Return what to raise for this error: a watch's replacement, or the error itself."""
         self.seen = True
         if type(error) in (KeyboardInterrupt, Termination):
             error = self._instead(signal_of(error)) or error
@@ -302,12 +304,12 @@ class InterruptWatch:
 
 
 class DeferralBlock:
-    """A block that defers interrupts.
+    """Block that defers interrupts.
 
     Attributes:
-        deferred: Number of signals that it has deferred. Only the first is delivered, so this reveals a
+        deferred: Number of signals deferred so far. Only the first is delivered, so this number reveals a
             second Ctrl-C.
-        allows: True if it is in a wait that may be interrupted.
+        allows: True during a wait that may be interrupted.
     """
 
     deferred = 0
@@ -315,7 +317,7 @@ class DeferralBlock:
 
 
 class _Layer:
-    """Handler of a signal while a block or a watch is in use. ``below`` is the previous handler."""
+    """Handles a signal while any block or watch is in use. ``below`` is the previous handler."""
 
     def __init__(self, below: Callable[[int, Any], object]) -> None:
         self.below = below
@@ -330,7 +332,7 @@ class _Layer:
             self.deliver(number, frame)
 
     def deliver(self, number: int, frame: Any) -> None:
-        """Call the program's handler, and report the signal to the watches in the order of their opening."""
+        """Call the program's handler, and report the signal to the watches, the oldest first."""
         watches = list(self.watches)
         try:
             self.below(number, frame)
@@ -369,7 +371,7 @@ def _deliver() -> None:
 
 
 def _install(number: int) -> _Layer | None:
-    """Return the top layer of a signal's handlers.
+    """Return the top layer among a signal's handlers.
 
     Return None if the handler is not a Python function.
     """
@@ -384,7 +386,7 @@ def _install(number: int) -> _Layer | None:
 
 
 def _restore(number: int) -> None:
-    """Remove the top layer if nothing uses it, and then the handler of SIGTERM if nothing needs it."""
+    """Remove the top layer if it is unused, and then the SIGTERM handler if nothing needs it."""
     layer = signal.getsignal(number)
     if isinstance(layer, _Layer) and not layer.watches and not _blocks and _in_main_thread():
         signal.signal(number, layer.below)

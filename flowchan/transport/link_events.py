@@ -1,4 +1,4 @@
-"""Typed events of a link, and the loop in which each owner of a link handles them."""
+"""Define a link's events, and the loop in which each owner of a link handles them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 PEER_TIMEOUT_S = 10.0
-"""Seconds without a message after which an agent gives up on the driver and ends, and a process gives up on
-the owner of a channel."""
+"""Seconds without a message after which an agent gives up on the driver, or a process on a channel's owner.
+"""
 
 STUCK = "its connections broke for {:.1f} s before any item arrived ({})"
-"""Reason for giving up on a peer, from the attributes of :class:`LinkBroken`."""
+"""Reasons for giving up on a peer, from the attributes of :class:`LinkBroken`."""
 
 AHEAD, BEHIND = 1 << 16, 1024
-"""Capacities of an agent's rings: for a worker's inputs, which hold the items that the link has sent ahead,
-and for its outputs."""
+"""Capacities of an agent's rings, for a worker's inputs, with the items that the link sent ahead, and for its
+outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkBroken:
-    """A connection has ended. This event occurs once for each connection.
+    """A connection has ended. This event comes once for each connection.
 
     Attributes:
         why: Why it ended.
-        stuck: Seconds since connections began to break with items in transit and none arriving. It is 0
-            unless at least two connections in a row did. A part of an item, or an acknowledgement, counts as
-            an arrival.
-        in_vain: Number of connections in a row in which nothing arrived.
+        stuck: Seconds since connections began to break before any of the items in transit arrived. The value
+            is 0 unless this has happened to at least two connections in a row. Parts of items and
+            acknowledgements count as arrivals.
+        in_vain: Number of consecutive connections in which nothing arrived.
     """
 
     why: str
@@ -38,14 +38,14 @@ class LinkBroken:
 
 @dataclass(frozen=True, slots=True)
 class StreamFinished:
-    """At the owner: a worker will send nothing more on this stream, and everything it sent has been put."""
+    """At the owner: a worker sends nothing more on this stream, and everything that it sent has been put."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class ItemRefused:
-    """An item for this input port holds descriptors, so it cannot leave this machine."""
+    """An item for this input port contains descriptors, so it cannot leave this machine."""
 
     stream: int
     port: int
@@ -53,7 +53,7 @@ class ItemRefused:
 
 @dataclass(frozen=True, slots=True)
 class ItemTooLarge:
-    """An item of ``size`` bytes has arrived, which is too large for the channel behind this port."""
+    """An item of ``size`` bytes has arrived, which exceeds the limit of the channel behind this port."""
 
     stream: int
     port: int
@@ -71,7 +71,7 @@ class OutputToFetch:
 
 @dataclass(frozen=True, slots=True)
 class OutputNotRemade:
-    """At the owner: an output was lost with its host, and processing its input again did not make it."""
+    """At the owner: an output was lost with its host, and processing its input again did not reproduce it."""
 
     stream: int
     port: int
@@ -88,7 +88,7 @@ class LinkIdle:
 
     Attributes:
         connected: True if the link was connected when that time began. If it has broken since then, the next
-            event reports the break.
+            event reports that.
         silent: Seconds since the last byte arrived or, without a connection, since the connection broke.
     """
 
@@ -112,7 +112,7 @@ _EVENTS: dict[str, type[LinkEvent]] = {
 
 
 def next_event(link: Any, timeout: float | None = None) -> LinkEvent | None:
-    """Wait up to ``timeout`` seconds for the next event of ``link``; return the event or None."""
+    """Wait up to ``timeout`` seconds for the next event of ``link``. Return the event or None."""
     kind, *values = link.wait(timeout) or ("",)
     return _EVENTS[kind](*values) if kind else None
 
@@ -121,11 +121,11 @@ def watch(link: Any, wait: float, wait_unconnected: float | None = None) -> Iter
     """Yield the events of ``link`` until the link is closed.
 
     Args:
-        link: The native link.
-        wait: Seconds without an event after which :class:`LinkIdle` is yielded.
-        wait_unconnected: The same for a link that has just lost its connection, or has just begun to wait for
-            its first one (default: ``wait``). The longer the link has no connection, the longer are the
-            pauses: a tenth of that time, up to ``wait``.
+        link: Native link.
+        wait: Seconds without an event after which to yield :class:`LinkIdle`.
+        wait_unconnected: The same for a link that has just lost its connection or begun to wait for its first
+            one (default: ``wait``). Without a connection, the pauses grow: each is a tenth of the time so
+            far, up to ``wait``.
     """
     connected_at = time.monotonic()
     while True:

@@ -1,9 +1,10 @@
-"""Listener that accepts only peers that know the secret. SECURITY.md lists how far other peers can delay it.
+"""Listen for connections, and accept only peers that know the secret.
 
-One thread serves all handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many, it refuses
-one peer from the address with the most handshakes. Among the peers of that address, it chooses a random one
-of those that have sent the fewest messages. A peer that has proved that it knows the secret is never
-refused for this reason.
+SECURITY.md says how far other peers can delay this.
+
+One thread runs all handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many, it rejects a
+peer from the address with the most handshakes. It picks a random one among those that have sent the fewest
+messages. A peer that has proved that it knows the secret is never rejected for this reason.
 """
 
 from __future__ import annotations
@@ -23,16 +24,15 @@ from flowchan.transport.tcp import Listener
 from flowchan.transport.tls import certificate
 
 AT_ONCE = 128
-HANDSHAKE_TIMEOUT_S = 10.0  # seconds that a handshake may take
-_chooser = random.SystemRandom()  # a peer can't predict its choices
+HANDSHAKE_TIMEOUT_S = 10.0  # seconds allowed for a handshake
+_chooser = random.SystemRandom()  # peers can't predict its choices
 PAUSE = 0.1  # seconds without accepting connections when this process lacks descriptors
 
 
 class AuthenticatedListener:
-    """Accept connections whose peers prove the secret.
+    """Accepts connections whose peers prove that they know the secret.
 
-    ``refused`` is the number of peers that were refused, and ``last_refused`` is the reason for the last
-    refusal.
+    ``refused`` counts the rejected peers, and ``last_refused`` is the reason for the last rejection.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AuthenticatedListener:
         self._hello = hello
         self._tls = tls
         self._handshake_timeout = handshake_timeout
-        self._pending: list[PendingHandshake] = []  # the oldest is first
+        self._pending: list[PendingHandshake] = []  # oldest first
         self._closed_until = 0.0
         self._ready = selectors.DefaultSelector()
         self._ready.register(listener, selectors.EVENT_READ)
@@ -62,20 +62,20 @@ class AuthenticatedListener:
     def accept(
         self, timeout: float | None = None, take: Callable[[socket.socket, Hello], object] | None = None
     ) -> tuple[socket.socket, Hello]:
-        """Accept the next connection whose peer has proved the secret.
+        """Accept the next connection whose peer proves that it knows the secret.
 
-        A peer cannot make this call raise. Unfinished handshakes continue in the next call.
+        No peer can make this call raise. Unfinished handshakes continue in the next call.
 
         Args:
             timeout: Seconds to wait. Default: no limit.
-            take: Called with the connection and the hello before this call returns. If Ctrl-C arrives
-                earlier, the next call returns the same connection, and ``take`` may be called with it twice.
+            take: Called with the connection and the hello before this call returns. If Ctrl-C comes before
+                that, the next call returns the same connection, and ``take`` may be called with it twice.
 
         Returns:
             The connection, and the peer's hello.
 
         Raises:
-            TimeoutError: No peer has proved the secret within ``timeout`` seconds.
+            TimeoutError: No peer proved the secret within ``timeout`` seconds.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -96,7 +96,7 @@ class AuthenticatedListener:
                 )
 
     def _next_event(self, now: float, give_up: float | None) -> float | None:
-        """Return the seconds until the next timer expires, or None without a timer."""
+        """Return the seconds until the next timer expires; None without a timer."""
         times = [give_up] if give_up is not None else []
         times += [pending.give_up for pending in self._pending[:1]]
         if self._closed_until:
@@ -134,7 +134,7 @@ class AuthenticatedListener:
             self._drop_one_peer()
 
     def _drop_one_peer(self) -> None:
-        """Refuse a peer because there are too many handshakes; see the module docstring."""
+        """Reject a peer because there are too many handshakes; see the module docstring."""
         unproved = [pending for pending in self._pending if not pending.knows_secret()]
         if not unproved:
             return
@@ -146,15 +146,16 @@ class AuthenticatedListener:
         self._drop_peer(dropped, f"there were more than {AT_ONCE} handshakes at the same time")
 
     def _continue(self, pending: PendingHandshake) -> bool:
-        """Continue a handshake, and return whether the peer has proved the secret."""
+        """Continue a handshake, and return whether the peer has proved that it knows the secret."""
         sock = pending.sock
-        # refused after it became ready, or still registered because Ctrl-C ended an earlier call
+        # rejected after it became ready, or still registered because Ctrl-C ended an earlier call
         if pending not in self._pending:
             self._unregister_peer(pending, sock)
             pending.close()
             return False
         try:
-            # when TLS begins, this socket moves to another process but would still be reported here
+            # when TLS begins, this socket moves to another process; without this call, its events would still
+            # be reported here
             self._unregister(sock)
             pending.receive_step()
             self._ready.register(pending.sock, selectors.EVENT_READ, pending)
@@ -175,7 +176,7 @@ class AuthenticatedListener:
     def _return_accepted(
         self, pending: PendingHandshake, take: Callable[[socket.socket, Hello], object] | None
     ) -> tuple[socket.socket, Hello] | None:
-        """Return the connection and the hello message of a peer that knows the secret."""
+        """Return the connection and hello of a peer that knows the secret."""
         if pending.hello is None and not self._continue(pending):
             return None
         met = pending.finish()
@@ -208,25 +209,25 @@ class AuthenticatedListener:
         self.last_refused = reason
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when ``accept`` has work to do.
+        """Return a descriptor that becomes readable when ``accept`` has work to do.
 
-        The descriptor does not cover the case that :meth:`has_proved_peer` reports.
+        It does not cover the case that :meth:`has_proved_peer` reports.
         """
         return self._ready.fileno()
 
     def has_proved_peer(self) -> bool:
-        """Return whether a proved peer is still waiting, because Ctrl-C ended the last ``accept``."""
+        """Return whether an authenticated peer still waits, because Ctrl-C ended the last ``accept``."""
         return any(pending.has_proved() for pending in self._pending)
 
     def close(self) -> None:
-        """Refuse all peers that have not proved the secret yet, and stop listening."""
+        """Reject all peers that have not proved the secret yet, and stop listening."""
         for pending in list(self._pending):
             self._drop_peer(pending, "the listener was closed")
         self._ready.close()
         self._listener.close()
 
     def drop(self) -> None:
-        """Release the descriptors in a forked child, without affecting the parent."""
+        """Release the descriptors in a forked child without affecting the parent."""
         self._ready.close()
         self._listener.close()
 

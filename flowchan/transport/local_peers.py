@@ -1,4 +1,4 @@
-"""Peers on this machine, whose end can be noticed immediately."""
+"""Notice immediately when peers on this machine end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowchan.transport.pidfd import open_pidfd
 
 
 def card() -> dict[str, Any]:
-    """Return a description of this process and its machine, for its peers."""
+    """Return a description of this process and its machine for its peers."""
     return {"pid": os.getpid(), "started": _start(os.getpid()), "machine": machine()}
 
 
@@ -32,7 +32,7 @@ class LocalPeer:
 
 
 def local_peer(shown: dict[str, Any]) -> LocalPeer | None:
-    """Return the process with this card, or None if it is on another machine or cannot be watched."""
+    """Return the process with this card; None if it is on another machine or cannot be watched."""
     pid = shown.get("pid")
     if not machine() or shown.get("machine") != machine() or not isinstance(pid, int) or pid <= 0:
         return None
@@ -51,7 +51,7 @@ def local_peer(shown: dict[str, Any]) -> LocalPeer | None:
 
 @cache
 def machine() -> str:
-    """Return an id for the boot and the pid namespace in which process ids are unique; "" if unknown."""
+    """Return an id of the boot and pid namespace in which process ids are unique; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -60,7 +60,7 @@ def machine() -> str:
 
 
 def _start(pid: int) -> str:
-    """Return the start time of a process; together with the pid, it identifies the process uniquely."""
+    """Return a process's start time, which identifies the process uniquely, together with its pid."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -1,4 +1,4 @@
-"""Pidfds, on kernels that have them."""
+"""Open pidfds, on kernels that support them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def open_pidfd(pid: int) -> int | None:
         pid: Id of the process.
 
     Returns:
-        The descriptor, or None if the kernel lacks such descriptors or a seccomp filter forbids them.
+        The descriptor; None if the kernel lacks pidfds or a seccomp filter forbids them.
 
     Raises:
         ProcessLookupError: The process does not exist.

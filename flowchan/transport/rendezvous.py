@@ -1,9 +1,8 @@
-"""Exchange of small values between processes that do not know each other yet, through a coordinator.
+"""Exchange small values between processes that do not know each other yet, through a coordinator.
 
-The exchange proceeds in rounds. Each participant sends a line of JSON. When all lines have arrived, the
-coordinator sends all of them to each participant. If a participant leaves, the others are notified that the
-rendezvous has ended. A participant may leave once it has received the last round, because that round has also
-been sent to the others.
+The exchange works in rounds. Each participant sends a line of JSON, and when all lines have arrived, the
+coordinator sends all of them to everyone. If a participant leaves, the others learn that the rendezvous has
+ended. A participant may leave after it has received the last round, because the others get that round too.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from flowchan.transport.interrupts import unless_interrupted
 
 AT_ONCE = 1 << 16
 SETTLED = b'"settled"\n'
-"""Last line from a participant that stays connected. Once all have sent it, a participant that leaves no
+"""Last line from a participant, which then stays connected. Once all have sent it, a leaving participant no
 longer ends the rendezvous."""
 LATE = "some other members did not send anything in time during the rendezvous"
 Accept = Callable[[float], tuple[socket.socket, dict[str, Any]]]
 
 
 class RendezvousEnded(Exception):
-    """The rendezvous has ended, for the reason ``why``.
+    """The rendezvous has ended; ``why`` is the reason.
 
     If ``refused`` is true, its members can never form a group.
     """
@@ -39,14 +38,14 @@ class RendezvousEnded(Exception):
 
 
 class Coordinator:
-    """Coordinator of a rendezvous for ranks 0 to ``size - 1``.
+    """Coordinates a rendezvous of ranks 0 to ``size - 1``.
 
-    The coordinator does not wait for a participant to send anything. It waits only if a participant does not
-    read while the kernel's send buffer is full. Connections stay open until the participants close them:
+    The coordinator never waits for a participant to send. It waits only for a participant that does not read
+    while the kernel's send buffer is full. Connections stay open until the participants close them, because
     closing one with unread data would destroy the last message to the peer.
 
-    Rank 0 may be the coordinator. In that case it calls :meth:`assemble` and :meth:`gather`, which end at the
-    time ``give_up``.
+    If rank 0 is the coordinator, it calls :meth:`assemble` and :meth:`gather`, which end at the time
+    ``give_up``.
 
     Args:
         size: Number of participants.
@@ -54,8 +53,7 @@ class Coordinator:
 
     Attributes:
         over: Why the rendezvous has ended, or "".
-        settled: True if the rendezvous is complete; the participants stay connected to be notified of its
-            end.
+        settled: True if the rendezvous is complete; participants stay connected to learn of its end.
     """
 
     def __init__(self, size: int, give_up: float = math.inf) -> None:
@@ -66,7 +64,7 @@ class Coordinator:
         self._give_up = give_up
 
     def come(self, rank: int, sock: socket.socket) -> None:
-        """Add the connection of a rank. A second connection of the same rank is closed."""
+        """Add a rank's connection. Close a second connection of the same rank."""
         if rank in self.sockets:
             sock.close()
             return
@@ -75,7 +73,7 @@ class Coordinator:
             _tell(sock, _end_message(self.over))
 
     def receive(self, rank: int) -> bytes:
-        """Receive from a rank whose socket is readable, and return the completed round, if any."""
+        """Receive from a rank whose socket is readable; return the completed round, if any."""
         try:
             came = self.sockets[rank].recv(AT_ONCE, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -90,7 +88,7 @@ class Coordinator:
         return b""
 
     def add_line(self, rank: int, words: bytes) -> bytes:
-        """Add a rank's words to this round, and return the round if it is complete."""
+        """Add a rank's line to this round; return the round if it is complete."""
         self._lines[rank] += words
         if not all(line.endswith(b"\n") for line in self._lines):
             return b""
@@ -101,7 +99,7 @@ class Coordinator:
         return answer
 
     def tell(self, value: Any) -> None:
-        """Send a JSON value to all others, before the first round."""
+        """Send a JSON value to all others before the first round."""
         self._tell_all(json.dumps(value).encode() + b"\n")
 
     def end(self, why: str, refused: bool = False) -> None:
@@ -113,17 +111,17 @@ class Coordinator:
     def assemble(self, accept: Accept) -> None:
         """Accept all other ranks until ``give_up``.
 
-        Participants with the rank ``None`` get the ranks that are left, in the order of their arrival.
+        Participants with the rank ``None`` get the remaining ranks in order of arrival.
 
         Args:
             accept: Waits up to the given number of seconds. Returns a connection and a hello with ``rank``
                 and ``size``.
 
         Raises:
-            TimeoutError: Some ranks have not connected in time; the message lists them.
-            RendezvousEnded: Two processes have the same rank, or pass different values of ``size``.
+            TimeoutError: Some ranks did not connect in time; the message lists them.
+            RendezvousEnded: Two processes have the same rank, or different values of ``size``.
         """
-        arrived: list[socket.socket] = []  # without a rank
+        arrived: list[socket.socket] = []  # those without a rank
         try:
             self._assemble(accept, arrived)
         except BaseException:
@@ -174,7 +172,7 @@ class Coordinator:
                 raise RendezvousEnded(self.over, True)
 
     def gather(self, value: Any) -> list[Any]:
-        """Exchange a value on behalf of rank 0, as :meth:`Participant.gather` does."""
+        """Exchange a value on behalf of rank 0, like :meth:`Participant.gather`."""
         answer = self.add_line(0, json.dumps(value).encode() + b"\n")
         while not answer:
             answer = self._receive_ready()
@@ -183,7 +181,7 @@ class Coordinator:
         return list(json.loads(answer))
 
     def _receive_ready(self) -> bytes:
-        """Receive from the ranks that are ready, and return the completed round, if any."""
+        """Receive from the ranks that are ready; return the completed round, if any."""
         waiting, ranks = select.poll(), {sock.fileno(): rank for rank, sock in self.sockets.items()}
         for fd in ranks:
             waiting.register(fd, select.POLLIN)
@@ -208,7 +206,7 @@ def _end_message(why: str, refused: bool = False) -> bytes:
 
 
 def _tell(sock: socket.socket, line: bytes) -> None:
-    with contextlib.suppress(OSError):  # the peer has gone, which the next receive reports
+    with contextlib.suppress(OSError):  # the peer is gone; the next receive reports that
         sock.sendall(line)
 
 
@@ -220,20 +218,20 @@ def _has_ended(sock: socket.socket) -> bool:
 
 
 class Participant:
-    """Participant in a rendezvous. Error messages use the name ``coordinator``."""
+    """Participant in a rendezvous. Errors call the other end ``coordinator``."""
 
     def __init__(self, sock: socket.socket, coordinator: str) -> None:
         self._sock, self._coordinator = sock, coordinator
         self._has = b""
 
     def gather(self, value: Any) -> list[Any]:
-        """Send a JSON value to all participants in this round.
+        """Exchange a JSON value with all participants in this round.
 
         Args:
-            value: The value of this participant.
+            value: This participant's value.
 
         Returns:
-            The values of all participants, by rank.
+            All participants' values, by rank.
 
         Raises:
             RendezvousEnded: The rendezvous has ended.
@@ -242,7 +240,7 @@ class Participant:
         return list(self._exchange(json.dumps(value).encode() + b"\n"))
 
     def receive(self) -> Any:
-        """Return a value that the coordinator sends to all, before the first round."""
+        """Return a value that the coordinator sends to all before the first round."""
         return self._exchange(b"")
 
     def _exchange(self, words: bytes) -> Any:
@@ -281,12 +279,12 @@ class Participant:
         self._sock.settimeout(None)
 
     def wait_for_end(self) -> None:
-        """Wait until the rendezvous has ended, or until another thread calls :meth:`interrupt`."""
+        """Wait until the rendezvous ends, or until another thread calls :meth:`interrupt`."""
         with contextlib.suppress(OSError):
             self._line()
 
     def interrupt(self) -> None:
-        with contextlib.suppress(OSError):  # the peer has gone
+        with contextlib.suppress(OSError):  # the peer is gone
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

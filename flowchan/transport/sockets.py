@@ -1,4 +1,4 @@
-"""Public functions for authenticated TCP connections between programs."""
+"""Provide authenticated TCP connections between programs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from flowchan.transport.listener import AuthenticatedListener
 
 @refuses_misspelt("connect")
 def connect(address: str, secret: bytes, *, timeout: float = 10.0, tls: bool = False) -> socket.socket:
-    """Connect to a program that listens with :func:`listen`, and authenticate both ends.
+    """Connect to a program that called :func:`listen`, and authenticate both ends.
 
-    Neither end sends the secret. The call retries until the program listens or ``timeout`` seconds are over.
-    On the connection, small messages are sent at once. Reading fails within 15 seconds if the other host
+    Neither end sends the secret. The call retries until the program listens or ``timeout`` seconds have
+    passed. The connection sends small messages at once. Reading fails within 15 seconds after the other host
     disappears.
 
     Args:
-        address: Address of the listener as ``host:port``, for example its ``address``.
-        secret: The listener's secret, at least 16 bytes.
+        address: Listener's address as ``host:port``, for example its ``address``.
+        secret: Listener's secret, at least 16 bytes.
         timeout: Seconds to keep trying (default: 10).
-        tls: Encrypt the connection with TLS 1.3 (default: False). The listener must use the same
-            value.
+        tls: Encrypt the connection with TLS 1.3 (default: False). The listener must use the same setting.
 
     Returns:
         A connected stream socket in blocking mode.
@@ -67,14 +66,14 @@ def listen(address: str, secret: bytes, *, tls: bool = False) -> SocketListener:
     """Listen for programs that know a secret.
 
     Args:
-        address: Address of this machine as ``host:port``. Port 0 selects a free port. Only this address
-            accepts connections; ``"0.0.0.0:4711"`` accepts them on all IPv4 addresses.
+        address: Address of this machine as ``host:port``. Port 0 picks a free port. Only this address accepts
+            connections; ``"0.0.0.0:4711"`` accepts them on all IPv4 addresses.
         secret: Secret of both ends, at least 16 bytes.
-        tls: Encrypt the connections with TLS 1.3 (default: False). This requires the package
-            cryptography: ``pip install 'flowchan[tls]'``.
+        tls: Encrypt the connections with TLS 1.3 (default: False). Requires the package cryptography:
+            ``pip install 'flowchan[tls]'``.
 
     Returns:
-        The listener. Use it as a context manager or close it.
+        The listener. Use it as a context manager, or close it.
 
     Raises:
         OSError: This machine cannot listen on the address.
@@ -101,12 +100,12 @@ def listen(address: str, secret: bytes, *, tls: bool = False) -> SocketListener:
 
 @methods_end_at_caller
 class SocketListener:
-    """Listener that accepts only programs that know its secret, created by :func:`listen`.
+    """Listener that accepts only programs that know its secret; created by :func:`listen`.
 
-    Other programs cannot delay or end a call of :meth:`accept`.
+    Other programs can neither delay nor end a call of :meth:`accept`.
 
     Attributes:
-        address: The address for :func:`connect`, with the port that is in use.
+        address: Address for :func:`connect`, with the actual port.
 
     Example:
         >>> import secrets
@@ -125,7 +124,7 @@ class SocketListener:
         self.address = listener.address
 
     def accept(self, timeout: float | None = None) -> socket.socket:
-        """Accept the next program that proves the secret.
+        """Accept the next program that proves that it knows the secret.
 
         Args:
             timeout: Seconds to wait (default: no limit).
@@ -134,12 +133,12 @@ class SocketListener:
             A connected stream socket in blocking mode.
 
         Raises:
-            TimeoutError: No program has proved the secret in time.
+            TimeoutError: No program proved the secret in time.
         """
         return self._listener.accept(seconds("accept", "timeout", timeout))[0]
 
     def close(self) -> None:
-        """Stop listening. Connections that were accepted stay open."""
+        """Stop listening. Accepted connections stay open."""
         self._listener.close()
 
     def __enter__(self) -> SocketListener:

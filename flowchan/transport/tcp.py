@@ -1,8 +1,8 @@
-"""TCP connections between hosts: listening, dialling, and the address at which peers reach this host.
+"""Connect hosts over TCP: listen, dial, and find the address at which peers reach this host.
 
-An address is the text ``host:port``, with an IPv6 host in brackets: ``[::1]:4711``. This module never uses
-the name of this machine, which many systems resolve to 127.0.1.1. The address for a peer is the source
-address on the kernel's route to that peer.
+An address is text of the form ``host:port``, with an IPv6 host in brackets: ``[::1]:4711``. This machine's
+name is never used, because many systems resolve it to 127.0.1.1. The address for a peer is the source address
+on the kernel's route to it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from flowchan.transport.interrupts import unless_interrupted
 
 UNSENT = 256 * 1024
-"""Maximum unsent bytes in a connection. More would not fit the processor's cache, and would delay small
-frames."""
+"""Maximum unsent bytes in a connection. More would not fit into the CPU cache, and would delay small frames.
+"""
 UNREAD = 128 * 1024
-"""Bytes that the kernel buffers for a loopback connection: few, so that it reuses the memory that the reader
-has just freed. Sending 1 MB over a bare socket costs each end 100 µs of CPU time; with 256 KB, it costs 190
-and 120 µs. With 32 KB, which is less than one segment, each segment would wait for a timer."""
-UNHEARD = 15_000  # milliseconds until unacknowledged bytes end a connection
-# macOS calls TCP_KEEPIDLE by another name, and does not have TCP_USER_TIMEOUT.
+"""Bytes that the kernel buffers on a loopback connection: few, so that it reuses memory that the reader has
+just freed. To send 1 MB over a bare socket, each end needs 100 µs of CPU time; with 256 KB, sender and
+receiver need 190 and 120 µs. With 32 KB, less than one segment, each segment would wait for a timer."""
+UNHEARD = 15_000  # milliseconds after which unacknowledged bytes end a connection
+# macOS calls TCP_KEEPIDLE by another name, and lacks TCP_USER_TIMEOUT
 _TIMEOUTS = {
     "TCP_USER_TIMEOUT": UNHEARD,
     "TCP_KEEPIDLE": 5,
@@ -36,11 +36,12 @@ _TIMEOUTS = {
 TIMEOUTS = {getattr(socket, name): limit for name, limit in _TIMEOUTS.items() if hasattr(socket, name)}
 BACKLOG = 256
 ENDED_EARLY = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM}
-"""Errors of accept() for a connection that ended before it was accepted. The next call may succeed."""
+"""Errors of accept() for a connection that ended before it was accepted. The next call of ``accept`` may
+succeed."""
 
 
 def split(address: str) -> tuple[str, int]:
-    """Split an address into host and port. Raises ``ValueError``."""
+    """Split an address into host and port. Raise ``ValueError`` if it is invalid."""
     host, colon, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -57,7 +58,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def joined(name: tuple[str | int, ...] | str | bytes) -> str:
-    """Return the address of a socket name as text. A Unix socket's name is a path, or bytes."""
+    """Return a socket name as an address. A Unix socket's name is a path, or bytes."""
     if not isinstance(name, tuple):
         return os.fsdecode(name).lstrip("\0") or "a local peer"
     host = str(name[0])
@@ -65,7 +66,7 @@ def joined(name: tuple[str | int, ...] | str | bytes) -> str:
 
 
 def accept_waiting(listener: socket.socket) -> tuple[socket.socket, Any] | None:
-    """Accept a waiting connection; return it and the peer's address, or None without a connection."""
+    """Accept a waiting connection. Return it and the peer's address, or None if there is none."""
     try:
         return listener.accept()
     except BlockingIOError:
@@ -86,8 +87,8 @@ class Listener:
     def accept(self, timeout: float | None = None) -> socket.socket:
         """Return the next connection, whose peer is not authenticated yet.
 
-        :func:`flowchan.transport.authentication.meet` authenticates the peer. Raises ``TimeoutError``, or
-        ``OSError`` if this process lacks descriptors.
+        :func:`flowchan.transport.authentication.meet` does that. Raise ``TimeoutError``, or ``OSError`` if
+        this process lacks descriptors.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -97,18 +98,18 @@ class Listener:
                 return sock
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait up to ``timeout`` seconds, and return whether a connection is waiting."""
+        """Wait up to ``timeout`` seconds for a connection, and return whether there is one."""
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         return bool(waiting.poll(None if timeout is None else timeout * 1000))
 
     def accept_now(self) -> socket.socket | None:
-        """Return a waiting connection, or None."""
+        """Return a connection that is ready to be accepted, or None."""
         accepted = accept_waiting(self._socket)
         if accepted is None:
             return None
         sock, peer = accepted
-        with contextlib.suppress(OSError):  # the connection has already ended, which its reader will notice
+        with contextlib.suppress(OSError):  # the connection has already ended; its reader will notice
             prepare(sock, peer[0])
         sock.setblocking(True)
         return sock
@@ -116,7 +117,7 @@ class Listener:
     def detach(self) -> int:
         """Return the descriptor, and let the caller accept connections.
 
-        The connections inherit the socket options that a link needs.
+        These inherit the socket options that a link needs.
         """
         prepare(self._socket, self._socket.getsockname()[0])
         return self._socket.detach()
@@ -135,13 +136,13 @@ class Listener:
 
 
 def listen(address: str) -> Listener:
-    """Listen on ``address`` only. Raises ``ValueError`` or ``OSError``."""
+    """Listen on ``address`` only. Raise ``ValueError`` or ``OSError`` on failure."""
     host, port = split(address)
     family, _, _, _, name = resolve(host, port, address)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:  # so that [::] accepts only IPv6
+        if family == socket.AF_INET6:  # makes [::] accept only IPv6
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(name)
         sock.listen(BACKLOG)
@@ -155,7 +156,7 @@ def listen(address: str) -> Listener:
 def dial(address: str, timeout: float) -> socket.socket:
     """Connect to ``address`` in one attempt.
 
-    Raises ``ValueError``, ``TimeoutError``, or another ``OSError`` whose message contains the address.
+    Raise ``ValueError``, ``TimeoutError``, or another ``OSError`` whose message contains the address.
     """
     host, port = split(address)
     give_up = time.monotonic() + timeout
@@ -166,7 +167,7 @@ def dial(address: str, timeout: float) -> socket.socket:
             prepare(sock, name[0])
             sock.settimeout(max(0.001, give_up - time.monotonic()))
             sock.connect(name)
-            # the socket has connected to itself, at a free port on this host
+            # the socket has connected to itself, at a free port of this host
             if sock.getsockname() == sock.getpeername():
                 raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
             sock.settimeout(None)
@@ -183,11 +184,11 @@ def dial(address: str, timeout: float) -> socket.socket:
 
 
 def prepare(sock: socket.socket, peer: str) -> None:
-    """Set the socket options that a link needs for its connection to ``peer``, an IP address.
+    """Set the socket options that a link needs on its connection to ``peer``, an IP address.
 
-    Small frames are sent immediately, and a connection that breaks silently is noticed. Over loopback,
-    sent bytes have already arrived, so the whole buffer is small. Over a network, the buffer has to hold the
-    bytes in flight. The kernel grows it to match bandwidth and delay, but only if its size is not set.
+    Small frames are sent immediately, and a connection that breaks silently is noticed. Over loopback, sent
+    bytes have already arrived, so the whole buffer is small. Over a network, the buffer must hold the bytes
+    in flight. The kernel adapts it to bandwidth and delay, but only if no size is set.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if peer == "::1" or peer.startswith("127."):
@@ -202,8 +203,8 @@ def prepare(sock: socket.socket, peer: str) -> None:
 def route_to(peer: str) -> str:
     """Return this host's source address for packets to ``peer``, without a port.
 
-    ``peer`` is the name or address of a host, and can reach this host at the returned address. The address
-    follows from the kernel's routes; nothing is sent. Raises ``OSError``.
+    ``peer``, a host's name or address, can reach this host at the returned address. The address follows from
+    the kernel's routes; nothing is sent. Raise ``OSError`` on failure.
     """
     family, _, _, _, name = resolve(peer, 9, peer)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:

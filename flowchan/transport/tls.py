@@ -1,8 +1,8 @@
-"""TLS 1.3 in a separate process, for a connection whose ends have authenticated each other.
+"""Encrypt an authenticated connection with TLS 1.3, in a separate process.
 
-The user of the connection gets a plain descriptor. Encryption never waits for the GIL of a process that runs
-user code. The certificate is generated for this process and discarded with it. It needs no signature from an
-authority, because the proofs in the handshake cover it.
+The connection's user gets a plain descriptor. Encryption therefore never waits for the GIL of a process that
+runs user code. The certificate is generated for this process and discarded with it. It needs no authority's
+signature, because the proofs in the handshake cover it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pathlib import Path
 from flowchan.transport.pidfd import open_pidfd
 
 PROGRAM = Path(__file__).with_name("tls_proxy.py")
-BUFFER = 512 * 1024  # buffer of the plain side in bytes, at least as large as one step of the proxy
+BUFFER = 512 * 1024  # buffer of the plain side in bytes, at least one step of the proxy
 A_DAY = datetime.timedelta(days=1)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Certificate:
-    """Certificate with its private key, and its SHA-256 fingerprint, which the peer checks."""
+    """Certificate, its private key, and its SHA-256 fingerprint, which the peer checks."""
 
     pem: str
     fingerprint: bytes
@@ -38,7 +38,7 @@ class Certificate:
 
 @functools.cache
 def certificate() -> Certificate:
-    """Return this process's certificate. Raises ``ImportError`` if the package cryptography is missing."""
+    """Return this process's certificate. Raise ``ImportError`` without the package cryptography."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -70,7 +70,7 @@ def certificate() -> Certificate:
 
 @contextlib.contextmanager
 def _own_pidfd() -> Iterator[int | None]:
-    """Yield a pidfd of this process for its child, or None if the kernel does not support pidfds."""
+    """Yield a pidfd of this process for its child; None if the kernel does not support pidfds."""
     pidfd = open_pidfd(os.getpid())
     try:
         yield pidfd
@@ -80,13 +80,13 @@ def _own_pidfd() -> Iterator[int | None]:
 
 
 class TlsProxy:
-    """Run a process that takes over the connection ``sock`` and encrypts its data.
+    """Process that takes over the connection ``sock`` and encrypts its data.
 
-    ``end`` is the socket to use instead. The process ends after ``end`` is closed.
+    ``end`` is the socket to use in its place. The process ends after ``end`` is closed.
 
     Args:
-        sock: The connection.
-        ours: Certificate of the listening end, or None.
+        sock: Connection to encrypt.
+        ours: Listening end's certificate; None at the dialling end.
         fingerprint: Fingerprint that the dialling end must find.
         timeout: Seconds for the TLS handshake.
     """
@@ -114,7 +114,7 @@ class TlsProxy:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     pass_fds=(other.fileno(), sock.fileno(), *handles),
-                    start_new_session=True,  # so that Ctrl-C at the terminal does not reach the proxy
+                    start_new_session=True,  # Ctrl-C in the terminal must not reach the proxy
                 )
         except BaseException:
             self.end.close()
@@ -123,18 +123,18 @@ class TlsProxy:
         assert process.stdin is not None
         assert process.stdout is not None
         self._reason_pipe = process.stdout
-        # if the proxy has died, the end of the connection reports it
+        # if the proxy has died, the end of the connection shows it
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(settings).encode() + b"\n")
             process.stdin.flush()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-        # Reap the process when it ends. The thread refers to the process only, so it does not keep this
+        # Reap the process when it ends. The thread refers only to the process, so it does not keep this
         # object alive.
         threading.Thread(target=process.wait, name="flowchan: end of a TLS proxy", daemon=True).start()
 
     def reason(self) -> str:
-        """Return why the proxy has ended, once ``end`` reads as closed; empty if TLS had already begun."""
+        """Return why the proxy ended, once ``end`` reads as closed; empty if TLS had begun."""
         return self._reason_pipe.readline().decode().strip()
 
     def forget(self) -> None:

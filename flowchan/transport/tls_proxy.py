@@ -1,8 +1,8 @@
-"""TLS for one connection: plain bytes on one side, encrypted bytes on the other.
+"""Run TLS for one connection, with plain bytes on one side and encrypted bytes on the other.
 
-This is a separate program that ``tls.py`` starts. It uses only the standard library, so it starts quickly and
-never waits for user code. It ends after one side has ended and the remaining bytes have been passed on, or
-when the process that started it dies. Ctrl-C does not reach it, because the program may still need the link.
+This is a separate program that ``tls.py`` starts. It uses only the standard library, so it starts fast and
+never waits for user code. It ends when one side has ended and all remaining bytes have been passed on, or
+when its parent dies. Ctrl-C does not reach it, because the program may still need the connection.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import time
 from typing import cast
 
 AT_ONCE = 256 * 1024
-FAREWELL_S = 2.0  # seconds for passing on the remaining bytes before the proxy ends
-PARENT_CHECK_MS = 500  # milliseconds between two checks of a parent without a pidfd
+FAREWELL_S = 2.0  # seconds for passing on the remaining bytes at the end
+PARENT_CHECK_MS = 500  # milliseconds between checks of a parent without a pidfd
 
 
 class ProxyFailed(Exception):
-    """The connection could not be encrypted, for the given reason."""
+    """The connection could not be encrypted; the message says why."""
 
 
 def context(pem: str) -> ssl.SSLContext:
-    """Return a TLS 1.3 context with the certificate in ``pem``, or for the dialling end if ``pem`` is empty.
+    """Return a TLS 1.3 context with the certificate in ``pem``; for the dialling end if ``pem`` is empty.
 
-    Certificates are not signed by an authority. Instead, :func:`check_certificate` compares the peer's
-    certificate with the fingerprint that was authenticated in the handshake.
+    Certificates have no authority's signature. Instead, :func:`check_certificate` compares the peer's
+    certificate with the fingerprint authenticated in the handshake.
     """
     if not pem:
         settings = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -61,7 +61,7 @@ class Encrypted:
         self.over = False
 
     def do_handshake(self, timeout: float) -> None:
-        """Block until the connection is encrypted. Raises :class:`ProxyFailed`."""
+        """Block until the connection is encrypted. Raise :class:`ProxyFailed` on failure."""
         give_up = time.monotonic() + timeout
         try:
             while True:
@@ -95,7 +95,7 @@ class Encrypted:
         return self._to_send.read()
 
     def receive(self) -> tuple[memoryview, bytes]:
-        """Receive data, and return the decrypted bytes and the bytes that TLS itself has to send."""
+        """Receive data. Return the decrypted bytes, and the bytes that TLS itself must send."""
         came = self.sock.recv(AT_ONCE)
         if came:
             self._received.write(came)
@@ -104,9 +104,9 @@ class Encrypted:
         return self.decrypt()
 
     def decrypt(self) -> tuple[memoryview, bytes]:
-        """Decrypt all received bytes, and return the same pair as :meth:`receive`.
+        """Decrypt all received bytes; return the same pair as :meth:`receive`.
 
-        At most the beginning of a record is left undecrypted, so the plain bytes always fit.
+        At most the beginning of a record stays undecrypted, so the plain bytes always fit.
         """
         size = 0
         view = memoryview(self._plain)
@@ -116,7 +116,7 @@ class Encrypted:
             self.over = True
         except ssl.SSLWantReadError:
             pass
-        except ssl.SSLError:  # the peer's close_notify, or a record that was tampered with
+        except ssl.SSLError:  # the peer's close_notify, or a manipulated record
             self.over = True
         return view[:size], self._to_send.read()
 
@@ -127,10 +127,10 @@ class Encrypted:
 
 
 class Pump:
-    """Pass bytes on in both directions until one side ends.
+    """Passes bytes on in both directions until one side ends.
 
-    The pump does not read from a side while bytes from that side are still waiting to be sent to the other.
-    ``parent_fd`` is the pidfd of the parent, or None if only its pid is known.
+    While bytes from one side wait to be sent to the other, the pump does not read from it. ``parent_fd`` is
+    the parent's pidfd; None if only its pid is known.
     """
 
     def __init__(self, local: socket.socket, net: Encrypted, parent: int, parent_fd: int | None) -> None:
@@ -139,10 +139,10 @@ class Pump:
         self._local, self._net = local, net
         self._parent, self._parent_fd = parent, parent_fd
         self._local_over = False
-        self._give_up: float | None = None  # deadline, set when the proxy is about to end
+        self._give_up: float | None = None  # set when the proxy is about to end
         self._plain = bytearray(AT_ONCE)
         self._to_net = memoryview(b"")
-        # bytes that arrived together with the last TLS handshake message
+        # bytes that came with the last TLS handshake message
         self._to_local, more = net.decrypt()
         self._send(more)
 
@@ -172,9 +172,9 @@ class Pump:
             self._give_up = time.monotonic() + FAREWELL_S
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Return the events of the sockets.
+        """Wait for the sockets, and return their events.
 
-        Also notice the end of a side that is currently neither read nor written.
+        This also reports the end of a side from which the pump does not read and to which it does not write.
         """
         both = not (self._local_over or self._net.over)
         waiting = select.poll()
@@ -229,7 +229,7 @@ class Pump:
             self._to_net = memoryview(bytes(self._to_net) + encrypted)
 
     def _send_farewell(self) -> None:
-        """End the connection so that the peer gets all bytes that were sent.
+        """End the connection so that the peer gets all bytes sent so far.
 
         Closing a socket with unread bytes would destroy bytes in flight.
         """

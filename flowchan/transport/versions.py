@@ -1,6 +1,6 @@
-"""Version of flowchan, and the check that both ends of a connection have the same versions.
+"""Hold flowchan's version, and check that both ends of a connection have the same versions.
 
-The build reads the version from this file. Reading the metadata of the installation would take a sixth of an
+The build reads the version from this file. Reading the installation's metadata would take a sixth of an
 agent's start time.
 """
 

@@ -1,4 +1,4 @@
-"""Rendezvous: several methods by which processes form a group.
+"""Form a group by rendezvous, in one of several ways.
 
-Each method only needs a way to exchange a few short values.
+Each way only needs a means to exchange a few short values.
 """

@@ -1,14 +1,15 @@
-"""Rendezvous of a group at an address that all members know, and later of its survivors at the same address.
+"""Form a group at an address that all members know, and later let its survivors meet there again.
 
-To shrink a group over hosts, rank 0 decides which members remain. It listens at the address again and waits
-for all members that are known to be alive. Each member that arrives reports which members on its host are
-alive, according to their shared memory. After ``REJOIN_TIMEOUT_S`` seconds, rank 0 tries to connect to the
-members that are still missing. A member that accepts the connection is only late, so rank 0 waits longer for
-it. Rank 0 then sends the list of survivors to all members that have arrived, and they form a group as usual.
-If another member dies before the group is formed, all of them start over.
+When a group across hosts shrinks, rank 0 decides which members remain. It listens at the address again, and
+waits for all members known to be alive. Each member that arrives reports which members on its host are alive,
+according to their shared memory. After ``REJOIN_TIMEOUT_S`` seconds, rank 0 tries to connect to the members
+that are still missing. A member that accepts the connection is merely late, so rank 0 waits longer for it.
+Finally, rank 0 sends the list of survivors to all that have arrived, and they form a group as usual. If
+another member dies before that, all of them start over.
 
-If the network is partitioned, only the part with rank 0 continues, because only rank 0 decides. A member that
-cannot reach rank 0 fails, and all members fail if rank 0 is gone. While rank 0 is only late, the others wait.
+In a partitioned network, only the part with rank 0 continues, because only rank 0 decides. A member that
+cannot reach rank 0 fails, and if rank 0 is gone, all members fail. While rank 0 is merely late, the others
+wait.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from flowchan.transport.rendezvous import Coordinator, Participant, RendezvousEn
 from flowchan.transport.tcp import Listener, listen, route_to, split
 
 REJOIN_TIMEOUT_S = 10.0
-"""Seconds to wait for missing survivors before checking whether they accept connections. It is also the time
-limit for the rendezvous of those that have arrived."""
+"""Seconds to wait for missing survivors before rank 0 tries to connect to them. Also the time limit for the
+rendezvous of those that have arrived."""
 POLL_INTERVAL_S = 0.02
 
 
 log = logging.getLogger("flowchan.collective")
 
 Publish = Callable[[str], object]
-"""Gives the address of rank 0 to the other members."""
+"""Tells the other members the address of rank 0."""
 
 
 def meet_at(
@@ -58,11 +59,11 @@ def meet_at(
     host: str | None = None,
     publish: Publish | None = None,
 ) -> Group:
-    """Return this process's member of the group that meets at the address ``at`` with the secret.
+    """Return this process's member of the group that meets at the address ``at`` with this secret.
 
-    ``rank`` is None if the order of arrival decides: the first member that listens at ``at`` is rank 0.
-    ``host`` identifies the host (default: detected). Rank 0 calls ``publish`` once it listens. Raises
-    ``ValueError`` if the other members cannot know the port.
+    If ``rank`` is None, the order of arrival decides: the first member to listen at ``at`` is rank 0.
+    ``host`` identifies the host (default: detected). Rank 0 calls ``publish`` once it listens. Raise
+    ``ValueError`` if the other members cannot learn the port.
     """
     where, port = split(at)
     if port == 0 and size > 1 and (rank != 0 or publish is None):
@@ -118,9 +119,9 @@ def _reached(at: str, secret: bytes, rank: int | None, size: int, timeout: float
 
 @dataclass(frozen=True)
 class Place:
-    """The address where a group has met.
+    """Address where a group met.
 
-    ``number`` is the number of times that the original group has been shrunk.
+    ``number`` is how often the original group has shrunk.
     """
 
     at: str
@@ -129,13 +130,13 @@ class Place:
     number: int = 0
 
     def of(self, group: Group) -> Group:
-        """Prepare ``group`` so that its survivors can meet here again, and return it."""
+        """Let the survivors of ``group`` meet here again, and return the group."""
         if isinstance(group, LinkedGroup):
             group._meet_again = self._meet_again
         return group
 
     def _meet_again(self, old: LinkedGroup, name: str, give_up: float) -> Group:
-        """Return the group of the survivors of ``old``, which has failed."""
+        """Return a group of the survivors of ``old``, which has failed."""
         number = self.number + 1
         # a new secret rejects members that are still in another rendezvous
         secret = hmac.digest(self.secret, f"again {number}".encode(), "sha256")
@@ -147,7 +148,7 @@ class Place:
                     return replace(self, number=number).of(met)
             except (RendezvousEnded, MemberDied):
                 continue
-            except TimeoutError as error:  # a member that had arrived before did not arrive in time
+            except TimeoutError as error:  # a member that had arrived before did not arrive again in time
                 if is_interrupt(error) or time.monotonic() >= give_up:
                     raise
         raise GroupError(
@@ -218,8 +219,8 @@ def _let_in(
 def _is_late(old: LinkedGroup, ranks: list[int], give_up: float) -> bool:
     """Return whether any of these members, all on one host, still listens for the old group.
 
-    A member that listens is alive but has not arrived. If a connection attempt times out, the host is treated
-    as unreachable.
+    A member that listens is alive, but late. If an attempt to connect times out, the host counts as
+    unreachable.
     """
     for rank in ranks:
         try:
@@ -233,7 +234,7 @@ def _is_late(old: LinkedGroup, ranks: list[int], give_up: float) -> bool:
 
 
 def _rejoin_timeout(give_up: float) -> float:
-    """Return the timeout, in seconds, of a step in which all members take part at once."""
+    """Return the timeout in seconds for a step that all members take together."""
     return max(0.0, min(REJOIN_TIMEOUT_S, give_up - time.monotonic()))
 
 
@@ -255,7 +256,7 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
             if not late:
                 raise GroupError(f"{error}; {REMEDY}") from None
     with contextlib.closing(Participant(sock, "rank 0")) as participant:
-        # Rank 0 may wait for late members forever; if it dies, the connection ends.
+        # Rank 0 may wait for late members without limit; if it dies, the connection ends.
         sock.settimeout(None if give_up == math.inf else max(0.001, give_up - time.monotonic()))
         try:
             survivors = participant.receive()

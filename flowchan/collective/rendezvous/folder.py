@@ -1,7 +1,7 @@
-"""Rendezvous of processes that see one folder, which is on a file system of all their hosts.
+"""Form a group of processes through a folder that all their hosts share.
 
-Rank 0 listens at a free port, and writes its address and a new secret to a file that only its user can read.
-The others wait for the file. Rank 0 removes it once all have met.
+Rank 0 listens on a free port, and writes its address and a new secret to a file that only its user can read.
+The others wait for the file. Once all have met, rank 0 removes it.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ REMEDY = "set FLOWCHAN_FOLDER to a folder that all hosts see"
 
 
 def meet_in(folder: Path, file: str, launcher: str, rank: int, size: int, timeout: float, name: str) -> Group:
-    """Return this process's member of the group that meets by a file.
+    """Return this process's member of the group that meets through a file.
 
     Args:
-        folder: A folder that all hosts see. It is created if it is missing.
-        file: Name of the file, which is different for each group.
-        launcher: Address of the host that started the processes, without a port. Rank 0 listens on its route
+        folder: Folder that all hosts share. It is created if it is missing.
+        file: Name of the file, which differs between groups.
+        launcher: Address, without a port, of the host that started the processes. Rank 0 listens on its route
             to that host.
         rank: Rank of this process.
         size: Number of members.
         timeout: Seconds to wait for the others.
-        name: Name of the group in messages.
+        name: Name of the group, for messages.
 
     Returns:
         The member of this process.
 
     Raises:
-        TimeoutError: Not all members have arrived in time.
-        GroupError: The folder cannot be used, or another user can write the file.
+        TimeoutError: Some members did not arrive in time.
+        GroupError: The folder cannot be used, or other users can write the file.
     """
     remaining, path = countdown(timeout), folder / file
     if rank:
@@ -63,11 +63,11 @@ def meet_in(folder: Path, file: str, launcher: str, rank: int, size: int, timeou
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that only this user can read, and that others see only when it is complete."""
+    """Write a file that only this user can read, and that appears only when complete."""
     new = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # left by a process that was killed
+        with contextlib.suppress(FileNotFoundError):  # left by a killed process
             new.unlink()
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)

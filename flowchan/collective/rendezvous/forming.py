@@ -1,8 +1,7 @@
-"""Formation of a group by processes on several hosts.
+"""Form a group of processes on several hosts.
 
 The processes exchange a few short values with a :data:`Gather` function. Processes that can open the same
-memory share it; :func:`this_host` identifies them. The leader of each host connects to the leaders of the
-other hosts.
+memory share it; :func:`this_host` recognises them. The leader of each host connects to all other leaders.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ def linked(
     remaining: RemainingTime,
     name: str,
 ) -> Group:
-    """Connect the nodes on several hosts into a group; a single node is returned unchanged.
+    """Connect the nodes on several hosts into a group; return a single node unchanged.
 
-    Even if the call has no time limit, members must connect within ``WITHIN`` seconds.
+    Members must connect within ``WITHIN`` seconds even if the call has no time limit.
     """
     if len(hosts) == 1:
         gather(None)
@@ -89,7 +88,7 @@ def linked(
 
 
 def _check_transports(names: Sequence[str]) -> None:
-    """Raise an error, on all members, unless all of them use the same transport."""
+    """Raise an error on all members unless all use the same transport."""
     if len(set(names)) > 1:
         registered = ", ".join(f"rank {rank} {name!r}" for rank, name in enumerate(names))
         raise GroupError(
@@ -99,7 +98,7 @@ def _check_transports(names: Sequence[str]) -> None:
 
 
 def connect(remote: RemotePeers, hosts: list[list[int]], host: int, timeout: float) -> Links:
-    """Connect this host's leader to all other leaders: dial earlier hosts, and accept later ones."""
+    """Connect this host's leader to all others: dial earlier hosts, and accept later ones."""
     give_up = time.monotonic() + timeout
     with contextlib.ExitStack() as stack:
         sockets = {}
@@ -123,10 +122,10 @@ def within(
     name: str,
     remaining: RemainingTime,
 ) -> Group | None:
-    """Return the group of all members of ``parent`` whose key equals ``key``.
+    """Return the group of all members of ``parent`` with this ``key``.
 
-    ``part`` is the part of that group on this host. If a member cannot connect, its error is raised on all
-    members of ``parent``, and all members close their parts.
+    ``part`` is its part on this host. If a member cannot connect, all members of ``parent`` raise its error
+    and close their parts.
     """
     made: Group | None = part
     failed: Exception | None = None
@@ -174,14 +173,14 @@ def _connected(
 
 
 def this_host() -> str:
-    """Identify the boot of the machine, and the namespaces and the user of this process.
+    """Identify the current boot of this machine, and the namespaces and user of this process.
 
-    Processes can share memory only if all of these are equal. A Unix socket can be reached only in its
-    network namespace, and a process ID is valid only in its PID namespace. A user cannot open another user's
-    memory.
+    Processes can share memory only if all of these are the same. A Unix socket can be reached only within its
+    network namespace, and a process id is valid only within its PID namespace. A user cannot open other
+    users' memory.
     """
     with open("/proc/sys/kernel/random/boot_id") as boot:
         paths = (f"/proc/self/ns/{kind}" for kind in ("net", "pid", "user"))
-        # without one kind of namespace in the kernel, all processes share one
+        # if the kernel lacks a certain kind of namespace, all processes share it
         spaces = (os.stat(path).st_ino if os.path.exists(path) else 0 for path in paths)
         return "/".join([boot.read().strip(), *map(str, spaces), str(os.getuid())])

@@ -1,8 +1,8 @@
-"""Rendezvous of processes on one host that know only their ranks and the name of their job.
+"""Form a group of processes on one host that know only their ranks and their job's name.
 
-Rank 0 listens on an abstract Unix socket, whose name is derived from the job's name, so it needs neither a
-port nor a file. The kernel identifies the user of each peer, and processes of other users are rejected. The
-socket exists only during the rendezvous. A process that ends before all have met may be started again.
+Rank 0 listens on an abstract Unix socket, whose name derives from the job's name, so no port or file is
+needed. The kernel identifies the user of each peer, and other users' processes are rejected. The socket
+exists only during the rendezvous. A process that ends before all have met can be started again.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ BY_ARRIVAL = -1
 
 
 def meet(job: str, rank: int | None, size: int, timeout: float, name: str = "") -> SharedGroup:
-    """Form a group of all processes on this host that have the same ``job``.
+    """Form a group of all processes on this host with the same ``job``.
 
     Args:
         job: Text that identifies the group.
         rank: Rank of this process; None if the order of arrival decides.
         size: Number of processes.
         timeout: Seconds to wait for the others.
-        name: Name of the group in messages.
+        name: Name of the group, for messages.
 
     Returns:
-        The member of this process.
+        This process's member.
 
     Raises:
         TimeoutError: Some processes did not arrive in time.
-        GroupError: Two processes have the same rank, or pass different values of ``size``.
+        GroupError: Two processes have the same rank, or different values of ``size``.
     """
     address = "\0flowchan-group-" + hashlib.sha256(f"{os.getuid()}\n{job}".encode()).hexdigest()[:32]
     give_up = time.monotonic() + timeout
@@ -65,7 +65,7 @@ def meet(job: str, rank: int | None, size: int, timeout: float, name: str = "") 
 
 
 def _lead(address: str, if_first: bool, size: int, give_up: float, name: str) -> SharedGroup | None:
-    """Form the group as rank 0; return None if another process listens and ``if_first`` is true."""
+    """Form the group as rank 0. Return None if another process listens and ``if_first`` is true."""
     with contextlib.closing(Coordinator(size, give_up)) as coordinator:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             if not _listens(listener, address, give_up, if_first):
@@ -75,7 +75,7 @@ def _lead(address: str, if_first: bool, size: int, give_up: float, name: str) ->
 
 
 def _listens(listener: socket.socket, address: str, give_up: float, if_first: bool) -> bool:
-    """Listen at the address; return False if another process does and ``if_first`` is true."""
+    """Listen at the address. Return False if another process does and ``if_first`` is true."""
     while True:
         try:
             listener.bind(address)
@@ -93,7 +93,7 @@ def _listens(listener: socket.socket, address: str, give_up: float, if_first: bo
 
 
 def _accept(listener: socket.socket, wait: float) -> tuple[socket.socket, dict[str, Any]]:
-    """Accept the next process that sends its rank and size and belongs to this user."""
+    """Accept the next process that runs as this user and sends its rank and size."""
     give_up = time.monotonic() + wait
     waiting = select.poll()
     waiting.register(listener, select.POLLIN)
@@ -113,7 +113,7 @@ def _accept(listener: socket.socket, wait: float) -> tuple[socket.socket, dict[s
 
 
 def _follow(address: str, rank: int | None, size: int, give_up: float, name: str) -> SharedGroup | None:
-    """Join the group of rank 0; return None if rank 0 is not listening now."""
+    """Join the group of rank 0. Return None if rank 0 is not listening now."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(max(0.001, give_up - time.monotonic()))
         try:

@@ -1,4 +1,4 @@
-"""Rendezvous of a gang's workers on several hosts, arranged by the driver of their run."""
+"""Form the group of a gang's workers on several hosts, with the help of the run's driver."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flowchan.transport.rendezvous import Participant, RendezvousEnded
 from flowchan.transport.tcp import route_to, split
 
 WITHIN = 60.0
-"""Seconds within which a member must reach the driver, and within which the members must reach each other
-once all have arrived. The driver waits for late members without a time limit, because it notices deaths."""
+"""Seconds within which a member must reach the driver, and the other members once all have arrived. The
+driver waits for late members without a limit, because it notices deaths."""
 
 
 @dataclass
 class Membership:
-    """A rank in a group that the driver forms, for a process on ``host``.
+    """Rank in a group that the driver forms, for a process on ``host``.
 
-    If ``elastic`` is true, the driver may end the group. The driver is reached at ``at`` with ``secret``, and
-    with TLS if ``tls`` is true.
+    If ``elastic`` is true, the driver may end the group. The driver is reached at ``at`` with ``secret``,
+    over TLS if ``tls`` is true.
     """
 
     group: int
@@ -52,11 +52,11 @@ class Membership:
         """Join the group.
 
         Returns:
-            The member of this process.
+            This process's member.
 
         Raises:
-            MemberDied: Another member ended before all members had met.
-            OSError: The driver cannot be reached.
+            MemberDied: Another member ended before all had met.
+            OSError: The driver is unreachable.
         """
         why = f"rank {self.rank} of group {self.name!r} cannot reach the driver"
         hello = {"group": self.group, "rank": self.rank}
@@ -80,13 +80,13 @@ class Membership:
         return self._member
 
     def close(self) -> None:
-        """Leave the group, if it was joined."""
+        """Leave the group, if it has been joined."""
         self._stop_listener()
         if self._member is not None:
             self._member.close()
 
     def _abandon(self) -> None:
-        """Leave the group after a failure; the other members raise ``MemberDied``."""
+        """Leave the group after a failure; the other members then raise ``MemberDied``."""
         self._stop_listener()
         if self._member is not None:
             self._member._abandon()
@@ -98,7 +98,7 @@ class Membership:
 
 
 class _Listener:
-    """Ends the group of a member when the driver requests it or is lost.
+    """Ends a member's group when the driver requests it or is lost.
 
     Otherwise, members might not notice that a member on another host has died, or that a new member is to
     join.

@@ -1,4 +1,4 @@
-"""Rendezvous with a key-value store from torch that all members can reach."""
+"""Form a group through a key-value store from torch that all members can reach."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flowchan.transport.tcp import route_to
 
 
 def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = "") -> Group:
-    """Form a group of all processes that use this store, on any hosts, and return this process's member.
+    """Form a group of all processes on any hosts that use this store; return this process's member.
 
     Every process that can write to the store can join. The keys are removed at the end, so later groups can
     use the same store.
@@ -31,7 +31,7 @@ def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = 
         nonlocal round_number
         store.set(f"flowchan/{round_number}/{rank}", json.dumps(value))
         values = [json.loads(store.get(f"flowchan/{round_number}/{other}")) for other in range(size)]
-        forget(round_number - 1)  # all members have read the values of the round before this one
+        forget(round_number - 1)  # all members have read the values of the previous round
         round_number += 1
         return values
 
@@ -43,7 +43,7 @@ def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = 
     connector = Connector(bytes.fromhex(secret), route_to(os.environ.get("MASTER_ADDR", "127.0.0.1")))
     group = meet_by(gather, rank, connector, timeout, name)
     try:
-        group.barrier()  # after the barrier, all members have read the last values
+        group.barrier()  # after this, all members have read the last values
     except BaseException:
         group.close()
         raise
@@ -52,7 +52,7 @@ def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = 
 
 
 def meet_by_torchrun(number: int, timeout: float, name: str) -> Group:
-    """Form a group with torchrun's store, and return this process's member."""
+    """Form a group through torchrun's store, and return this process's member."""
     store, rank, size = _torchrun_store(timeout)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = PrefixStore(f"flowchan group {number} of start {restart}", store)
@@ -63,7 +63,7 @@ def meet_by_torchrun(number: int, timeout: float, name: str) -> Group:
 def _torchrun_store(timeout: float) -> tuple[Any, int, int]:
     """Return torchrun's store, and the rank and size of this process.
 
-    The store is kept until the process ends. If no torchrun agent serves the store, rank 0 does.
+    The store is kept until the process ends. If no torchrun agent serves it, rank 0 does.
     """
     store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
     return store, rank, size

@@ -1,1 +1,1 @@
-"""The ``"flowchan"`` backend for ``torch.distributed``."""
+"""Provide the ``"flowchan"`` backend for ``torch.distributed``."""

@@ -1,17 +1,18 @@
-"""The ``"flowchan"`` backend for ``torch.distributed``.
+"""Implement the ``"flowchan"`` backend for ``torch.distributed``.
 
     torch.distributed.init_process_group("flowchan")
 
-This call is enough from torch 2.5 on; in earlier versions, import this module first to register the backend.
+From torch 2.5 on, this call is enough. In earlier versions, first import this module, which registers the
+backend.
 
 CPU tensors use flowchan and CUDA tensors use NCCL, as in any group. The errors are the group's errors. If a
-member dies, all survivors raise :class:`flowchan.MemberDied`; calls that do not match raise
+member dies, all survivors raise :class:`flowchan.MemberDied`; mismatched calls raise
 :class:`flowchan.Mismatch`. A ``timeout`` other than torch's default limits each operation, which then raises
 :class:`~flowchan.collective.torch.works.OperationTimeout`.
 
-A process group has only this backend, because torch ignores other backends that are named with it. The first
-operation of ``"cpu:flowchan,cuda:gloo"`` therefore raises ``ValueError``. ``"cpu:flowchan,cuda:nccl"`` is
-equivalent to ``"flowchan"``.
+A process group has only this backend, because torch ignores other backends named with it. The first operation
+of ``"cpu:flowchan,cuda:gloo"`` therefore raises ``ValueError``. ``"cpu:flowchan,cuda:nccl"`` is equivalent to
+``"flowchan"``.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from flowchan.collective.torch.receives import Receives, Tensors
 from flowchan.collective.torch.works import Work, done, recorded, timed
 
 _LATER = 64 * 1024
-"""Size in bytes from which a thread runs an operation while its caller continues."""
+"""From this size in bytes on, a thread runs the operation while its caller continues."""
 
 _FORGETS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
-"""Whether this version of torch drops a :class:`Work` from this module while torch's C++ code waits for it.
-If so, operations run at once and return torch's own work objects."""
+"""Whether this version of torch drops a :class:`Work` from this module while its C++ code waits for it. If
+so, operations run at once and return torch's own work objects."""
 
 # The types of these objects differ between versions of torch.
 _c10d_python: Any = dist.distributed_c10d
@@ -55,10 +56,10 @@ _OPS = {
 
 
 class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A group with the interface of torch's process group.
+    """Group with the interface of torch's process groups.
 
-    Every collective takes lists of tensors and options. As in torch's own process groups, it also accepts a
-    single tensor, and the operation or the root in place of the options. DDP's ``join`` makes such calls.
+    Every collective takes lists of tensors and options. Like torch's own process groups, it also accepts a
+    single tensor, with the operation or root in place of the options. DDP's ``join`` makes such calls.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -172,7 +173,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Gather several tensors.
 
-        ``outputs`` is indexed by rank and then by tensor; for ``allgather``, by tensor and then by rank.
+        ``outputs`` is indexed by rank and then by tensor; for ``allgather``, it is indexed by tensor and then
+        by rank.
         """
         parts_argument("allgather_coalesced", "output_tensor_lists", outputs, self._group.size)
         for rank, parts in enumerate(outputs):
@@ -258,17 +260,17 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._do("barrier", [], lambda: self._group.barrier(timeout=self._limit))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; if some do not call this method in time, name them in an error on all ranks.
+        """Wait for all ranks; if some do not make this call in time, name them in an error on all ranks.
 
-        ``torch.distributed.monitored_barrier`` calls this method. Unlike after the timeout of another
-        operation, the group can still be used.
+        ``torch.distributed.monitored_barrier`` calls this. After it times out, the group can still be used,
+        unlike after other operations.
 
         Args:
             timeout: Time limit (default: the timeout of the process group).
-            wait_all_ranks: Whether to name all absent ranks (default: only the lowest).
+            wait_all_ranks: Whether to name all missing ranks (default: only the lowest).
 
         Raises:
-            DistBackendError: A rank did not call this method in time.
+            DistBackendError: A rank did not make this call in time.
         """
         self._check_alone()
         limit = (self._timeout if timeout is None else timeout).total_seconds()
@@ -330,7 +332,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return recorded(name, start)
 
     def _check_alone(self) -> None:
-        """Raise ``ValueError`` if the process group names other backends, which torch ignores silently."""
+        """Raise ``ValueError`` if the process group names other backends, which torch silently ignores."""
         if self._is_alone:
             return
         named = str(_c10d_python._world.pg_backend_config.get(self, ""))
@@ -349,7 +351,7 @@ def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
 
 
 def _alike(parts: Any, tensors: Tensors | torch.Tensor) -> Any:
-    """Return ``parts`` as a list with one entry for each tensor, even if ``tensors`` is a single tensor."""
+    """Return ``parts`` as a list with an entry for each tensor, even if ``tensors`` is a single tensor."""
     return [parts] if isinstance(tensors, torch.Tensor) else parts
 
 
@@ -380,6 +382,6 @@ def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: b
     member.monitored_barrier(limit, wait_all_ranks)
 
 
-# torch's function rejects every backend except gloo
+# torch's own function rejects every backend except gloo
 dist.monitored_barrier = _c10d_python.monitored_barrier = _monitored_barrier
 dist.Backend.register_backend("flowchan", ProcessGroup, devices=["cpu"])

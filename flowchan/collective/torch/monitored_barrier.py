@@ -1,8 +1,8 @@
-"""A barrier that names the ranks that do not arrive.
+"""Implement a barrier that names the ranks that do not arrive.
 
-Rank 0 waits for a message from each other rank, in rank order. It then sends its answer to all of them: an
-empty text, or the error that all ranks raise. The tag of the messages contains the number of the barrier. So
-a rank never receives a message of the program or of an earlier barrier instead.
+Rank 0 waits for a message from each other rank, in rank order. Then it answers all of them: with an empty
+text, or with an error that all ranks raise. The tag of these messages contains the barrier's number, so they
+are never confused with messages of the program or of an earlier barrier.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from flowchan.errors import GroupError
 
 
 class MonitoredBarrier:
-    """One rank's part in ``torch.distributed.monitored_barrier``.
+    """One rank's side of ``torch.distributed.monitored_barrier``.
 
     Args:
         member: This rank's member of the group.
-        receives: The receives of the member.
+        receives: Receives of this member.
         number: Number of this barrier, equal on all ranks.
         limit: Time limit in seconds.
     """

@@ -1,4 +1,4 @@
-"""Receives of the backend, which run while their caller sends."""
+"""Let receives of the backend run while their caller sends."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Tensors = Sequence[torch.Tensor]
 class Receives:
     """Receives that run while their caller sends.
 
-    Receives from one source run one at a time, and so do receives from any source. A receive from any source
-    may get a message that a receive from its sender is waiting for. The two kinds of receive therefore take
-    turns, and each first looks at the messages that the other kind has received. This keeps each sender's
+    Receives from one source run one at a time, and so do receives that accept any source. A receive that
+    accepts any source may get a message that a receive from its sender waits for. The two kinds therefore
+    take turns, and each first checks the messages that the other kind has received. This keeps each sender's
     messages in order.
     """
 
     def __init__(self, member: Group) -> None:
         self._member = member
         self._threads: dict[int | None, ThreadPoolExecutor] = {}
-        self._changed = threading.Condition()  # guards the following attributes
+        self._changed = threading.Condition()  # guards the attributes below
         self._other: defaultdict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)
-        self._waiting: Counter[int | None] = Counter()  # number of receives that are waiting, by source
-        self._receiving: set[int | None] = set()  # sources from which a thread is receiving
+        self._waiting: Counter[int | None] = Counter()  # number of waiting receives, by source
+        self._receiving: set[int | None] = set()  # sources from which some thread is receiving
         self._has_received_from_any = self._closed = False
         end_before_threads(self, Receives.close)
 
@@ -51,7 +51,7 @@ class Receives:
         return Work(list(tensors), going_on)
 
     def _receive(self, tensors: Tensors, source: int | None, tag: int, limit: float | None) -> int:
-        """Receive tensors and return the rank of their sender; all must come from the sender of the first."""
+        """Receive tensors, all from the sender of the first one, and return that sender's rank."""
         for x in tensors:
             with timed(limit):
                 source, found = self.next(source, tag, limit)
@@ -68,7 +68,7 @@ class Receives:
     def next(self, source: int | None, tag: Hashable, limit: float | None) -> tuple[int, Any]:
         """Return the sender of the next message with this tag, and the message.
 
-        A message that has arrived is returned even if ``limit`` is 0.
+        Even with a ``limit`` of 0, a message that has arrived is returned.
         """
         give_up = math.inf if limit is None else time.monotonic() + limit
         is_late = False
@@ -100,7 +100,7 @@ class Receives:
         return None not in self._receiving and (self._has_received_from_any or not self._waiting[None])
 
     def _receive_next(self, source: int | None) -> None:
-        """Receive one message for any waiting receive, unless no message arrives during this turn."""
+        """Receive one message for any waiting receive, unless none arrives during this turn."""
         self._receiving.add(source)
         self._changed.release()
         received: Any = None
@@ -131,7 +131,7 @@ class Receives:
         return None
 
     def close(self) -> None:
-        """End receives that are waiting, before the member leaves."""
+        """End waiting receives, because the member is about to leave."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Operations of the backend as torch sees them: work objects, errors and profiler events."""
+"""Present the backend's operations to torch: work objects, errors and profiler events."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _is_profiling: Any = torch._C._autograd._profiler_enabled
 
 
 class OperationTimeout(TimeoutError, dist.DistBackendError):
-    """An operation of a process group took longer than the group's timeout.
+    """An operation of a process group exceeded the group's timeout.
 
-    After the timeout of a collective, the group cannot be used. As in other backends, this error is a
+    After the timeout of a collective, the group is unusable. As in other backends, the error is a
     ``RuntimeError``.
 
     Example:
@@ -33,7 +33,7 @@ class OperationTimeout(TimeoutError, dist.DistBackendError):
 
 @contextlib.contextmanager
 def timed(limit: float | None) -> Iterator[None]:
-    """Convert a timeout of the group to the error and the text that torch's users search for."""
+    """Convert a timeout of the group to the error and text that torch's users search for."""
     try:
         yield
     except TimeoutError as error:
@@ -43,7 +43,7 @@ def timed(limit: float | None) -> Iterator[None]:
 
 
 class Work(_Work):  # type: ignore[misc]
-    """A finished operation, or one that is running in the group's thread."""
+    """Operation that has finished, or is running in the group's thread."""
 
     def __init__(self, result: Any, going_on: Future[Any] | None = None) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Work(_Work):  # type: ignore[misc]
         return self._result
 
     def _source_rank(self) -> int:
-        """Return the rank of the sender, for a receive from any rank."""
+        """Return the sender's rank, for a receive from any rank."""
         assert self._going_on is not None
         return int(self._going_on.result())
 
@@ -82,7 +82,7 @@ class Work(_Work):  # type: ignore[misc]
             promise.set_result(self._result)
             return promise
         self._going_on.add_done_callback(lambda _: promise.set_result(None))
-        # DDP waits in C++, which handles an error from a callback but not one from ``set_exception``.
+        # DDP waits in C++, which handles a callback's error but not one from ``set_exception``.
         return promise.then(lambda _: self.result())
 
 
@@ -103,8 +103,8 @@ def recorded(name: str, start: Callable[[], Work]) -> Work:
 def done(result: Any) -> Work:
     """Return a completed torch ``Work`` object.
 
-    DDP's ``join`` passes it to C++ without keeping a Python reference to it. A :class:`Work` from this module
-    would lose its Python part, and the remaining C++ base would wait forever.
+    DDP's ``join`` passes it to C++ without keeping a reference in Python. A :class:`Work` from this module
+    would lose its Python part, and its C++ base would wait forever.
     """
     promise: torch.futures.Future[Any] = torch.futures.Future()
     promise.set_result(result)

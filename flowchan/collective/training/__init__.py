@@ -1,1 +1,1 @@
-"""Data-parallel training with the members of a group."""
+"""Train data-parallel with the members of a group."""

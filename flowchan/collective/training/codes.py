@@ -1,6 +1,6 @@
-"""Compression of the gradients that members exchange.
+"""Compress the gradients that members exchange.
 
-Each buffer has its own code object, which may store the elements that it has not sent yet.
+Each buffer has its own code object, which may store elements that it has not sent yet.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from flowchan.items.text import shown
 
 
 class Code(Protocol):
-    """Methods of a user-defined encoding that compresses gradients.
+    """Methods of a user-defined code that compresses gradients.
 
-    The encoded values are pickled and may differ in size.
+    Encoded values are pickled and may differ in size.
 
     Example:
         >>> import torch
@@ -52,23 +52,23 @@ class Code(Protocol):
         """
 
     def decode(self, values: list[Any], out: Tensor) -> None:
-        """Write the mean of the encoded values of all members into ``out``.
+        """Write the mean of all members' encoded values into ``out``.
 
         Args:
-            values: The encoded values, in rank order.
-            out: The tensor to fill.
+            values: Encoded values in rank order.
+            out: Tensor to fill.
         """
 
 
 class TopK:
-    """An encoding that sends only the largest elements of a gradient by absolute value.
+    """Code that sends only the elements of a gradient with the largest absolute values.
 
     Elements that are left out are added to the next gradient (error feedback), so they are sent later but not
     lost.
 
     Args:
-        fraction: Fraction of the elements to send, above 0 and at most 1 (default 0.01); at least one element
-            is sent.
+        fraction: Fraction of elements to send, above 0 and at most 1 (default 0.01); at least one element is
+            sent.
 
     Raises:
         ValueError: ``fraction`` is out of range.
@@ -94,13 +94,13 @@ class TopK:
         self._residual: Tensor | None = None
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the elements that were not sent yet to a tensor, and encode the largest elements of the sum.
+        """Add the elements not sent so far to a tensor, and encode the largest elements of the sum.
 
         Args:
             x: One-dimensional tensor.
 
         Returns:
-            The indices and the values of the elements.
+            Indices and values of the sent elements.
 
         Example:
             >>> import torch
@@ -119,11 +119,11 @@ class TopK:
         return chosen, values
 
     def decode(self, values: list[tuple[Tensor, Tensor]], out: Tensor) -> None:
-        """Write the mean of the encoded values of all members into ``out``.
+        """Write the mean of all members' encoded values into ``out``.
 
         Args:
-            values: The encoded values, in rank order.
-            out: The tensor to fill.
+            values: Encoded values in rank order.
+            out: Tensor to fill.
 
         Example:
             >>> import torch
@@ -140,12 +140,11 @@ class TopK:
 
 
 class QSGD:
-    """An encoding that rounds each element stochastically to a multiple of the norm divided by ``levels``.
+    """Code that rounds each element stochastically to a multiple of the norm divided by ``levels``.
 
-    The expected value of a rounded element is the element itself, so the code is unbiased. Each element is
-    sent as one byte.
-    Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
-    NeurIPS 2017.
+    The expected value of a rounded element is the element itself, so the code is unbiased. Each element takes
+    one byte. Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
+    Encoding", NeurIPS 2017.
 
     Args:
         levels: Number of positive levels, from 1 to 127 (default 127).
@@ -190,11 +189,11 @@ class QSGD:
         return unit, (level * exact.sign()).to(torch.int8)
 
     def decode(self, values: list[tuple[Tensor, Tensor]], out: Tensor) -> None:
-        """Write the mean of the encoded values of all members into ``out``.
+        """Write the mean of all members' encoded values into ``out``.
 
         Args:
-            values: The encoded values, in rank order.
-            out: The tensor to fill.
+            values: Encoded values in rank order.
+            out: Tensor to fill.
 
         Example:
             >>> import torch
@@ -211,7 +210,7 @@ class QSGD:
 
 
 class HalfPrecision:
-    """An encoding that rounds values to a 16-bit type and averages them in the type of the output."""
+    """Code that rounds values to a 16-bit type and averages them in the output's type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -228,14 +227,14 @@ class HalfPrecision:
 
 
 Combine = Callable[[Group, Tensor], Any]
-"""Function that replaces a tensor with its mean or sum over all members."""
+"""Replaces a tensor with its mean or sum over all members."""
 
 _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _CODES: dict[str, Callable[[], Code]] = {"topk": TopK, "qsgd": QSGD}
 
 
 def code_maker(codes: Any) -> Callable[[], Code]:
-    """Return a function that creates a code, given the name of the code or the function itself."""
+    """Return a function that creates a code, given the code's name or such a function."""
     if isinstance(codes, str) and codes in _TYPES:
         return lambda: HalfPrecision(_TYPES[codes])
     made = _CODES.get(codes) if isinstance(codes, str) else codes
@@ -248,10 +247,10 @@ def code_maker(codes: Any) -> Callable[[], Code]:
 
 
 def combine_by(op: str, compress: str | Callable[[], Code] | None, dtype: torch.dtype) -> Combine:
-    """Return the function that averages or sums one buffer with elements of this type.
+    """Return the function that averages or sums a buffer with elements of this type.
 
-    A code yields a mean, which is multiplied by the number of members for a sum: the sum of ``fp16`` values
-    may exceed their range.
+    A code yields a mean; for a sum, it is multiplied by the number of members. Summing ``fp16`` values
+    directly might exceed their range.
     """
     if compress is None:
         return lambda group, x: group._reduced(ALLREDUCE, x, op, None, -1, None)
@@ -267,9 +266,9 @@ def combine_by(op: str, compress: str | Callable[[], Code] | None, dtype: torch.
 
 
 def _mean_by(compress: str | Callable[[], Code], dtype: torch.dtype) -> Combine:
-    """Return the function that averages one buffer whose elements have this type.
+    """Return the function that averages a buffer with elements of this type.
 
-    The function may run in the member's background thread, while operations of other members wait for it.
+    It may run in the member's background thread while other members' operations wait for it.
     """
     if isinstance(compress, str) and compress in _TYPES:
         if dtype.is_complex:

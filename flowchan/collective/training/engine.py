@@ -1,4 +1,4 @@
-"""A training loop with hooks, for a module or for equal replicas of a module."""
+"""Run a training loop with hooks, for a module or for equal replicas of it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from flowchan.items.text import shown
 __all__ = ["HOOKS", "Engine", "Mean", "State"]
 
 HOOKS = ("on_start", "on_sample", "on_forward", "on_backward", "on_update", "on_end_epoch")
-"""Names of the hook methods, in the order in which they are called.
+"""Names of the hooks, in the order of their calls.
 
-They are called before the first epoch; with the sample, which the hook may replace; with the output and the
-loss; with the gradients, averaged over all replicas; after the optimizer's step; and at the end of an epoch.
+They run before the first epoch; with the sample, which the hook may replace; with the output and loss; with
+the gradients, averaged over all replicas; after the optimizer's step; and at the end of an epoch.
 """
 
 Batches = Iterable[Any] | Stream[Any] | Callable[[int], Iterable[Any] | Stream[Any]]
@@ -32,16 +32,16 @@ Batches = Iterable[Any] | Stream[Any] | Callable[[int], Iterable[Any] | Stream[A
 
 @dataclass(slots=True)
 class State:
-    """State of the training loop, as passed to hooks.
+    """State of the training loop that hooks receive.
 
-    In a step for which this replica has no sample but others do, ``sample``, ``output`` and ``loss`` are
-    None.
+    ``sample``, ``output`` and ``loss`` are None in a step in which other replicas have a sample but this one
+    does not.
 
     Attributes:
         training: False during :meth:`Engine.test`.
         epoch: Number of completed epochs.
         step: Number of completed steps.
-        sample: The current sample, a pair of an input and a target.
+        sample: Current sample, a pair of an input and a target.
         output: Output of the module.
         loss: Loss of the output.
 
@@ -69,20 +69,20 @@ class State:
 
 
 class Engine:
-    """Train a module, alone or as one of several replicas.
+    """Trains a module, alone or as one of several replicas.
 
-    If ``group`` is given, each member trains one replica with :class:`AllReduceSGD`. The replicas therefore
-    stay equal, and members may have different numbers of samples.
+    With ``group``, each member trains one replica with :class:`AllReduceSGD`. Replicas therefore stay equal,
+    even if members have different numbers of samples.
 
     Args:
-        module: The module.
-        loss: A function that takes the output and the target and returns the loss.
+        module: Module to train.
+        loss: Function that takes the output and the target, and returns the loss.
         optimizer: Optimizer of the module's parameters.
-        group: The group of the replicas; with None, the module is trained alone.
-        hooks: Objects with any of the methods in :data:`HOOKS`; each method takes the :class:`State`.
+        group: Group of the replicas; None trains the module alone.
+        hooks: Objects with any of the methods in :data:`HOOKS`, each of which takes the :class:`State`.
 
     Raises:
-        ValueError: A hook has a method ``on_…`` that is not in :data:`HOOKS`.
+        ValueError: A hook has an ``on_…`` method that is not in :data:`HOOKS`.
 
     Example:
         >>> import torch
@@ -112,16 +112,16 @@ class Engine:
         self._together = AllReduceSGD(module, _Step(self._update), group) if group else None
 
     def train(self, batches: Batches, epochs: int) -> None:
-        """Train until ``epochs`` epochs are complete, including those that :meth:`load` restored.
+        """Train until ``epochs`` epochs are complete, counting those that :meth:`load` restored.
 
         Args:
-            batches: Samples of each epoch (pairs of an input and a target), or a function that takes the
-                number of an epoch and returns its samples. It may also be the stream that a graph's
-                ``collect()`` returned; the graph then prepares samples during training.
+            batches: Samples of each epoch (pairs of an input and a target), or a function that takes an
+                epoch's number and returns its samples. It may also be a stream from a graph's ``collect()``;
+                the graph then prepares samples during training.
             epochs: Total number of epochs.
 
         Raises:
-            ValueError: Several epochs remain, but ``batches`` is an iterator, which is exhausted after the
+            ValueError: Several epochs remain, but ``batches`` is an iterator, which would end after the
                 first.
         """
         remaining = epochs - self.state.epoch
@@ -156,14 +156,13 @@ class Engine:
     def test(self, batches: Batches) -> float:
         """Return the mean loss over the batches of all members, without training.
 
-        Hooks may call this method during training, which then continues unchanged. The method calls
-        ``on_sample`` and ``on_forward``.
+        Hooks may call this during training, which is not affected. It calls ``on_sample`` and ``on_forward``.
 
         Args:
             batches: Samples, as in :meth:`train`.
 
         Returns:
-            The mean loss, or NaN if ``batches`` is empty.
+            Mean loss, or NaN if ``batches`` is empty.
         """
         modes = {module: module.training for module in self.module.modules()}
         training = self.state.training
@@ -182,7 +181,7 @@ class Engine:
         return mean.over(self.group)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the module, the optimizer and the progress for :meth:`load`.
+        """Save the module, the optimizer and the progress, for :meth:`load`.
 
         In a group, only rank 0 writes the file. An existing file is replaced atomically.
 
@@ -220,7 +219,7 @@ class Engine:
             raise
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Load the state that :meth:`save` wrote.
+        """Load the state that :meth:`save` saved.
 
         In a group, rank 0 reads the file for all members.
 
@@ -258,7 +257,7 @@ class Engine:
 
 
 class Mean:
-    """Mean of values such as losses or accuracies, over all members of a group.
+    """Mean of values, such as losses or accuracies, over all members of a group.
 
     Example:
         >>> from flowchan.collective import group
@@ -278,7 +277,7 @@ class Mean:
         """Add ``count`` values, given by their mean.
 
         Args:
-            value: The mean of the values: a number, or a tensor with one element.
+            value: Mean of the values: a number, or a tensor with one element.
             count: Number of values (default 1).
         """
         # Keep only the number: the tensor would keep its whole computation graph alive.
@@ -286,13 +285,13 @@ class Mean:
         self.count += count
 
     def over(self, group: Group | None = None) -> float:
-        """Return the mean over all members. All members must call this method.
+        """Return the mean over all members. All members must make this call.
 
         Args:
-            group: The group; with None, only the values of this process are used.
+            group: Group to average over; None uses only this process's values.
 
         Returns:
-            The mean; NaN if no value was added.
+            Mean, or NaN if no value was added.
         """
         pairs = group.allgather((self.total, self.count)) if group else [(self.total, self.count)]
         count = sum(one for _, one in pairs)
@@ -300,7 +299,7 @@ class Mean:
 
 
 class _Step:
-    """A function in the form of an optimizer's ``step``, for :class:`AllReduceSGD`."""
+    """Wraps a function as an optimizer's ``step``, for :class:`AllReduceSGD`."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self.step = step
@@ -319,7 +318,7 @@ def _samples(batches: Batches, epoch: int) -> Iterator[Any]:
 def _plain(state: Any) -> Any:
     """Replace NumPy scalars, which torch refuses to load, with Python numbers.
 
-    A learning rate, for example, may be a NumPy scalar.
+    For example, a learning rate may be a NumPy scalar.
     """
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}

@@ -1,6 +1,6 @@
-"""Data-parallel training of replicas of a torch module, one on each member of a group.
+"""Implement data-parallel training of replicas of a torch module, one on each member of a group.
 
-:func:`synchronize` makes the replicas equal. One of these classes then keeps them equal or close, and
+:func:`synchronize` makes the replicas equal. One of these classes keeps them equal or close, and
 :func:`check_equal` compares them.
 
 - :class:`Gradients` requires equal numbers of batches.
@@ -39,19 +39,20 @@ __all__ = [
 ]
 
 _BUCKET = 1 << 20
-"""Bytes of gradients that are averaged together, while backward computes the gradients of earlier layers."""
+"""Number of gradient bytes that are averaged together while backward computes the gradients of earlier
+layers."""
 
 
 def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:
     """Copy the parameters and buffers of ``root`` to all members.
 
     Args:
-        module: The replica of this member.
-        group: The group of the replicas.
-        root: Rank of the member whose state is copied (default 0).
+        module: This member's replica.
+        group: Group of the replicas.
+        root: Rank of the member to copy from (default 0).
 
     Raises:
-        Mismatch: The modules have different parameters or buffers. All members raise it.
+        Mismatch: The modules have different parameters or buffers. All members raise this error.
         ValueError: Some elements of a tensor share memory.
 
     Example:
@@ -71,15 +72,15 @@ def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:
 
 
 def check_equal(module: nn.Module, group: Group) -> None:
-    """Raise unless the parameters and buffers of all members are equal, bit for bit.
+    """Raise an error unless all members have bit-identical parameters and buffers.
 
     Args:
-        module: The replica of this member.
-        group: The group of the replicas.
+        module: This member's replica.
+        group: Group of the replicas.
 
     Raises:
-        Mismatch: A parameter or buffer differs from the one on rank 0. All members raise the error; it names
-            the first such tensor and the first such rank.
+        Mismatch: A parameter or buffer differs from that of rank 0. All members raise this error, which names
+            the first such tensor and rank.
 
     Example:
         >>> from torch import nn
@@ -101,9 +102,9 @@ def _digest(x: Tensor) -> bytes:
 
 
 def _raise_for_difference(own: list[tuple[Any, ...]], group: Group) -> None:
-    """Raise ``Mismatch`` unless all members pass equal entries.
+    """Raise ``Mismatch`` unless all members have equal entries.
 
-    The entry of a tensor contains its name, its type and shape, and optionally a digest.
+    A tensor's entry contains its name, type and shape, and optionally a digest.
     """
     first, *others = group.allgather(own)
     found = [
@@ -132,16 +133,16 @@ def _first_difference(one: list[Any], other: list[Any]) -> int:
 
 
 class Gradients:
-    """Average or sum the gradients of a module over all members while ``backward`` runs.
+    """Averages or sums the gradients of a module over all members during ``backward``.
 
-    All members have the same module, and call ``backward`` and :meth:`wait` the same number of times.
+    All members must have the same module, and call ``backward`` and :meth:`wait` the same number of times.
 
-    Gradients are stored in a few flat buffers, and each buffer is averaged as soon as it is complete. If a
-    loss does not depend on a parameter, the parameter's gradient counts as zero.
+    A few flat buffers contain the gradients, and each buffer is averaged as soon as it is complete. If a loss
+    does not depend on a parameter, the parameter's gradient counts as zero.
 
     Args:
-        module: The replica of this member.
-        group: The group of the replicas.
+        module: This member's replica.
+        group: Group of the replicas.
         op: ``"mean"`` (default) or ``"sum"``, for a loss that is a sum over samples.
         compress: ``"fp16"``, ``"bf16"``, ``"topk"``, ``"qsgd"``, or a function that creates a
             :class:`Code` for each buffer (default None: no compression).
@@ -182,7 +183,7 @@ class Gradients:
             _Bucket(parameters, combine_by(op, compress, parameters[0].dtype))
             for parameters in _in_buckets(module)
         ]
-        # handles for the first buffers; all members must start these in the same order
+        # handles of the first buffers; all members must start these in the same order
         self._started: list[Handle] = []
         self._buffer_of = {parameter: buffer for buffer in self._buffers for parameter in buffer.views}
         # weak, because the garbage collector does not see references from a parameter's hooks
@@ -195,9 +196,9 @@ class Gradients:
         ]
 
     def wait(self) -> None:
-        """Wait until all gradients have been replaced with their means or sum over all members.
+        """Wait until all gradients have been replaced with their means or sums over all members.
 
-        Call this method after ``backward`` and before using the gradients.
+        Call this after ``backward``, before you use the gradients.
         """
         for buffer in self._buffers[len(self._started) :]:
             buffer.complete()
@@ -212,7 +213,7 @@ class Gradients:
     def accumulate(self) -> Iterator[None]:
         """Accumulate the gradients of several ``backward`` calls in a ``with`` block, without averaging.
 
-        The next ``backward`` outside the block averages the sum.
+        The next ``backward`` after the block averages the sum.
 
         Returns:
             The context manager.
@@ -232,14 +233,14 @@ class Gradients:
             >>> module.weight.grad
             tensor([[1., 1.]])
         """
-        before, self._accumulating = self._accumulating, True  # blocks can be nested
+        before, self._accumulating = self._accumulating, True  # blocks may be nested
         try:
             yield
         finally:
             self._accumulating = before
 
     def close(self) -> None:
-        """Stop averaging: later gradients stay as ``backward`` computes them."""
+        """Stop averaging: from now on, gradients stay as ``backward`` computes them."""
         for hook in self._hooks:
             hook.remove()
 
@@ -263,7 +264,7 @@ class Gradients:
 
 
 class _Flat:
-    """One contiguous buffer, with a view for each of several parameters of the same type."""
+    """Contiguous buffer with a view for each of several parameters of one type."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         like, sizes = parameters[0], [p.numel() for p in parameters]
@@ -286,16 +287,16 @@ class _Flat:
 
 
 class _Bucket(_Flat):
-    """A buffer of gradients that are combined together."""
+    """Buffer of gradients that are combined together."""
 
     def __init__(self, parameters: list[Tensor], combine: Callable[[Group, Tensor], Any]) -> None:
         super().__init__(parameters)
         self.combine = combine
-        self.missing = set(self.views)  # parameters whose gradients have not been computed yet
+        self.missing = set(self.views)  # parameters whose gradients are not computed yet
 
 
 def _in_buckets(module: nn.Module) -> list[list[Tensor]]:
-    """Divide the parameters into lists that each have one type and device.
+    """Divide the parameters into lists, each of a single type and device.
 
     The order is reversed, because backward reaches the last parameters first.
     """
@@ -334,21 +335,21 @@ def _add_up(group: Group, buffers: list[_Flat], contributes: bool) -> int:
 
 
 class Steps(Protocol):
-    """An optimizer, or another object with a ``step`` method."""
+    """Optimizer, or another object with a ``step`` method."""
 
     def step(self) -> Any: ...
 
 
 class AllReduceSGD:
-    """Run an optimizer with the mean gradient of the members that have a batch.
+    """Runs an optimizer with the mean gradient of the members that have a batch.
 
     Members may have different numbers of batches. All members make the same steps, so parameters that are
-    equal at first stay equal, bit for bit.
+    equal at first stay bit-identical.
 
     Args:
-        module: The replica of this member.
-        optimizer: The optimizer of its parameters.
-        group: The group of the replicas.
+        module: This member's replica.
+        optimizer: Optimizer of its parameters.
+        group: Group of the replicas.
 
     Example:
         >>> import torch
@@ -374,17 +375,17 @@ class AllReduceSGD:
         self._group = group
 
     def step(self) -> int:
-        """Average this member's gradients with those of the other members, and make an optimizer step.
+        """Average this member's gradients with those of the others, and make an optimizer step.
 
         Returns:
-            The number of members that contributed.
+            Number of members that contributed.
         """
         for buffer in self._gradients:
             buffer.complete()
         return self._do(contributes=True)
 
     def join(self) -> None:
-        """Take part in the other members' steps without a batch, until no member has a batch left."""
+        """Take part in the other members' steps without a batch, until no member has batches left."""
         while self._do(contributes=False):
             pass
 
@@ -400,20 +401,20 @@ class AllReduceSGD:
 
 
 class ElasticAverage:
-    """Train replicas of a module independently, and average them elastically every few steps.
+    """Trains replicas of a module independently, and averages them elastically every few steps.
 
-    At each average, the centre moves by the fraction ``strength`` towards the mean of the replicas. Each
-    replica moves by the fraction ``strength / group.size`` towards the centre. All replicas start with the
-    parameters of rank 0. The centre is equal on all members, bit for bit.
+    At each average, the centre moves towards the mean of the replicas by the fraction ``strength``. Each
+    replica moves towards the centre by the fraction ``strength / group.size``. All replicas start with the
+    parameters of rank 0. The centre is bit-identical on all members.
 
-    The algorithm is elastic averaging SGD by Zhang, Choromanska and LeCun. The two factors are its beta and
-    alpha, so the algorithm is stable for any group size.
+    This is elastic averaging SGD by Zhang, Choromanska and LeCun. The two factors are its beta and alpha,
+    which makes the algorithm stable for any group size.
 
     Args:
-        module: The replica of this member.
-        group: The group of the replicas.
-        every: Number of optimizer steps between two averages, at least 1.
-        strength: A number between 0 and 1 (default 0.9).
+        module: This member's replica.
+        group: Group of the replicas.
+        every: Number of optimizer steps from one average to the next, at least 1.
+        strength: Number between 0 and 1 (default 0.9).
 
     Raises:
         ValueError: ``every`` or ``strength`` is out of range.
@@ -451,7 +452,7 @@ class ElasticAverage:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Count a step of the optimizer, and average the replicas if due. Call this after each step."""
+        """Count an optimizer step, and average the replicas if due. Call this after each step."""
         self._steps += 1
         if self._steps % self._every:
             return
@@ -464,13 +465,13 @@ class ElasticAverage:
             parameter.sub_(pull)
 
     def join(self) -> None:
-        """Take part in the other members' averages, until no member has a batch left."""
+        """Take part in the other members' averages until no member has batches left."""
         while self._move(contributes=False):
             pass
 
     @torch.no_grad()
     def to_centre(self) -> None:
-        """Copy the centre into the parameters of the module."""
+        """Copy the centre into the module's parameters."""
         for centre in self._centre:
             for parameter, view in centre.views.items():
                 parameter.copy_(view)

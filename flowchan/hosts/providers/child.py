@@ -1,4 +1,4 @@
-"""A local process that holds a remote agent, such as ``ssh`` or ``srun``."""
+"""Run a remote agent through a local process, such as ``ssh`` or ``srun``."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from flowchan.hosts.providers.output import OutputRelay, ProcessOutput
 from flowchan.hosts.providers.provider import Launch
 
 Explain = Callable[[int, ProcessOutput], str | None]
-"""Function that returns why an agent ended, given the exit code (negative for a signal) and the output.
-``None`` means that the exit code and the output do not show that the agent has ended."""
+"""Returns why an agent ended, given the exit code (negative for a signal) and the output. ``None`` means that
+the exit code and output do not show that the agent has ended."""
 
-GENTLY = 5.0  # grace period in seconds before SIGKILL, for a process that must first end remote processes
+GENTLY = 5.0  # seconds before SIGKILL for a process that must first end remote processes
 UNKNOWN_EXIT = (
     "ended with an unknown exit code, because the program ignores SIGCHLD or reaps its child processes"
 )
 
 
 class AgentProcess:
-    """A child process that holds an agent.
+    """Child process through which an agent runs.
 
-    The child has its own session, so that Ctrl-C in a terminal does not end it: the driver decides when it
-    ends. Its output is relayed line by line, prefixed with the host's name. When the child receives the
-    signal ``kill_by``, it ends the agent.
+    The child runs in a new session, so that Ctrl-C in a terminal does not end it; the driver decides when it
+    ends. Its output is relayed line by line, prefixed with the host's name. On the signal ``kill_by``, it
+    ends the agent.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class AgentProcess:
     def _exitcode(self) -> int | None:
         """Return the exit code if the child has ended.
 
-        The child stays a zombie until :meth:`close`, so that its process id is not reused.
+        The child stays a zombie until :meth:`close`, so its process id is not reused.
         """
         try:
             end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            self._process.wait()  # returns immediately, because the process has been reaped elsewhere
+            self._process.wait()  # returns immediately, because the process was reaped elsewhere
             self._why = f"{self._host}: {UNKNOWN_EXIT}"
             return None
         if end is None:

@@ -1,7 +1,7 @@
-"""Agents on this machine, on the program's side.
+"""Start agents on this machine, on the program's side.
 
 Their fork server (:mod:`flowchan.hosts.fork_server`) has imported flowchan for all of them. A fork takes a
-tenth of the time that a new Python process takes.
+tenth of the time of a new Python process.
 
 The first agent starts the fork server, which always ends with the program. Some settings take effect only
 when a process starts or imports modules. For these, agents have the fork server's values. If the program has
@@ -29,17 +29,17 @@ from flowchan.hosts.providers.provider import Launch
 from flowchan.run.crew.process_exit import exit_text
 from flowchan.run.unfinished_runs import abort_unfinished
 
-LENGTH = 8  # size of the length field before the description of an agent, in bytes
-GENTLY = 5.0  # seconds that a fork server has to end without a signal
+LENGTH = 8  # size in bytes of the length field before an agent's description
+GENTLY = 5.0  # seconds that a fork server gets to end without a signal
 AT_START = ("PYTHON", "LD_", "LC_", "LANG", "HOME", "GLIBC_", "MALLOC_", "OPENSSL_")
-"""Prefixes of the environment variables that take effect when a process starts, or when it imports the
-modules that the server has imported."""
+"""Prefixes of environment variables that take effect when a process starts, or when it imports the server's
+modules."""
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 def _inherited() -> tuple[Any, ...]:
-    """Return the state that a process would inherit from this one if it were started now, and keep."""
-    folder = os.stat(".")  # works even if the folder has been removed
+    """Return the state that a process started now would inherit from this one and keep."""
+    folder = os.stat(".")  # works even if the folder was removed
     return (
         sys.executable,
         (folder.st_dev, folder.st_ino),
@@ -52,7 +52,7 @@ def _inherited() -> tuple[Any, ...]:
 
 
 def _umask() -> str:
-    """Read the umask without changing it; ``os.umask`` would change it for all threads."""
+    """Read the umask without changing it, as ``os.umask`` would for all threads."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):
@@ -78,11 +78,11 @@ def _errors() -> Iterator[int]:
 
 
 class _Seed:
-    """A fork server that belongs to this program."""
+    """Fork server of this program."""
 
     def __init__(self, inherited: tuple[Any, ...]) -> None:
         self.inherited = inherited
-        self.agents = 0  # number of agents that have not been closed
+        self.agents = 0  # agents that have not been closed
         self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with child_end, _errors() as errors:
@@ -116,7 +116,7 @@ class _Seed:
     def how_it_ended(self) -> str:
         """Describe why a request got no answer.
 
-        If the server is still running, it was unable to receive the descriptors.
+        If the server still runs, it could not receive the descriptors.
         """
         try:
             return exit_text(self._process.wait(GENTLY))
@@ -141,10 +141,12 @@ class _Seed:
 
 
 class Forked:
-    """An agent on this machine, whose end is always reported. Killing it also kills all processes it started.
+    """Agent on this machine, whose end is always noticed.
 
-    To kill the agent, this end of its socket is shut down rather than closed. Closing it might have no
-    effect, because a process that was forked in the meantime may have a copy.
+    Killing it also kills all processes that it started.
+
+    To kill the agent, shut down this end of its socket instead of closing it. Closing may have no effect,
+    because a process forked in the meantime may have a copy.
     """
 
     def __init__(self, host: str, launch: Launch) -> None:
@@ -206,9 +208,9 @@ class Forked:
         return word != ""
 
     def _lose(self) -> None:
-        """Handle an agent whose server died, or had no free descriptors to start the agent.
+        """Handle an agent whose server died, or had too few descriptors to start it.
 
-        When the server dies, the kernel ends the agent and its workers, but processes that the workers have
+        When the server dies, the kernel ends the agent and its workers, but processes that the workers
         started may survive.
         """
         self._why = f"the agent {self._host} was lost with the fork server, which "
@@ -235,7 +237,7 @@ class Forked:
 
 
 def _written(host: str, launch: Launch) -> int:
-    """Write an in-memory file that holds the description of the agent and then its standard input."""
+    """Write the agent's description and its standard input to an in-memory file."""
     described = json.dumps(
         {"host": host, "arguments": launch.arguments, "environ": dict(os.environ)}
     ).encode()
@@ -258,7 +260,7 @@ program."""
 
 
 def _request_agent(launch_fd: int) -> tuple[_Seed, socket.socket]:
-    """Request an agent. Return the server that received the request, and this end of the agent's socket."""
+    """Request an agent. Return the server that got the request, and this end of the agent's socket."""
     ours, agent_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _held[id(ours)] = ours
     try:
@@ -310,17 +312,17 @@ def end_seeds() -> None:
 
 
 def _end_at_exit() -> None:
-    abort_unfinished()  # otherwise the runs would consider their agents lost and start new ones
+    abort_unfinished()  # otherwise runs would take their agents for lost and start new ones
     end_seeds()
 
 
 def seeds() -> list[_Seed]:
-    """Return the fork servers of this program."""
+    """Return this program's fork servers."""
     return [*_seeds]
 
 
 def _reset_in_child() -> None:
-    """In a forked child, drop the parent's servers and agents. The child starts its own."""
+    """Drop the parent's servers and agents in a forked child, which starts its own."""
     global _lock
     _lock = threading.Lock()
     for seed in _seeds:

@@ -1,4 +1,4 @@
-"""Agents on this machine, for tests and to try out a graph that will run on several hosts."""
+"""Provide agents on this machine, for tests and to try out a graph meant for several hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowchan.run.observe.cgroups import local_cores
 class Local:
     """``count`` agents as processes on this machine, named ``local-1`` and so on.
 
-    A fork server, which is a child of this process, forks them with all modules already imported.
+    A fork server, a child of this process, forks them with all modules imported.
     """
 
     count: int
@@ -29,7 +29,7 @@ class Local:
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """The number of cores of each agent, at least one. The agents divide the cores of this process."""
+        """Number of cores of each agent, at least one. The agents divide this process's cores."""
         share, more = divmod(local_cores(), self.count)
         return tuple(max(1, share + (number < more)) for number in range(self.count))
 
@@ -37,14 +37,14 @@ class Local:
         return "127.0.0.1"
 
     def start(self, number: int, launch: Launch) -> Forked:
-        """Start an agent, whose end is always reported. Killing it kills all processes that it started."""
+        """Start an agent, whose end is always noticed. Killing it kills all processes that it started."""
         return Forked(self.hosts[number], launch)
 
 
 def local(count: int) -> Local:
     """Make a provider of ``count`` agents on this machine.
 
-    The agents share its memory, cores and files. They communicate over TCP on loopback, just as agents on
-    other machines do over the network.
+    The agents share its memory, cores and files. They communicate over TCP on loopback, like agents on other
+    machines over the network.
     """
     return Local(whole("local", "count", count, 1))

@@ -1,4 +1,4 @@
-"""Relay the output of remote processes to standard error, with the host's name before each line."""
+"""Relay remote processes' output to standard error, with the host's name before each line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import IO
 LAST = 20
 LONGEST = 64 * 1024  # maximum bytes in a line; a longer line is relayed in pieces of about this size
 MARK = "flowchan-agent "
-"""Text that begins the part of a line that is meant for the provider rather than the user."""
+"""Begins the part of a line that is meant for the provider rather than the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessOutput:
-    """The last lines of a process, and the texts that followed its last marks."""
+    """Last lines of a process, and the texts after its last marks."""
 
     lines: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class ProcessOutput:
 
 
 class OutputRelay:
-    """Relay a pipe to standard error in a separate thread, and keep the last lines."""
+    """Relays a pipe to standard error in a separate thread, and keeps the last lines."""
 
     def __init__(self, host: str, pipe: IO[bytes]) -> None:
         self._prefix = f"[{host}] ".encode()
@@ -87,8 +87,8 @@ class OutputRelay:
     def finish(self) -> ProcessOutput:
         """Relay the remaining output of a process that has ended, and return its last lines.
 
-        This does not wait for other processes that hold the pipe, such as an ssh process that stays open for
-        later connections.
+        Do not wait for other processes that hold the pipe, such as an ssh process that stays open for later
+        connections.
         """
         if self._thread.is_alive():
             os.eventfd_write(self._stop, 1)

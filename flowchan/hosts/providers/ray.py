@@ -1,9 +1,9 @@
-"""Agents on the nodes of a Ray cluster.
+"""Run agents on the nodes of a Ray cluster.
 
-Ray selects nodes with free resources and starts one actor on each node. The actor's only job is to hold an
-agent. Items are sent over flowchan's links, not through Ray.
+Ray selects nodes with free resources and starts one actor on each. The actor's only job is to hold an agent.
+Items are sent over flowchan's links, not through Ray.
 
-Ray is imported on first use. It must not restart the actors, because each new agent needs a new epoch.
+Ray is imported on first use. Ray must not restart the actors, because each new agent needs a new epoch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from flowchan.items.text import shown
 from flowchan.transport.addresses import address_towards
 
 WARN_AFTER_S = 10.0
-"""Seconds until a warning lists the resources that the agents are waiting for. The cluster may have to grow,
-or other jobs may have to end."""
+"""Seconds until a warning lists the resources that agents wait for. The cluster may have to grow, or other
+jobs to end."""
 
 REMEDY = "install the same environment for Ray's workers"
 
@@ -61,12 +61,12 @@ class Ray:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The resources that are reserved on each node."""
+        """Resources that are reserved on each node."""
         return {"CPU": 1, **dict(self.resources)}
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """The number of cores that each agent reserves, at least one."""
+        """Number of cores that each agent reserves, at least one."""
         return (max(1, int(self.bundle["CPU"])),) * self.count
 
     def listen_at(self, hosts: Sequence[str] | None = None) -> str:
@@ -76,23 +76,23 @@ class Ray:
         return address_towards("ray", {node: node for node in nodes})
 
     def start(self, number: int, launch: Launch) -> HeldByRay:
-        """Return immediately; Ray starts the agent as soon as a node has the resources."""
+        """Return immediately; Ray starts the agent when a node has the resources."""
         return HeldByRay(_connected(), self, number, launch)
 
 
 @dataclass
 class _Reservation:
-    """A placement group for the agents of one run. It is removed once no agent holds one of its bundles."""
+    """Placement group for the agents of one run. It is removed once no agent holds one of its bundles."""
 
     group: Any
     taken: set[int] = field(default_factory=set)
     warn_at: float = field(default_factory=lambda: time.monotonic() + WARN_AFTER_S)
 
     def warn_if_late(self, ray: Any, provider: Ray) -> None:
-        """Log once which resources were requested and which ones the cluster has.
+        """Log once which resources were requested, and which the cluster has.
 
-        An infeasible request is not an error, because a cluster with an autoscaler may grow. Ray has no
-        public API to find out whether a cluster has an autoscaler.
+        An infeasible request is not an error, because an autoscaler may enlarge the cluster. Ray has no
+        public API that tells whether a cluster has an autoscaler.
         """
         with _lock:
             if time.monotonic() < self.warn_at:
@@ -118,15 +118,15 @@ class _Reservation:
 
 _log = logging.getLogger("flowchan.hosts")
 _reservations: dict[tuple[str, Ray], list[_Reservation]] = {}
-"""The reservations, keyed by the connection to Ray and the provider."""
+"""Reservations, by the connection to Ray and the provider."""
 _lock = threading.Lock()
 
 
 class HeldByRay:
-    """An agent held by a Ray actor.
+    """Agent held by a Ray actor.
 
-    Ray may report an actor as dead because its node can't be reached. The agent may then still run on that
-    node until its peer_timeout expires, but its messages are ignored.
+    Ray may report an actor as dead because its node is unreachable. The agent may then still run there until
+    its ``peer_timeout`` expires, but its messages are ignored.
     """
 
     def __init__(self, ray: Any, provider: Ray, number: int, launch: Launch) -> None:
@@ -134,7 +134,7 @@ class HeldByRay:
         self._host = provider.hosts[number]
         self._number = number
         self._why: str | None = None
-        self._placed = False  # true if Ray has found a node
+        self._placed = False  # true once Ray has found a node
         self._key = (ray.get_runtime_context().get_job_id(), provider)
         self._reservation: _Reservation | None = self._reserve()
         rest = provider.bundle
@@ -223,9 +223,9 @@ class HeldByRay:
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    """Format resources, leaving out Ray's internal ones.
+    """Format resources, without Ray's internal ones.
 
-    Those are bundles of placement groups, node names, and bytes of memory, which are rarely requested.
+    These are bundles of placement groups, node names, and bytes of memory, which are rarely requested.
     """
     own = {
         name: amount
@@ -236,7 +236,7 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 def _gist(message: str) -> str:
-    """Return the lines of Ray's long error message that explain the cause."""
+    """Return those lines of Ray's long error message that explain the cause."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     relevant = [line for line in lines if "because" in line or "node" in line.lower()]
     return " ".join(relevant or lines[:1])
@@ -245,8 +245,8 @@ def _gist(message: str) -> str:
 def _holder() -> type:
     """Define and return the actor's class.
 
-    A class that is defined here is pickled by value. The actor therefore starts even on a node without
-    flowchan, and can report that flowchan is missing.
+    A class defined here is pickled by value, so the actor starts even on a node without flowchan, and can
+    report that it is missing.
     """
     most = LAST
 
@@ -261,8 +261,8 @@ def _holder() -> type:
         def hold(self, bound: str, arguments: tuple[str, ...], stdin: bytes) -> tuple[str, int, list[str]]:
             """Run the agent until it ends.
 
-            The launch is passed to this method rather than to the actor's constructor, because Ray stores the
-            arguments of the constructor.
+            The launch is an argument of this method, not of the actor's constructor, because Ray stores
+            constructor arguments.
             """
             import collections
             import contextlib
@@ -297,7 +297,7 @@ def _holder() -> type:
 def _connected() -> Any:
     """Return the ``ray`` module, connected to a cluster.
 
-    The connection is left open, because it belongs to the program.
+    The connection stays open, because it belongs to the program.
     """
     try:
         ray = importlib.import_module("ray")
@@ -319,10 +319,10 @@ def ray(count: int, *, resources: Mapping[str, float] | None = None, address: st
 
     Args:
         count: Number of agents to start, at least 1.
-        resources: Resources that each agent reserves on its node, keyed by Ray's names (default: one
+        resources: Resources that each agent reserves on its node, by their names in Ray (default: one
             ``"CPU"``).
-        address: The address at which the nodes can reach this machine, without a port (default: the address
-            that the kernel uses on its route to them).
+        address: Address, without a port, at which the nodes can reach this machine (default: the one that the
+            kernel uses on its route to them).
 
     Returns:
         The provider.

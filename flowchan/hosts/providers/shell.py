@@ -1,8 +1,8 @@
-"""Explanation of the end of an agent that a command such as ``ssh`` has started.
+"""Explain the end of an agent that was started with a command such as ``ssh``.
 
 The end of the command does not show whether the agent has ended. A broken connection ends the command but not
-the agent, and ``ssh`` exits with 255 both in that case and if the agent was killed. A small shell script on
-the host therefore runs the agent, and prints a line when the agent starts and another when it ends.
+the agent. In that case ``ssh`` exits with 255, just as it does if the agent was killed. A small shell script
+on the host therefore runs the agent, and prints one line when it starts and another when it ends.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from flowchan.run.crew.process_exit import exit_text
 
 SCRIPT = f'echo "{MARK}started"; "$@"; echo "{MARK}ended $?"'
 ENDED = re.compile(r"ended (\d+)")
-NOT_FOUND = (126, 127)  # exit codes of a shell if a program is missing or can't be executed
+NOT_FOUND = (126, 127)  # exit codes of a shell for a program that is missing or cannot be executed
 
-RAISED = 1  # exit code of Python after an exception, which is printed in the last line
+RAISED = 1  # Python's exit code after an exception, which the last line shows
 
 
 def around(python: str, arguments: tuple[str, ...]) -> tuple[str, ...]:
@@ -50,12 +50,12 @@ def explainer(
     """Return a function that explains why the agent on ``host`` ended.
 
     Args:
-        host: The name of the host.
-        python: The Python executable on the host.
-        remedy: The advice for a Python that is missing or lacks flowchan.
-        unreached: Explains why the script has not run at all.
-        cut_off: Returns the reason if something else has certainly ended the agent, else None. Its second
-            argument is whether the script has reported the agent's end.
+        host: Name of the host.
+        python: Python executable on the host.
+        remedy: Advice if Python is missing or lacks flowchan.
+        unreached: Explains why the script did not run at all.
+        cut_off: Returns the reason if something else has certainly ended the agent, otherwise None. Its
+            second argument tells whether the script reported the agent's end.
 
     Returns:
         The function.
@@ -76,14 +76,14 @@ def _explain(
         return unreached(code, output)
     ended = ENDED.fullmatch(output.marks[-1])
     certain = cut_off(output, ended is not None)
-    # if both reports are missing, the connection is lost, but the agent may still be running
+    # without both reports, the connection was lost, but the agent may still be running
     if certain or not ended:
         return certain
     return how_it_ended(host, python, int(ended[1]), output, remedy)
 
 
 def how_it_ended(host: str, python: str, code: int, output: ProcessOutput, remedy: str) -> str:
-    """Explain an agent's exit code, in the form that a shell uses, and its last lines."""
+    """Explain an agent's exit code, as a shell reports it, and its last lines."""
     if code in NOT_FOUND:
         return f"{host} has no Python at {python} ({output.last()}); {remedy}"
     if code and any("No module named" in line and "flowchan" in line for line in output.lines):

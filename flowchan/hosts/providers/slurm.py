@@ -1,4 +1,4 @@
-"""Agents on the nodes of the Slurm allocation in which this program runs."""
+"""Run agents on the nodes of this program's Slurm allocation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flowchan.run.crew.process_exit import signal_name
 from flowchan.transport.addresses import address_towards
 
 OPTIONS = (
-    # the agent may share resources with other job steps in the allocation, such as the program's own
+    # the agent may share resources with the allocation's other job steps, such as this program's own
     "--overlap",
     "--nodes=1",
     "--ntasks=1",
@@ -35,17 +35,17 @@ GROUP_OF_NODES = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # 8(x3): three nodes with 
 CPUS = rf"{GROUP_OF_NODES.pattern}(?:,{GROUP_OF_NODES.pattern})*"
 CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED ")
 OVER = re.compile(rf"{CANCELLED.pattern}|: task 0: ")
-"""Pattern of a line in which the node reports to ``srun`` that the step has ended, either directly or as the
-end of its only task."""
+"""Matches a line in which the node reports to ``srun`` that the step has ended, directly or as the end of its
+only task."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Slurm:
     """One agent on each node of the current allocation.
 
-    The value does not contain the allocation, which is looked up each time it is needed. The agents run this
-    program's Python by its path, because the nodes of a cluster share their files. Killing an agent ends its
-    job step.
+    The value does not contain the allocation, which is looked up whenever it is needed. The agents run this
+    program's Python by its path, because a cluster's nodes share their files. Killing an agent ends its job
+    step.
     """
 
     address: str | None = None
@@ -55,7 +55,7 @@ class Slurm:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names of the nodes. Raises :class:`flowchan.HostError` outside an allocation."""
+        """Names of the nodes. Raises :class:`flowchan.HostError` outside an allocation."""
         nodes = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST")
         if not os.environ.get("SLURM_JOB_ID") or not nodes:
             raise HostError(
@@ -66,7 +66,7 @@ class Slurm:
 
     @property
     def cores(self) -> tuple[int, ...] | None:
-        """The number of allocated CPUs on each node; ``None`` if Slurm does not list the numbers."""
+        """Number of allocated CPUs on each node; ``None`` if Slurm does not list them."""
         listed = re.fullmatch(CPUS, os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
         found = _cpus(listed[0]) if listed else ()
         return found if len(found) == len(self.hosts) else None
@@ -114,9 +114,10 @@ def _unstarted(host: str, code: int, output: ProcessOutput) -> str:
 
 
 def _ended_by_slurm(host: str, output: ProcessOutput, has_ended: bool) -> str | None:
-    """Return Slurm's message that it ended the step, and the agent with it, or None.
+    """Return Slurm's message that it ended the step, and so the agent, or None.
 
-    If the agent had already ended, the message that its task is over does not count: the agent caused it.
+    If the agent had already ended, the message that its task is over does not count, because the agent caused
+    it.
     """
     over = CANCELLED if has_ended else OVER
     line = next((line.strip(" *") for line in output.lines if over.search(line)), None)
@@ -124,9 +125,9 @@ def _ended_by_slurm(host: str, output: ProcessOutput, has_ended: bool) -> str | 
 
 
 def slurm(*, address: str | None = None) -> Slurm:
-    """Make a provider of one agent on each node of the allocation in which this program runs.
+    """Make a provider of one agent on each node of this program's allocation.
 
-    ``address`` is the address at which the nodes can reach this machine, without a port. The default is the
-    address that the kernel uses on its route to them.
+    ``address`` is where the nodes can reach this machine, without a port. The default is the address that the
+    kernel uses on its route to them.
     """
     return Slurm(None if address is None else text("slurm", "address", address))

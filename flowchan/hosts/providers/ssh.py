@@ -1,6 +1,6 @@
-"""Agents on machines that the system's ``ssh`` can reach.
+"""Run agents on machines that the system's ``ssh`` can reach.
 
-The user's configuration applies: names, ports, keys, jump hosts and key agents work as they do in a terminal.
+The user's configuration applies: names, ports, keys, jump hosts and key agents work as in a terminal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPTIONS = (
     "-T",
     "-oBatchMode=yes",  # makes ssh fail instead of asking for a password
     "-oConnectTimeout=15",
-    "-oControlMaster=no",  # otherwise ending this ssh would also end others that share its connection
+    "-oControlMaster=no",  # otherwise, ending this ssh would also end others that share its connection
     "-oClearAllForwardings=yes",
     "-oRemoteCommand=none",
 )
@@ -33,9 +33,9 @@ REMEDY = "set python= to a Python that has flowchan"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Ssh:
-    """One agent on each of ``hosts``, in a form that ``ssh`` accepts: ``gpu1``, ``user@gpu2``.
+    """One agent on each of ``hosts``, as ``ssh`` accepts them: ``gpu1``, ``user@gpu2``.
 
-    Killing an agent ends the local ``ssh`` process but not the agent. The agent runs until it has received
+    Killing an agent ends the local ``ssh`` process, but not the agent. The agent runs until it has heard
     nothing from the driver for ``peer_timeout`` seconds. The driver learns how an agent ended only while the
     ssh connection lasts.
     """
@@ -67,7 +67,7 @@ class Ssh:
 
 
 def _machine(host: str) -> str:
-    """Return the network name of a host according to the user's configuration."""
+    """Return a host's network name, according to the user's configuration."""
     try:
         done = subprocess.run(("ssh", "-G", "--", host), capture_output=True, text=True)
     except OSError as error:
@@ -80,7 +80,7 @@ def _machine(host: str) -> str:
 
 
 def _unreached(host: str, code: int, output: ProcessOutput) -> str:
-    """Explain why nothing has run on the host."""
+    """Explain why nothing ran on the host."""
     last = output.last()
     if code != FAILED:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
@@ -98,21 +98,21 @@ def _unreached(host: str, code: int, output: ProcessOutput) -> str:
 def ssh(*hosts: str | Mapping[str, int], python: str = "python3", address: str | None = None) -> Ssh:
     """Make a provider of one agent on each host, started with the system's ``ssh`` without a password.
 
-    Killing an agent only cuts it off: the agent ends when its peer timeout expires.
+    Killing an agent only ends its connection: the agent itself ends when its peer timeout expires.
 
     Args:
-        hosts: The hosts in a form that ``ssh`` accepts: ``"gpu1"``, ``"user@gpu2"``. A single mapping also
-            sets the number of cores of each host; otherwise, the hosts report the number when it is needed.
-        python: The Python executable on the hosts, with flowchan installed: ``~/venv/bin/python``.
-        address: The address at which the hosts can reach this machine, without a port (default: the address
-            that the kernel uses on its route to them).
+        hosts: Hosts as ``ssh`` accepts them: ``"gpu1"``, ``"user@gpu2"``. Alternatively one mapping, which
+            also sets each host's number of cores; otherwise, hosts report it when it is needed.
+        python: Python executable on the hosts, with flowchan installed: ``~/venv/bin/python``.
+        address: Address, without a port, at which the hosts can reach this machine (default: the one that the
+            kernel uses on its route to them).
 
     Returns:
         The provider.
 
     Raises:
         TypeError: A host is not a string, or a number of cores is not an int.
-        ValueError: No host is given, a name is not valid, or a number of cores is less than 1.
+        ValueError: No host is given, a name is invalid, or a number of cores is less than 1.
     """
     cores: tuple[int, ...] | None = None
     if len(hosts) == 1 and isinstance(hosts[0], Mapping):

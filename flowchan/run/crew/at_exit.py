@@ -1,4 +1,4 @@
-"""Run functions before a process exits, and end a process together with its parent."""
+"""Call functions before a process exits, and end a process together with its parent."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _libc = ctypes.CDLL(None)  # loaded now, because a newly forked process must not
 
 
 def die_with(parent: int) -> None:
-    """Make the kernel kill this new child of ``parent`` when the thread that forked it ends.
+    """Make the kernel kill this new child process when the thread of ``parent`` that forked it ends.
 
-    If that thread has already ended, this function ends the process at once.
+    If that thread has already ended, end this process at once.
     """
     _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
@@ -27,7 +27,7 @@ def die_with(parent: int) -> None:
 def before_exit(function: Callable[[], object], priority: int) -> None:
     """Call a function before this process exits, if ``multiprocessing`` started the process.
 
-    Such a process does not run ``atexit`` functions. It runs finalizers, the highest priority first.
+    Such a process runs finalizers, highest priority first, but not ``atexit`` functions.
     """
     _before_exit(os.getpid(), function, priority)
 

@@ -1,4 +1,4 @@
-"""Count the deaths of a run's workers, to decide whether and when to replace them (R4, R10)."""
+"""Count the deaths of a run's workers to decide whether and when to replace them (R4, R10)."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ from flowchan.run.policy.plan import Plan, PlannedWorker
 from flowchan.run.worker import item_timeout
 
 MOST_LATER_DEATHS = 20
-"""Maximum number of deaths with a batch after all its members were tried. After that many deaths, members are
-excluded again, because a function that kills its worker only in its second call would otherwise run
+"""Maximum number of deaths on a batch after each of its members was tried alone. After that many deaths,
+members are excluded again. Otherwise, a function that kills its worker only in its second call would run
 forever."""
 
 
 class DeathLog:
     """Deaths of the workers in one part of a crew.
 
-    Only one thread at a time calls the methods for a worker. It is the thread that receives the worker's
-    reports, or the supervisor's thread while the worker has no process.
+    For each worker, only one thread at a time calls the methods. It is the thread that receives its reports
+    or, while it has no process, the supervisor's.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._graph: Blueprint = plan.graph
         self._limits = plan.limits()
-        self._without_item: Counter[WorkerId] = Counter()  # consecutive quick deaths without an item
-        # Causes of the earlier deaths with the item that the replacement will try again.
+        self._without_item: Counter[WorkerId] = Counter()  # consecutive early deaths without an item
+        # Causes of death of earlier workers that held the item that the replacement will retry.
         self._how: dict[WorkerId, list[str]] = {}
-        # The batch member that each worker is trying alone, or None while it tries the rest together.
+        # The batch member that each worker is trying alone; None while it tries the rest together.
         self._trying: dict[WorkerId, int | None] = {}
-        self._members: dict[WorkerId, dict[int, str]] = {}  # causes of death, by member of the batch
-        # 0: the members have not been tried; otherwise 1 + the number of deaths since they were
+        self._members: dict[WorkerId, dict[int, str]] = {}  # causes of death, by batch member
+        # 0 until the members have been tried; afterwards 1 + the number of deaths since
         self._tried: Counter[WorkerId] = Counter()
         self._unbegun: Counter[WorkerId] = Counter()  # consecutive deaths before the worker started to work
         self._terminated: set[WorkerId] = set()
 
     def started(self, id: WorkerId) -> Suspicion:
-        """Record that a worker's process is being started, and return the deaths on its first item."""
+        """Record that a worker's process is being started; return the earlier deaths on its first item."""
         self._terminated.discard(id)
         self._trying.pop(id, None)
         deaths, members = tuple(self._how.get(id, ())), dict(self._members.get(id, {}))
         return Suspicion(deaths, members, self._tried[id] > 0)
 
     def tries_members(self, event: TriesMember | MembersTried) -> None:
-        """Record the progress of a worker that is trying the members of a batch."""
+        """Record the progress of a worker that tries the members of a batch."""
         if isinstance(event, TriesMember):
             self._trying[event.worker] = event.member
         else:
             self._tried[event.worker] = max(1, self._tried[event.worker])
 
     def knows_members(self, id: WorkerId) -> bool:
-        """Return whether members of a batch were tried. If so, only the replacement may get that batch."""
+        """Return whether batch members were tried. If so, only the replacement may get this batch."""
         return bool(self._members.get(id)) or self._tried[id] > 0
 
     def began(self, id: WorkerId) -> None:
@@ -70,7 +70,7 @@ class DeathLog:
         self._terminated.add(id)
 
     def died(self, worker: PlannedWorker, ended: ProcessExit) -> Death:
-        """Return the event for a process that has ended without reporting how its worker ended."""
+        """Return the event for a process that ended without reporting its worker's end."""
         id, retired = worker.id, ended.exitcode == RETIRED
         late = item_timeout.has_exceeded(worker.stage, ended.exitcode)
         if late:
@@ -98,12 +98,12 @@ class DeathLog:
     def _look_at_members(self, worker: PlannedWorker, ended: ProcessExit) -> None:
         """Record the batch member that the worker was processing when it died.
 
-        If a worker dies while it tries several members together, none of them can be blamed, and the batch
-        fails. After all members were tried, outputs that depend on the excluded members may have been put. Up
-        to ``MOST_LATER_DEATHS`` later deaths therefore do not exclude further members.
+        If a worker dies while it tries several members together, none can be blamed, and the batch fails.
+        Once all members were tried, outputs that depend on the excluded members may already have been put. Up
+        to ``MOST_LATER_DEATHS`` later deaths therefore exclude no further members.
         """
         id, member = worker.id, self._trying.get(worker.id, -1)
-        # the worker died on another item, or not yet often enough to try the batch members one by one
+        # the worker died on another item, or not often enough to try the members one by one
         if ended.over_item < worker.stage.max_deaths:
             self._members.pop(id, None)
             self._tried.pop(id, None)
@@ -116,20 +116,20 @@ class DeathLog:
             self._members.setdefault(id, {})[member] = ended.how
 
     def _irreplaceable(self, worker: PlannedWorker) -> str:
-        """Return why the stage of a worker can't continue with a replacement; empty if it can."""
+        """Return why the stage cannot continue with a replacement for the worker; empty if it can."""
         stage, limit = worker.id.stage, self._limits.get(worker.id.stage, 0)
         if stage not in self._limits or (limit == 0 and worker.stage.restarts > 0):
             return "the stage keeps state and is not declared restartable"
         return ""
 
     def _count(self, worker: PlannedWorker, ended: ProcessExit) -> int:
-        """Return the number of deaths that determines the pause before the next start."""
+        """Return the number of deaths that determines the delay of the next start."""
         id = worker.id
         if ended.over_item:
             self._how[id] = [*self._how.get(id, [])[: ended.over_item - 1], ended.how]
             self._look_at_members(worker, ended)
             return ended.over_item - len(self._members.get(id, ())) - self._tried[id]
-        # a running service takes no items from the graph, so its deaths are not counted together
+        # a running service takes no items from the graph, so each of its deaths counts on its own
         serves = worker.stage.service and self._unbegun[id] < 0
         self._without_item[id] = 1 if ended.lived > 1 or serves else self._without_item[id] + 1
         return self._without_item[id]

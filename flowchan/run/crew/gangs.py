@@ -1,8 +1,8 @@
-"""Form the groups of the gangs on this machine; ``hosts/host_gangs.py`` forms those of gangs on hosts.
+"""Form the groups of gangs on this machine; ``hosts/host_gangs.py`` does so for gangs on hosts.
 
-A gang gets its group before its workers start. An elastic gang can get further groups: a worker whose group
-has ended reports this and waits for its membership in the next group. Its function is then called again and
-first receives the item that it already had. A replacement worker also waits for a membership.
+A gang gets its group before its workers start. An elastic gang can get further groups. A worker whose group
+has ended reports this, and waits for its membership in the next group; so does a replacement worker. Its
+function is then called again, and receives its unfinished item first.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from flowchan.run.policy.events import WorkerId
 
 
 class Gangs:
-    """The groups that belong to the gangs of one run."""
+    """Groups of the gangs of one run."""
 
     def __init__(self) -> None:
         self._memberships: dict[WorkerId, Any] = {}
-        # channels that deliver later memberships in elastic gangs
+        # channels that deliver later memberships of elastic gangs
         self._next: dict[WorkerId, Channel[Any]] = {}
-        # The overseer of an elastic gang's current group, and the ranks of its members.
+        # The overseer of each elastic gang's current group, and the ranks of its members.
         self._groups: dict[str, tuple[Any, dict[WorkerId, int]]] = {}
 
     def form(self, stage: Stage, ids: Sequence[WorkerId]) -> None:
@@ -35,7 +35,7 @@ class Gangs:
         self._memberships.update(zip(ids, members, strict=True))
 
     def membership(self, id: WorkerId) -> Any:
-        """Return and remove the membership of a worker that is being started, or None if it has none."""
+        """Remove and return the membership of a worker that is being started; None if it has none."""
         return self._memberships.pop(id, None)
 
     def next_memberships(self, id: WorkerId, stage: Stage) -> Channel[Any] | None:
@@ -46,7 +46,7 @@ class Gangs:
         return self._next[id]
 
     def meet(self, stage: Stage, ids: Sequence[WorkerId]) -> None:
-        """Form a group of workers that are already running and waiting for one."""
+        """Form a group of running workers that wait for one."""
         self.form(stage, ids)
         for id in ids:
             self._next[id].put(self._memberships.pop(id))
@@ -56,7 +56,7 @@ class Gangs:
         self._groups[stage][0].disband()
 
     def count_out(self, id: WorkerId) -> None:
-        """Report to the group that a worker has died, even if it had not joined, to end its peers' waits."""
+        """Report a worker's death to its group, even if it never joined, so that its peers stop waiting."""
         overseer, ranks = self._groups.get(id.stage, (None, {}))
         if id in ranks:
             overseer.count_out(ranks[id])

@@ -1,4 +1,4 @@
-"""The workers of a run on this machine: threads, coroutines and processes."""
+"""Manage the workers of a run on this machine: threads, coroutines and processes."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 
 class LocalPart:
-    """Part of the crew on this machine; see :class:`CrewPart`.
+    """Part of the crew on this machine; implements :class:`CrewPart`.
 
-    ``pooled`` holds the processes of a pool, if the run belongs to one.
+    ``pooled`` holds a pool's processes, if the run belongs to a pool.
 
     Invariant. Threads of the program add to the dictionary ``threads`` while the supervisor reads it. Every
-    reader therefore copies the dictionary in one step.
+    reader must therefore copy it in one step.
     """
 
     def __init__(self, ports: RunPorts, pooled: PooledProcesses | None = None) -> None:
@@ -64,7 +64,7 @@ class LocalPart:
         self._tasks: list[Tasks] = []  # one entry for each async stage
         self._gangs = Gangs()
         self._deaths = DeathLog(self.plan)
-        self._reported: set[WorkerId] = set()  # workers that have reported how they ended
+        self._reported: set[WorkerId] = set()  # workers that have reported their end
         self._report: Report = run_is_over
         self._processes: WorkerProcesses | None = None
         self._helpers: list[threading.Thread] = []
@@ -73,7 +73,7 @@ class LocalPart:
 
     @property
     def processes(self) -> Mapping[WorkerId, WorkerProcess]:
-        """Return the worker processes, including those that have ended."""
+        """Return the worker processes, including ended ones."""
         return {} if self._processes is None else self._processes.known
 
     # --- starting ---
@@ -81,8 +81,8 @@ class LocalPart:
     def start(self, report: Report) -> None:
         """See :class:`CrewPart`.
 
-        The caller must call :meth:`start_threads` afterwards. Processes start first, because a process must
-        not be forked while other threads are running.
+        Call :meth:`start_threads` afterwards. Processes start first, because forking is unsafe while other
+        threads run.
         """
         self._report = report
         for stage in self.plan.graph.stages:
@@ -103,7 +103,7 @@ class LocalPart:
     def start_threads(self) -> None:
         """Start the worker threads, and the threads that watch the processes.
 
-        Workers that collect results are started later.
+        Workers that collect results start later.
         """
         if self._mail is not None and self._processes is not None:
             mail, processes = self._mail, self._processes
@@ -120,7 +120,7 @@ class LocalPart:
         self._helpers.append(self._start(name, run_helper, work, lambda: self._report))
 
     def _start(self, name: str, target: Callable[..., object], *arguments: Any) -> threading.Thread:
-        """Start a daemon thread that belongs to the run."""
+        """Start a daemon thread of the run."""
         name = f"flowchan {self.plan.graph.name}{name}"
         thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
         thread.start()
@@ -134,12 +134,12 @@ class LocalPart:
         self.add_thread(id, self._start(f"/{id}", work, *arguments))
 
     def add_thread(self, id: WorkerId, thread: threading.Thread) -> None:
-        """Record the thread that does the work of a worker."""
+        """Record the thread on which a worker runs."""
         self.threads[id] = thread
         self._ports.result_read(id)
 
     def _start_loop(self, stage: Stage) -> None:
-        """Start the workers of an async stage as tasks in one thread."""
+        """Start the workers of an async stage as tasks of one thread."""
         from flowchan.run.worker.async_worker import Tasks, work_together  # asyncio is slow to import
 
         ids = [worker.id for worker in self._planned if worker.stage is stage]
@@ -155,7 +155,7 @@ class LocalPart:
         stage, ports = self._ports.worker(id).stage, self._ports.ports[id]
         suspicion = self._deaths.started(id)
         self._reported.discard(id)
-        stage.operator.run()  # else a child that is forked while another thread imports this waits forever
+        stage.operator.run()  # a child forked while another thread is importing this would wait forever
         with start_of(self.plan.graph, stage.name):
             memberships = Memberships(self._gangs.membership(id), self._gangs.next_memberships(id, stage))
             packed = dumps_for_worker(stage) if self._pooled is None else self._pooled.packed(stage)
@@ -166,7 +166,7 @@ class LocalPart:
     # --- reports from workers ---
 
     def _receive(self, event: Event) -> None:
-        """Report an event from a worker process, on the mail's thread."""
+        """Report an event of a worker process, on the mail's thread."""
         if isinstance(event, TriesMember | MembersTried):
             self._deaths.tries_members(event)
             return
@@ -191,13 +191,13 @@ class LocalPart:
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
         """See :class:`CrewPart`.
 
-        If a worker has died and has not been replaced yet, the run may still move.
+        While a dead worker has no replacement yet, the run may still move.
         """
         if self._processes is not None and any(map(self._processes.ended, alive)):
             return Waits(moves=True)
         if not waits_of_loops():
             return Waits()
-        # asyncio is already imported at this point
+        # asyncio has been imported by now
         from flowchan.run.worker.async_worker import only_wait_for
 
         return Waits(moves=not only_wait_for(list(self._ports.channels.values())))
@@ -294,7 +294,7 @@ class LocalPart:
                 tasks.cancel()
 
     def cancel_request(self, question: int) -> None:
-        """See :class:`CrewPart`. Local workers need no message, because they read the shared board."""
+        """See :class:`CrewPart`. Local workers read the shared board, so they need no message."""
 
     def terminate(self, id: WorkerId, force: bool) -> None:
         """See :class:`CrewPart`."""
@@ -314,9 +314,9 @@ class LocalPart:
         self._gangs.clear()
         self._ports.close(abandoned)
         self._end_helpers()
-        self._report = run_is_over  # so that no reference cycle keeps the channels alive
+        self._report = run_is_over  # breaks a reference cycle that would keep the channels alive
         deadline = time.monotonic() + (timeout or 0.0)
-        # while a thread of the program waits for the run, it may start another thread
+        # a thread of the program may start another thread while it waits for the run
         for id, thread in list(self.threads.items()):
             if id not in abandoned:
                 thread.join(None if timeout is None else max(0.0, deadline - time.monotonic()))
@@ -334,7 +334,7 @@ class LocalPart:
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
         """See :class:`CrewPart`.
 
-        The run has already ended for all callers, so this can wait for threads that are about to end.
+        The run has already ended for all callers, so this may wait for threads that are about to end.
         """
         deadline = time.monotonic() + decisions.GRACE
         for id, thread in sorted(self.threads.items(), key=lambda one: str(one[0])):

@@ -1,8 +1,7 @@
-"""Events reported by the worker processes on one machine, in order.
+"""Deliver the events that worker processes on this machine report, in order.
 
-Workers put events into one channel. When a process has ended, the thread that watches processes puts
-``ProcessEnded`` into the same channel. ``ProcessEnded`` therefore follows everything that the worker
-reported.
+Workers put events into one channel. When a process has ended, the watching thread puts ``ProcessEnded`` into
+the same channel, so this event follows everything that the worker reported.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ class Mail:
         self._reader = self.channel.reader()
 
     def deliver(self, receive: Callable[[Event], None]) -> None:
-        """Pass on each event until the mail is closed. Log records are passed to the program's loggers."""
-        for event in self._reader:  # an event counts as leased until it has been passed on
+        """Pass on each event until the mail is closed. Log records go to the program's loggers."""
+        for event in self._reader:  # an event stays leased until it has been passed on
             if isinstance(event, Logged):
                 log_locally(event)
             else:
                 receive(event)
 
     def is_empty(self) -> bool:
-        """Return whether all reports sent so far have been passed on."""
+        """Return whether every report sent so far has been passed on."""
         stats = self.channel.stats()
         return stats.inside + stats.leased == 0
 
@@ -45,10 +44,10 @@ class Mail:
 
 
 def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
-    """Run ``work`` on a helper thread of a run.
+    """Run ``work`` on a helper thread of the run.
 
-    If ``work`` raises, the run fails, because it would otherwise wait forever. ``report`` returns the
-    function that receives the run's events at that time.
+    If ``work`` raises, the run fails; otherwise the run would wait forever. ``report`` returns the function
+    that currently receives the run's events.
     """
     try:
         with contextlib.suppress(Closed, Broken):  # the run has ended
@@ -59,5 +58,5 @@ def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
 
 
 def run_is_over(event: Event) -> None:
-    """Reject an event by raising ``Closed``, because the run has ended."""
+    """Raise ``Closed`` to reject an event, because the run has ended."""
     raise Closed("the run has ended")

@@ -1,9 +1,9 @@
-"""Detect a main script without a ``__main__`` guard.
+"""Detect a main script that lacks a ``__main__`` guard.
 
-If the start method is spawn or forkserver, a new process imports the program's main script. If the script
-runs the graph or sets the start method at import, every worker would do the same again. Python prevents this
-with a traceback in each worker. This module makes the new process report the problem by its exit code
-instead, and the program raises one error.
+With the start methods spawn and forkserver, each new process imports the program's main script. If the script
+runs the graph or sets the start method during the import, every worker would do so again. Python prevents
+this, but prints a traceback from each worker. Here, the new process reports the problem by its exit code
+instead, and the program raises a single error.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from flowchan.run.crew.process_exit import exit_text
 from flowchan.run.crew.process_start import forkserver_pid
 
 UNGUARDED = 78
-"""Exit code of a process that runs the graph while it is still importing the main script."""
+"""Exit code of a process that runs the graph while still importing the main script."""
 
 NAME = "flowchan "
-"""Prefix of the names of worker processes."""
+"""Prefix of worker process names."""
 
 
 _AT_ERRORS = f"""
@@ -40,15 +40,15 @@ def leave_if_unguarded(kind, error, trace, usual=sys.excepthook):
     usual(kind, error, trace)
 sys.excepthook = leave_if_unguarded
 """
-"""Code that a new process runs before it imports the main script. It must not import flowchan, because the
-process may not find flowchan until the script is imported."""
+"""Code that a new process runs before it imports the main script. It must not import flowchan, which the
+process may not find until the script is imported."""
 
 
 class ProcessName(str):
-    """Name of a worker process, which also installs a hook in that process.
+    """Name of a worker process, which also installs a hook in this process.
 
-    The hook is installed when the name is unpickled, before the main script is imported. It exits with
-    ``UNGUARDED`` if Python refuses to start a process during that import.
+    Unpickling the name installs the hook, before the main script is imported. If Python refuses to start a
+    process during that import, the hook exits with ``UNGUARDED``.
     """
 
     def __new__(cls, name: str) -> ProcessName:
@@ -59,17 +59,17 @@ class ProcessName(str):
 
 
 class Unguarded(GraphError):
-    """Error for a main script that, when imported, runs code that only the program may run."""
+    """The main script runs code when it is imported that only the program itself may run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GraphError, (self.graph, self.problems)
 
 
-Unguarded.__module__, Unguarded.__qualname__ = "flowchan", "GraphError"  # how tracebacks name the class
+Unguarded.__module__, Unguarded.__qualname__ = "flowchan", "GraphError"  # what tracebacks show
 
 
 def unguarded(graph: Blueprint) -> Unguarded:
-    """Return the error for a main script without a ``__main__`` guard."""
+    """Return the error for a main script that lacks a ``__main__`` guard."""
     method = multiprocessing.get_start_method()
     message = (
         f"with the start method {method!r}, a worker process imports the main script, which then runs "
@@ -80,9 +80,9 @@ def unguarded(graph: Blueprint) -> Unguarded:
 
 
 def hint_at_import(exitcode: int | None) -> str:
-    """Return advice for a process that may have failed while it was importing the main script.
+    """Return a hint for a process that may have failed while importing the main script.
 
-    ``exitcode`` is that of a process that ended before it started to work.
+    ``exitcode`` is the exit code of a process that ended before it started to work.
     """
     method = multiprocessing.get_start_method()
     if exitcode != 1 or method == "fork":
@@ -95,7 +95,10 @@ def hint_at_import(exitcode: int | None) -> str:
 
 
 def leave_if_unguarded(graph: Blueprint) -> None:
-    """End this process if it is still importing the main script. Print the reason if no parent reports it."""
+    """End this process if it is still importing the main script.
+
+    Print the reason if no parent will report it.
+    """
     process = multiprocessing.current_process()
     if not getattr(process, "_inheriting", False) or not any(
         stage.placement.own_process for stage in graph.stages
@@ -108,19 +111,19 @@ def leave_if_unguarded(graph: Blueprint) -> None:
 
 @contextlib.contextmanager
 def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
-    """Explain the error if a process could not be started because Python's forkserver has ended.
+    """Explain the error if a process failed to start because Python's forkserver had ended.
 
     Args:
-        graph: Graph with the stage.
+        graph: Graph that contains the stage.
         stage: Name of the stage.
 
     Yields:
-        Once; the process must be started in the ``with`` block.
+        Once. Start the process inside the ``with`` block.
 
     Raises:
-        Unguarded: The forkserver ended while it was importing the main script.
-        OSError: The forkserver ended for another reason. If it is still running or not in use, the original
-            error is raised.
+        Unguarded: The forkserver ended while importing the main script.
+        OSError: The forkserver ended for another reason. The original error is raised if the forkserver is
+            still running or not in use.
     """
     try:
         yield
@@ -139,17 +142,17 @@ def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
 
 
 def _servers_exitcode() -> int | None:
-    """Return the exit code of Python's forkserver if it has just ended; a negative number is a signal.
+    """Return the exit code of Python's forkserver if it has just ended; negative means a signal.
 
-    In Python 3.14 and later, the forkserver also imports the main script.
+    Since Python 3.14, the forkserver also imports the main script.
     """
     server = forkserver_pid()
     if server is None:
         return None
-    give_up = time.monotonic() + 1  # the forkserver's pipes close a moment before it exits
+    give_up = time.monotonic() + 1  # the forkserver's pipes close shortly before it exits
     while time.monotonic() < give_up:
         try:
-            # leave the process for multiprocessing to reap
+            # do not reap the process; multiprocessing does that
             ended = os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
             return None

@@ -1,6 +1,6 @@
-"""Find a run's memory budget, the free memory for more processes, and processes killed for lack of memory.
+"""Determine a run's memory budget, how much memory is free for processes, and whether the kernel killed any.
 
-All channels of the run share the budget.
+All channels of a run share its budget.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ VMSTAT = Path("/proc/vmstat")
 
 
 def budget() -> int:
-    """Return half of the memory that this process may use, in bytes."""
+    """Return half of the memory available to this process, in bytes."""
     return available() // 2
 
 
 def available() -> int:
-    """Return the memory of the machine or of this process's control group in bytes, whichever is less."""
+    """Return the memory of the machine or of this process's cgroup in bytes, whichever is less."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     files = group_files("memory", "memory.max", "memory.limit_in_bytes")
     return min([physical, *(limit for file in files for limit in _number(file))])
 
 
 def free_for_processes() -> float:
-    """Return how many bytes new processes may use if a tenth of the memory is to stay free.
+    """Return how many bytes new processes may use while a tenth of the memory stays free.
 
     File pages that the kernel can drop at once count as free.
     """
@@ -49,10 +49,9 @@ def resident(pid: int) -> int:
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed so far because memory was short.
+    """Return how many processes the kernel has killed so far for lack of memory.
 
-    The number is counted in this process's control group, or else on the whole machine. It is 0 if neither
-    count is known.
+    Count them in this process's cgroup, otherwise on the whole machine. Return 0 if neither count is known.
     """
     for file in (*group_files("memory", "memory.events", "memory.oom_control"), VMSTAT):
         try:
@@ -68,12 +67,12 @@ def oom_kills() -> int:
 def _number(file: Path) -> list[int]:
     try:
         return [int(file.read_text())]
-    except (OSError, ValueError):  # the file does not exist or contains "max"
+    except (OSError, ValueError):  # the file does not exist, or contains "max"
         return []
 
 
 def _droppable(group: Path) -> int:
-    """Return how many bytes of a control group's file pages have not been used recently."""
+    """Return how many bytes of a cgroup's file pages have not been used recently."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
-"""Start and end one worker process, and find out reliably when it has ended.
+"""Start and end one worker process, and detect its end reliably.
 
-An open pidfd always refers to the same process, even if the kernel reuses the process id. A pidfd is also
-right where Python is wrong. If Python's forkserver has ended, ``multiprocessing`` reports that the
-forkserver's children have also ended, although they are still running. If the system refuses pidfds, this
-module asks ``multiprocessing`` and kills a child whose state is lost in this way.
+An open pidfd keeps referring to the same process, even if the kernel reuses the process id. Python itself can
+be wrong: once its forkserver has ended, ``multiprocessing`` reports that the forkserver's children have
+ended, although they still run. If the system refuses pidfds, this module asks ``multiprocessing``, and kills
+a child whose state is lost in this way.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from flowchan.run.worker.stack_file import READY, SIGNAL, StackFile, serving_sta
 from flowchan.transport.pidfd import open_pidfd
 
 if TYPE_CHECKING:
-    import psutil  # slow to import, and needed only if the system refuses pidfds
+    import psutil  # slow to import, and needed only without pidfds
 
 UNKNOWN = 255
-"""Exit code that ``multiprocessing`` reports for a child whose forkserver has ended. It is also used for a
-child that the program has reaped."""
+"""Exit code that ``multiprocessing`` reports for a child whose forkserver has ended. Also used for a child
+that the program has reaped."""
 
 
 class WorkerProcess:
     """Process that has been started.
 
-    ``pidfd`` becomes readable when the process ends. It is ``None`` if the system does not allow pidfds, or
-    if the process ended before one was opened.
+    ``pidfd`` becomes readable when the process ends. It is ``None`` if the system refuses pidfds, or if the
+    process ended before one was opened.
     """
 
     def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self._stacks = StackFile()
-        self._descriptors = threading.Lock()  # other threads ask for stacks while the process is being closed
+        # other threads may ask for stacks while the process is being closed
+        self._descriptors = threading.Lock()
         self._is_closed = False
         try:
             self._process = multiprocessing.get_context().Process(
@@ -57,7 +58,7 @@ class WorkerProcess:
         self._is_of_server = self._process._start_method == "forkserver"
         self._server = forkserver_pid() or 0
         self._collected_elsewhere = False
-        # identifies the process by its start time if the system has no pidfds
+        # without pidfds, identifies the process by its start time
         self._known: psutil.Process | None = None
         self._lost = False
         try:
@@ -79,7 +80,7 @@ class WorkerProcess:
                 self._known = psutil.Process(self.pid)
 
     def ended(self, timeout: float = 0.0) -> bool:
-        """Return whether the process, with all its threads, ends within ``timeout`` seconds."""
+        """Wait up to ``timeout`` seconds, and return whether the process and all its threads have ended."""
         if self.pidfd is not None:
             return _is_readable(self.pidfd, timeout)
         deadline = time.monotonic() + timeout
@@ -103,14 +104,14 @@ class WorkerProcess:
                 return
             except ProcessLookupError:
                 return
-            except OSError:  # the system does not allow this call
+            except OSError:  # the system refuses this call
                 pass
         (self._process.kill if number == signal.SIGKILL else self._process.terminate)()
 
     def _end_lost(self) -> bool:
-        """Kill a process that is running although Python reports that it has ended. Its exit code is lost.
+        """Kill a process that still runs although Python reports its end. Its exit code is lost.
 
-        Returns True while the process is running.
+        Return True while the process is still running.
         """
         if self._known is None:
             return False
@@ -129,14 +130,14 @@ class WorkerProcess:
 
     @property
     def exitcode(self) -> int:
-        """Return the exit code of the process, once it has ended."""
+        """Return the exit code of a process that has ended."""
         self._reap()
         return self._process.exitcode or 0
 
     def how_it_ended(self, lack_of_memory: bool) -> str:
         """Describe how the process ended.
 
-        ``lack_of_memory`` is true if the kernel has killed a process because memory was short.
+        ``lack_of_memory`` is true if the kernel killed a process for lack of memory.
         """
         if self._lost:
             return "was killed or ended: its exit code is unknown, because Python's forkserver was killed"
@@ -152,8 +153,8 @@ class WorkerProcess:
     def _reap(self) -> None:
         """Wait until the exit code is known.
 
-        Another thread may be reaping the process at this moment, as ``multiprocessing`` does when it starts
-        or lists processes. The exit code is then available shortly. The user's code may also have reaped the
+        Another thread may be reaping the process right now: ``multiprocessing`` does this whenever it starts
+        or lists processes. The exit code is then available shortly. User code may also have reaped the
         process.
         """
         polls = 100
@@ -166,7 +167,7 @@ class WorkerProcess:
                     self._process._popen.returncode = UNKNOWN  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Release the resources of a process that has ended: its zombie and its descriptor."""
+        """Release the remains of a process that has ended: its zombie and its descriptor."""
         self._reap()
         with self._descriptors:
             self._is_closed = True
@@ -184,12 +185,12 @@ class WorkerProcess:
             return self._is_closed or (self.pidfd is not None and _is_readable(self.pidfd))
 
     def is_starting(self) -> bool:
-        """Return whether the process is not ready to write its stacks yet."""
+        """Return whether the process cannot write its stacks yet."""
         with self._descriptors:
             return not self._is_closed and not self._stacks.state
 
     def ask_for_stacks(self) -> str:
-        """Ask the process to write its stacks. Return why that is impossible, or an empty string."""
+        """Ask the process to write its stacks. Return why this is impossible, or an empty string."""
         with self._descriptors:
             if self.pidfd is None:
                 return "it has ended, or the system does not allow pidfds"
@@ -203,15 +204,15 @@ class WorkerProcess:
         return ""
 
     def written_stacks(self) -> str | None:
-        """Return the stacks that the process has written since it was asked, or None if they are incomplete.
+        """Return the stacks that the process has written since it was asked; None if they are incomplete.
 
-        The string is empty if the process has been closed.
+        Return an empty string if the process has been closed.
         """
         with self._descriptors:
             return "" if self._is_closed else self._stacks.answer()
 
     def last_stacks(self) -> str:
-        """Return the stacks that the process wrote when its item exceeded the time limit."""
+        """Return the stacks that the process wrote when an item exceeded its time limit."""
         with self._descriptors:
             return "" if self._is_closed else self._stacks.last_words()
 

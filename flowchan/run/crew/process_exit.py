@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """End of a process that did not report how its worker ended.
+    """End of a process that did not report its worker's end.
 
     Attributes:
-        how: Description of the process's end.
+        how: Description of the end.
         exitcode: Exit code, negative for a signal; None if unknown.
         pid: Process id; 0 if unknown.
-        lived: Seconds for which the process ran.
-        over_item: Number of workers that have died while processing the item that it held; see
+        lived: How long the process ran, in seconds.
+        over_item: Number of workers that died while processing the item that it held; see
             :func:`deaths_over_item`.
-        host: Host of the process; empty for this machine.
-        counts: True if the death uses one of the restarts of its stage.
-        stack: Python stacks of the process when its item exceeded the time limit; empty if unknown.
+        host: Host on which the process ran; empty for this machine.
+        counts: True if the death uses up one of the stage's restarts.
+        stack: Python stacks that the process wrote when an item exceeded its time limit; empty if unknown.
     """
 
     how: str
@@ -33,9 +33,9 @@ class ProcessExit:
 
 
 def exit_text(code: int, lack_of_memory: bool = False) -> str:
-    """Describe what an exit code means.
+    """Describe the meaning of an exit code.
 
-    ``lack_of_memory`` is true if the kernel has killed a process because memory was short.
+    ``lack_of_memory`` is true if the kernel killed a process for lack of memory.
     """
     if code >= 0:
         return f"exited with code {code} without finishing"
@@ -49,7 +49,7 @@ def exit_text(code: int, lack_of_memory: bool = False) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, or its number, because most real-time signals are unnamed."""
+    """Return the name of a signal, or its number, because most real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,8 +1,8 @@
-"""Start a worker process faster, and release all its resources if the start fails.
+"""Start a worker process faster, and release everything if the start fails.
 
-If a start fails, ``multiprocessing`` leaves the pipes to the process open. If the process was started but
-can't be sent its task, ``multiprocessing`` does not reap it either. This module finds the pipes and the
-process in the frames of the exception's traceback.
+After a failed start, ``multiprocessing`` leaves the pipes to the process open. If a process was started but
+could not be sent its task, ``multiprocessing`` does not reap it either. This module finds the pipes and the
+process in the frames of the error's traceback.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 PIPES = ("parent_r", "parent_w", "child_r", "child_w", "alive_r", "alive_w", "w")
-"""Variables that hold the ends of the pipes in CPython's functions that launch a process."""
+"""Variables in CPython's launch functions that contain the ends of the pipes."""
 
 
 def start_process(process: BaseProcess) -> None:
-    """Start a process. If that fails, release its resources and raise the error."""
+    """Start a process. On an error, release its resources and raise the error."""
     if process._start_method == "forkserver":  # type: ignore[attr-defined]
         _leave_the_parents_server()
         _share_imports()
@@ -32,9 +32,9 @@ def start_process(process: BaseProcess) -> None:
 
 
 def start_server() -> None:
-    """Start Python's forkserver, if new processes come from it and it is not running yet.
+    """Start Python's forkserver if new processes come from it and it is not running yet.
 
-    The forkserver keeps the standard streams that this process has now.
+    The forkserver keeps the current standard streams of this process.
     """
     # do not fix the default start method, because the program may still change it
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
@@ -49,17 +49,17 @@ def start_server() -> None:
 def forkserver_pid() -> int | None:
     """Return the process id of Python's forkserver, if it is running.
 
-    The module of the forkserver is slow to import, so it is not imported here.
+    Do not import the forkserver's module for this, because it is slow to import.
     """
     module = sys.modules.get("multiprocessing.forkserver")
     return module._forkserver._forkserver_pid if module else None
 
 
 def _leave_the_parents_server() -> None:
-    """Drop the parent's forkserver in a child that the program has forked, so that the child starts its own.
+    """Drop the parent's forkserver in a forked child, so that the child starts a new one.
 
-    Otherwise Python would use the parent's forkserver and fail, because the child can't wait for that
-    process. Several threads may call this function at once, so it holds Python's own lock for the forkserver.
+    Otherwise, Python would use the parent's forkserver and fail, because the child cannot wait for that
+    process. Several threads may call this function at once, so it takes Python's own lock for the forkserver.
     """
     from multiprocessing import forkserver
 
@@ -75,10 +75,10 @@ def _leave_the_parents_server() -> None:
 
 
 def _share_imports() -> None:
-    """Make a forkserver that has not started yet import flowchan and the large libraries already loaded here.
+    """Make a forkserver that has not started yet import flowchan and the large libraries loaded here.
 
-    These are numpy and torch. The workers then inherit the imported modules. If the program has set its own
-    list of modules, it is left unchanged.
+    The large libraries are numpy and torch. The workers then inherit the imported modules. A list of modules
+    that the program has set itself is left unchanged.
     """
     from multiprocessing import forkserver
 

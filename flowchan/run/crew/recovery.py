@@ -1,4 +1,4 @@
-"""Recover the items of a dead worker, so that other workers can process them (R4)."""
+"""Recover the items of a dead worker for other workers (R4)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flowchan.run.worker.opening import Ports
 
 
 def take_up(old: Ports, new: Ports, everything: bool = False, blame: bool = True) -> None:
-    """Give the items of a dead worker back to the channels, so that each of their outputs appears once.
+    """Return the items of a dead worker to the channels, so that each of their outputs appears once.
 
     Args:
         old: Ports of the dead worker.
@@ -20,8 +20,8 @@ def take_up(old: Ports, new: Ports, everything: bool = False, blame: bool = True
 
 
 def deaths_over_item(ports: Ports) -> int:
-    """Count the workers, including this dead one, that died in the user's code while processing its item.
+    """Count the workers, including this dead one, that died in user code while processing its item.
 
-    Returns 0 if the worker died outside the user's code.
+    Return 0 if this worker died outside user code.
     """
     return _core._deaths_over(list(ports.inputs.values()))

@@ -1,4 +1,4 @@
-"""The crew of a run, which passes each call to the part with the worker, or to all parts."""
+"""Pass each call of the supervisor to the part of the crew that has the worker, or to all parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CrewRouter:
 
     Attributes:
         local: Part on this machine.
-        remote: Parts on pools of hosts.
+        remote: Parts on the hosts of pools.
     """
 
     def __init__(self, ports: RunPorts, pooled: PooledProcesses | None = None) -> None:
@@ -41,7 +41,7 @@ class CrewRouter:
         self.remote: list[CrewPart] = []
         self._part_of: dict[WorkerId, CrewPart] = {}
         self._last_hosts: tuple[HostStats, ...] = ()  # set once the run has ended
-        self._answers: dict[int, Waits] = {}  # answers received so far, by the number of the part
+        self._answers: dict[int, Waits] = {}  # answers received so far, by index of the part
         for placement, workers in _shares(ports.plan):
             part = cast(HostPlacement, placement).open_part(ports, workers)
             self.remote.append(part)
@@ -55,7 +55,7 @@ class CrewRouter:
         return [self.local, *self.remote]
 
     def start(self, report: Report) -> None:
-        """See :class:`CrewPart`. Processes start first, because threads make a fork unsafe."""
+        """See :class:`CrewPart`. Processes start first, because forking is unsafe while threads run."""
         for part in self._parts:
             part.start(report)
         self.local.start_threads()
@@ -118,7 +118,7 @@ class CrewRouter:
         return all(part.all_reported() for part in self._parts)
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
-        """See :class:`CrewPart`. Ask each remote part until it has answered, then combine all answers."""
+        """See :class:`CrewPart`. Ask the remote parts until each has answered, then combine the answers."""
         for number, part in enumerate(self.remote):
             if number not in self._answers and (answer := part.waits(alive)) is not None:
                 self._answers[number] = answer
@@ -156,7 +156,7 @@ class CrewRouter:
 
 
 def _shares(plan: Plan) -> list[tuple[Placement, list[PlannedWorker]]]:
-    """Group the workers on hosts by the pool to which their hosts belong."""
+    """Group the workers on hosts by the pool of their host."""
     shares: list[tuple[Placement, list[PlannedWorker]]] = []
     for worker in plan.workers:
         if worker.host:

@@ -1,10 +1,10 @@
-"""Channels of one run and the ports of its workers, shared by the supervisor and all parts of the crew.
+"""Hold the channels and ports of a run, which the supervisor and all parts of the crew share.
 
-All channels are opened in this process before any worker starts. The ports of workers on other hosts are also
-opened here, and the links to their agents use them.
+This process opens all channels before any worker starts. It also opens the ports of workers on other hosts,
+which the links to their agents use.
 
-Invariants. Only the supervisor's thread opens, replaces and releases ports. Other threads copy the table of
-ports in one step (``list(…)`` of a dict), because it may change at any time.
+Invariants. Only the supervisor's thread opens, replaces and releases ports. The table of ports may change at
+any time, so other threads copy it in one step (``list(…)`` of a dict).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flowchan.run.worker.port_release import broken_by
 
 
 class RunChannels(Protocol):
-    """Channels of a run, as the supervisor sees them."""
+    """Channels of a run, in the form that the supervisor uses."""
 
     def stop_sources(self) -> None:
         """Close the channels of all sources and inputs."""
@@ -37,25 +37,25 @@ class RunChannels(Protocol):
         """Close the request channels of the services."""
 
     def drop_queued(self) -> None:
-        """Discard the items that are now waiting in the channels of :meth:`Plan.queues`."""
+        """Discard the items that currently wait in the channels of :meth:`Plan.queues`."""
 
     def close_unwanted(self) -> None:
         """Close the inputs of stages whose outputs have no readers.
 
-        While a stage is waiting for an item, it does not notice that its readers have gone.
+        While a stage waits for an item, it does not notice that its readers are gone.
         """
 
     def break_all(self, cause: BaseException | None) -> None:
         """Abort every channel."""
 
     def broken(self, id: WorkerId | None) -> list[str]:
-        """Return the names of the broken channels of one worker, or of all if ``id`` is None."""
+        """Return the names of one worker's broken channels; of all broken channels if ``id`` is None."""
 
     def cause_of(self, channel: str) -> BaseException:
-        """Return the error with which a broken channel was aborted, or ``Broken`` if no error was given."""
+        """Return the error with which a broken channel was aborted; ``Broken`` if there was none."""
 
     def activity(self) -> Activity:
-        """Return a quick observation of all channels."""
+        """Return the numbers of a quick look at all channels."""
 
     def snapshots(self) -> tuple[Snapshot, ...]:
         """Return the counters of all channels."""
@@ -85,10 +85,10 @@ class RunPorts:
         self._workers_of = Counter(id.stage for id in self._workers)
         self._starts: Counter[WorkerId] = Counter()
         self._remote = sum(bool(worker.host) for worker in plan.workers)
-        self._scaled: set[str] = set()  # stages that have had more workers than were declared
+        self._scaled: set[str] = set()  # stages that have at some time had more workers than declared
         self._leaving: set[WorkerId] = set()
         self._leased_at_break: dict[str, int] = {}
-        self._dropped: Counter[str] = Counter()  # items that drop_queued() has discarded
+        self._dropped: Counter[str] = Counter()  # items discarded by drop_queued()
         self._unread = {worker.id: True for worker in plan.workers if worker.gathers}
         self._between = [
             ([self.channels[name] for name in into], [self.channels[name] for name in out])
@@ -109,15 +109,18 @@ class RunPorts:
             inbox.close()
 
     def drop_queued(self) -> None:
-        """See :class:`RunChannels`. Items put in the meantime are kept: they are behind all others."""
+        """See :class:`RunChannels`.
+
+        Items put in the meantime stay, because they are queued behind all others.
+        """
         for name in self.plan.queues():
             channel = self.channels[name]
             for _ in range(channel.stats().inside):
                 try:
                     channel.get_nowait()
-                except ChannelError:  # workers have taken the other items
+                except ChannelError:  # workers have taken the remaining items
                     break
-                except Exception:  # an item that can't be unpickled is also discarded
+                except Exception:  # an item that cannot be unpickled is discarded as well
                     pass
                 self._dropped[name] += 1
 
@@ -135,9 +138,9 @@ class RunPorts:
             channel.abort(cause)
 
     def close(self, abandoned: frozenset[WorkerId]) -> None:
-        """Release the ports of all workers that were not abandoned, and close the channels of the inputs.
+        """Release the ports of all workers that were not abandoned, and close the input channels.
 
-        The user still has the writing ends of the inputs. Their next ``put`` raises ``Closed``.
+        The user still holds the writing ends of the inputs. The next ``put`` on them raises ``Closed``.
         """
         for id in list(self.ports):
             if id not in abandoned:
@@ -161,7 +164,7 @@ class RunPorts:
     def activity(self) -> Activity:
         """See :class:`RunChannels`.
 
-        No channel shows whether workers on hosts are waiting. All of them are counted as waiting here; an
+        The channels here do not show whether workers on hosts wait. So count all of them as waiting; an
         observation then asks the hosts.
         """
         moved, reading, writing = _core._observe(list(self.channels.values()))
@@ -176,7 +179,7 @@ class RunPorts:
     # --- workers ---
 
     def worker(self, id: WorkerId) -> PlannedWorker:
-        """Return the plan for a worker."""
+        """Return a worker's plan."""
         return self._workers[id]
 
     def gathering_port(self, id: WorkerId) -> In[Any]:
@@ -184,18 +187,18 @@ class RunPorts:
         return self.ports[id].inputs["items"]
 
     def result_read(self, id: WorkerId) -> None:
-        """Record that a thread is now taking the items of a result. Any thread may call this method."""
+        """Record that a thread now takes the items of a result. Any thread may call this method."""
         self._unread.pop(id, None)
 
     def started(self, id: WorkerId) -> seeds.Worker:
-        """Count a start of this worker, and return the information that the worker gets about itself."""
+        """Count a start of this worker, and return the facts that the worker should know about itself."""
         incarnation = self._starts[id]
         self._starts[id] += 1
         seed = seeds.seed_of(self.plan.seed, id.stage, id.number, incarnation)
         return seeds.Worker(id.stage, id.number, self._workers_of[id.stage], seed, incarnation)
 
     def release(self, id: WorkerId) -> None:
-        """Close the ports of a worker that has ended or was abandoned."""
+        """Close the ports of a worker that ended or was abandoned."""
         ports = self.ports.get(id)
         for port in () if ports is None else ports.everything():
             port._may_close = None
@@ -204,9 +207,9 @@ class RunPorts:
             self.ports.pop(id, None)
 
     def recover(self, id: WorkerId, blame: bool, alone: bool = False) -> None:
-        """Open new ports in place of a dead worker's, and give the worker's items back to the channels.
+        """Open new ports to replace a dead worker's, and return the worker's items to the channels.
 
-        If ``alone`` is true, only the replacement may get these items.
+        If ``alone`` is true, only the replacement may take these items.
         """
         old, new = self.ports[id], self._open(id)
         take_up(old, new, alone or self._workers[id].stage.keeps_its_own, blame)
@@ -215,7 +218,7 @@ class RunPorts:
     def add(self, id: WorkerId) -> PlannedWorker:
         """Open the ports of an additional worker.
 
-        From then on, the workers of its stage coordinate to put outputs in the order of the items.
+        From now on, the workers of the stage coordinate to keep their outputs in item order.
         """
         worker = self.plan.worker(id)
         if worker.stage.workers == 1 and id.stage not in self._scaled:
@@ -235,11 +238,11 @@ class RunPorts:
             reader._retire()
 
     def ended_workers(self) -> list[WorkerId]:
-        """Return the workers that were removed and whose ports have been released."""
+        """Return the removed workers whose ports have been released."""
         return [id for id in self._leaving if id not in self.ports]
 
     def forget(self, id: WorkerId) -> None:
-        """Forget a worker that was removed."""
+        """Forget a removed worker."""
         self._leaving.discard(id)
         self._workers.pop(id, None)
 

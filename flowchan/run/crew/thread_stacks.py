@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def stacks_of_threads(threads: Mapping[WorkerId, threading.Thread]) -> dict[WorkerId, str]:
-    """Return the stacks of these threads as text. Threads that have ended are left out."""
+    """Return the stacks of these threads as text. Skip threads that have ended."""
     frames = sys._current_frames()
     return {
         id: text_of_frame(frames[thread.ident])
@@ -25,9 +25,9 @@ def stacks_of_threads(threads: Mapping[WorkerId, threading.Thread]) -> dict[Work
 
 
 def stacks_of_tasks(stages: Iterable[Tasks], ids: Collection[WorkerId]) -> dict[WorkerId, str]:
-    """Return the stacks of the coroutines of these workers as text.
+    """Return the stacks of these workers' coroutines as text.
 
-    If a coroutine keeps its stage's event loop busy, the stage is left out. In that case, the stack of the
-    loop's thread shows the coroutine.
+    Skip a stage if a coroutine keeps its event loop busy, because the stack of the loop's thread shows that
+    coroutine.
     """
     return {id: text for tasks in stages for id, text in tasks.examine(ids, text_of_coroutine).items()}

@@ -1,4 +1,4 @@
-"""Watch processes, on a thread that sleeps until one of them ends."""
+"""Watch processes on a thread that sleeps until one of them ends."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from flowchan.run.crew.process import WorkerProcess
 from flowchan.run.policy.events import ProcessEnded, WorkerId
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between two polls of processes without a pidfd."""
+"""Seconds between polls of processes without a pidfd."""
 
 
 class Watch:
-    """Reports ``ProcessEnded`` once for each process that has ended."""
+    """Reports ``ProcessEnded`` once for each process that ends."""
 
     def __init__(self, tell: Callable[[ProcessEnded], None]) -> None:
         self._tell = tell
-        self._announced: dict[int, WorkerId] = {}  # processes with a pidfd, by pidfd
+        self._announced: dict[int, WorkerId] = {}  # watched processes with a pidfd, by pidfd
         self._silent: list[tuple[WorkerId, WorkerProcess]] = []
         self._closed = False
         self._lock = threading.Lock()
@@ -49,10 +49,10 @@ class Watch:
                 self._tell(ProcessEnded(id))
 
     def _ended(self, readable: list[int]) -> list[WorkerId]:
-        """Return the workers whose processes have ended, and stop watching these processes.
+        """Return the workers whose processes have ended, and stop watching them.
 
-        Their pidfds must be unregistered explicitly: closing a pidfd is not enough, because a forked child
-        may have inherited it.
+        Their pidfds are unregistered explicitly, because closing one is not enough if a forked child has
+        inherited it.
         """
         ended = []
         with self._lock:

@@ -31,8 +31,8 @@ from flowchan.run.worker.streams import Streams
 class WorkerProcesses:
     """Worker processes of one run.
 
-    ``graph`` is the name of its graph. ``on_ended`` is called for each process that has ended, on the thread
-    that runs :meth:`watch`.
+    ``graph`` is the name of the graph. The thread that runs :meth:`watch` calls ``on_ended`` for each process
+    that ends.
     """
 
     def __init__(
@@ -43,8 +43,7 @@ class WorkerProcesses:
         self._gpus = Gpus()
         self.known: dict[WorkerId, WorkerProcess] = {}
         self._watch = Watch(on_ended)
-        # Number of processes that the kernel killed for lack of memory: before the run, plus those already
-        # reported.
+        # Number of out-of-memory kills before the run, plus those already reported.
         self._oom_kills = memory.oom_kills()
 
     def start(
@@ -59,18 +58,18 @@ class WorkerProcesses:
         """Start a worker process.
 
         Args:
-            info: Information that the worker gets about itself.
+            info: Facts that the worker should know about itself.
             stage: Pickled stage.
             ports: Ports of the worker.
-            suspicion: Earlier deaths while processing its first item.
+            suspicion: Earlier deaths on the worker's first item.
             gpus: Number of GPUs reserved for the worker.
-            memberships: Memberships in the groups of its gang.
+            memberships: Memberships in the groups of the worker's gang.
 
         Returns:
             The process id.
 
         Raises:
-            HostError: Not enough GPUs are free.
+            HostError: Too few GPUs are free.
         """
         id = WorkerId(info.stage, info.number)
         devices = self._gpus.take(id, gpus)
@@ -90,7 +89,7 @@ class WorkerProcesses:
         self._watch.run()
 
     def exit_of(self, id: WorkerId, ports: Ports) -> ProcessExit:
-        """Describe how a worker's process ended. ``ports`` are the ports of the worker."""
+        """Describe how a worker's process ended. ``ports`` are the worker's ports."""
         process = self.known[id]
         how = process.how_it_ended(process.exitcode == -signal.SIGKILL and self._kernel_killed())
         lived = time.monotonic() - process.started_at
@@ -98,17 +97,17 @@ class WorkerProcesses:
         return ProcessExit(how, process.exitcode, process.pid, lived, deaths_over_item(ports), stack=stack)
 
     def _kernel_killed(self) -> bool:
-        """Return whether the kernel has killed another process for lack of memory since the last call."""
+        """Return whether the kernel has killed a process for lack of memory since the last call."""
         more = memory.oom_kills() > self._oom_kills
         self._oom_kills += more
         return more
 
     def ended(self, id: WorkerId) -> bool:
-        """Return whether the worker has a process here and that process has ended."""
+        """Return whether the worker's process was started here and has ended."""
         return id in self.known and self.known[id].ended()
 
     def give_back_gpus(self, id: WorkerId) -> None:
-        """Free the GPUs of a worker that has ended or will run on another host."""
+        """Free the GPUs of a worker that has ended or moves to another host."""
         self._gpus.give_back(id)
 
     def forget(self, id: WorkerId) -> None:
@@ -118,29 +117,29 @@ class WorkerProcesses:
 
     def terminate(self, id: WorkerId, force: bool) -> None:
         process = self.known.get(id)
-        if process is not None:  # the process may have ended and not been replaced yet
+        if process is not None:  # the process may have ended without a replacement so far
             process.kill() if force else process.terminate()
 
     def kill(self) -> None:
-        for process in list(self.known.values()):  # another thread may be starting a process
+        for process in list(self.known.values()):  # copied, because another thread may be starting a process
             process.kill()
 
     def end(self) -> None:
-        """Wait for all processes, and kill those that don't end in time."""
+        """Wait for all processes, and kill those that do not end in time."""
         end_all(list(self.known.items()))
 
     def stop_watching(self) -> None:
         self._watch.stop()
 
     def close(self) -> None:
-        """Release all resources, after all processes have ended and :meth:`watch` has returned."""
+        """Release all resources, once all processes have ended and :meth:`watch` has returned."""
         self._watch.close()
         for process in list(self.known.values()):
             process.close()
 
 
 def end_all(processes: Iterable[tuple[WorkerId, WorkerProcess]]) -> None:
-    """Wait for these processes, and kill those that don't end in time."""
+    """Wait for these processes, and kill those that do not end in time."""
     deadline = time.monotonic() + decisions.GRACE
     for id, process in processes:
         if not process.ended(max(0.0, deadline - time.monotonic())):

@@ -1,1 +1,1 @@
-"""Observe a run: worker clocks, statistics, causes of its speed, reports and a feed."""
+"""Observe a run: worker clocks, statistics, bottlenecks, reports and a feed."""

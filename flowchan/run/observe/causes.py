@@ -1,17 +1,17 @@
-"""Find what limits a run, as a pure function of its statistics in a window of time.
+"""Find what limits a run, as a pure function of its statistics in a time window.
 
-Algorithm. The utilisation of a stage is the share of time in which its *working* workers are not waiting. (A
-working worker has started to work and has not ended. It may wait for an item, for a place in a channel or for
-earlier items.) A stage with a utilisation of at least ``BUSY`` is a bottleneck. If several stages are
+Algorithm. A stage's utilisation is the share of time in which its *working* workers are not waiting. (A
+worker is working from the moment it starts to work until it ends. It may wait for an item, for room in a
+channel, or for earlier items.) A stage with a utilisation of ``BUSY`` or more is a bottleneck. Among several
 bottlenecks, the one with the smallest bound W / (s · v) is chosen. Here W is the number of working workers,
-and s is the busy time per item in seconds. For each source item, the stage takes v items; v is the product of
-the outputs per input of all earlier stages. Measured rates would mislead while channels are still filling.
-Ties are common, because stages before the bottleneck are also busy while their channels have free places.
+and s the busy seconds per item. The number of items per source item, v, is the product of the outputs per
+input of all earlier stages. Measured rates would mislead while channels are still filling. Several
+bottlenecks are common, because stages before the real one are also busy while their channels have room.
 
-Threads of this process that together use a whole core compete for one global interpreter lock, so their
-stages look busy although they are not. If the kernel leaves workers without a core, more workers would not
-help. These two causes are checked first. If no stage is a bottleneck, all workers are waiting, and the other
-possible causes are checked in turn.
+Threads of this process that together use a whole core compete for the global interpreter lock, so their
+stages look busier than they are. If the kernel cannot give the workers enough cores, more workers would not
+help. These two causes are checked first. If no stage is a bottleneck, all workers wait, and the other
+possible causes are checked one after another.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from flowchan.run.policy.stats import Cause, EdgeStats, RunStats, StageStats, Wo
 BUSY = 0.85
 """Minimum utilisation of a bottleneck, and of a core or lock that counts as fully used."""
 SLOWEST = 0.25
-"""Minimum utilisation of a stage that is named because no other cause was found.
+"""Minimum utilisation of a stage that is named because there is nothing else to name.
 
 A stage must also be busy for at least this share of the window to be named."""
 SEEN = 0.1
-"""Smallest share of the time that counts as a cause."""
+"""Minimum share of the time for a cause to be reported."""
 HELD_S = 0.1
 """Minimum time in seconds for which an item must have held up others to be named."""
 LIMITED = 0.7
-"""Fraction of its rate limit from which a stage counts as held back by the limit."""
+"""From this fraction of its rate limit on, a stage counts as held back by the limit."""
 ONE_CORE = 1.15
-"""Maximum number of cores that threads use if they share one interpreter lock."""
+"""Maximum number of cores that threads can use while they share one interpreter lock."""
 CROWDED = 4.0
-"""Maximum time that a thread is assumed to hold the lock without a core, as a multiple of its CPU time."""
+"""Upper limit on the time for which a thread is assumed to hold the lock without a core, as a multiple of its
+CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Load of one stage in the window, with the time spent by its workers."""
+    """Load of one stage in the window, and how its workers spent the time."""
 
     stage: StageStats
     worked: WorkSeconds
@@ -68,12 +69,12 @@ class _Load:
     def occupied(self) -> float:
         """Return the share of the window in which the stage was busy.
 
-        The share is small for a source that ended soon after the start of the window.
+        It is small for a source that ended soon after the window began.
         """
         return self.worked.work / (self.workers * self.window)
 
     def bound(self, visits: float) -> float:
-        """Return the highest rate that this stage allows the sources, in items per second."""
+        """Return the highest rate that this stage permits the sources, in items per second."""
         items = self.stage.rate * self.window
         each = self.worked.work / items if items else self.worked.work
         return self.workers / max(each * visits, 1e-12)
@@ -81,10 +82,10 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Statistics of the window for which the cause is to be found."""
+    """Statistics of the window to explain."""
 
     stats: RunStats
-    loads: dict[str, _Load]  # stages whose workers worked in the window
+    loads: dict[str, _Load]  # stages that had working workers in the window
     cores: int
     gil: bool
 
@@ -100,7 +101,7 @@ def cause_of(stats: RunStats, cores: int, gil: bool) -> Cause | None:
     """Find what limited a run in a window.
 
     Args:
-        stats: Statistics at the end of the window, with rates and shares for the window.
+        stats: Statistics at the end of the window, whose rates and shares cover the window.
         cores: Number of cores that the run may use.
         gil: True if the threads of this process share one global interpreter lock.
 
@@ -125,7 +126,7 @@ def _gil(view: _View) -> Cause | None:
         return None
     cpu = {load.stage.name: (load.worked.cpu or 0.0) / view.window for load in local}
     used = sum(cpu.values())
-    # A thread may have held the lock while it was waiting for a core.
+    # A thread may have held the lock while waiting for a core.
     held = used + sum(
         min((load.worked.ready or 0.0) / view.window, CROWDED * cpu[load.stage.name]) for load in local
     )
@@ -178,9 +179,9 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
 
 
 def visits_of(stats: RunStats) -> dict[str, float]:
-    """Return how many items each stage takes for each source item (from all sources together).
+    """Return how many items each stage takes for each item from any source.
 
-    For a source, this is its share of the items from all sources. In a graph with a loop, the calculation
+    For a source, this is its share of the items from all sources. If the graph has a loop, the calculation
     stops after as many rounds as there are stages.
     """
     read = {edge.reader for edge in stats.edges}
@@ -204,7 +205,7 @@ def visits_of(stats: RunStats) -> dict[str, float]:
 
 
 def _consumer(view: _View) -> Cause | None:
-    """Find a result that the program reads too slowly, so that its writers are waiting."""
+    """Find a result that the program reads so slowly that its writers wait."""
     for stage in view.stats.stages:
         if OPERATORS[stage.kind].gathers and stage.alive:
             full = [
@@ -219,9 +220,9 @@ def _consumer(view: _View) -> Cause | None:
 
 def _order(view: _View) -> Cause | None:
     def held(load: _Load) -> float:
-        """Return the share of the time in which workers were busy or waited because of the order.
+        """Return the share of the time in which workers were busy or waited for their turn.
 
-        If a channel has a waiting reader and a waiting writer at the same time, it is full of later outputs.
+        A channel that has waiting readers and waiting writers at once is full of later outputs.
         """
         full = any(
             edge.waiting_readers and edge.waiting_writers
@@ -243,10 +244,10 @@ def _order(view: _View) -> Cause | None:
 
 
 def _held_up(view: _View, stage: StageStats) -> str:
-    """Name the item that holds up the outputs of an ordered stage, if the counters identify that item.
+    """Name the item that holds up an ordered stage's outputs, if the counters identify it.
 
-    The outputs are in the order of the items. A waiting reader has taken all outputs before the missing one.
-    Failed items have no output, so if any item has failed, the item's number is unknown.
+    The outputs are in item order. A waiting reader has therefore taken all outputs before the missing one. A
+    failed item has no output, so after any failure, the number of the missing item is unknown.
     """
     outputs = [edge for edge in view.stats.edges if edge.writer == stage.name]
     held = max((edge.readers_waiting_for for edge in outputs), default=0.0)
@@ -264,7 +265,7 @@ def _memory(view: _View) -> Cause | None:
 
 
 def _in_flight(view: _View) -> Cause | None:
-    """Find a loop whose stages are waiting for items although items are waiting to enter the loop."""
+    """Find a loop whose stages wait for items although items wait to enter the loop."""
     loop = loop_of(view.stats)
     waiting = [view.loads[name].stage for name in loop if name in view.loads]
     if not waiting or not all(stage.waiting_input >= stage.waiting_output for stage in waiting):
@@ -304,7 +305,7 @@ def _starting(view: _View) -> Cause | None:
 
 
 def _input(view: _View) -> Cause | None:
-    """Find an input into which the program puts items too slowly."""
+    """Find an input that the program feeds too slowly."""
     for stage in view.stats.stages:
         if OPERATORS[stage.kind].outside:
             edges = [edge for edge in view.stats.edges if edge.writer == stage.name]
@@ -321,7 +322,7 @@ def _input(view: _View) -> Cause | None:
 def _slowest(view: _View) -> Cause | None:
     """Name the busiest stage if no other cause was found.
 
-    In a short run, starting and ending take much of the time, so even the busiest stage is not a bottleneck.
+    In a short run, starting and ending take much of the time, so no stage is busy enough to be a bottleneck.
     """
     return _stage(view, SLOWEST)
 

@@ -1,4 +1,4 @@
-"""Read the limits of this process's control groups (cgroups v1 and v2)."""
+"""Read the limits of this process's cgroups (v1 and v2)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def group_files(controller: str, unified: str, legacy: str) -> Iterator[Path]:
-    """Yield the path of a file in each of this process's control groups, followed by the group's ancestors.
+    """Yield the path of a file in each cgroup of this process, followed by the cgroup's ancestors.
 
-    In a container, the group's own folder is often mounted as the root.
+    In a container, the cgroup's own folder is often mounted as the root.
 
     Args:
         controller: Name of the controller, such as "memory".
@@ -38,7 +38,7 @@ def group_files(controller: str, unified: str, legacy: str) -> Iterator[Path]:
 
 @functools.cache
 def most_cores() -> int | None:
-    """Return how many whole cores the control groups allow (at least 1), or ``None`` if they set no limit."""
+    """Return how many whole cores the cgroups allow (at least 1), or ``None`` without a limit."""
     limits = [
         limit for file in group_files("cpu", "cpu.max", "cpu.cfs_quota_us") for limit in _cpu_limit(file)
     ]
@@ -46,19 +46,19 @@ def most_cores() -> int | None:
 
 
 def affinity_cores() -> int:
-    """Return the number of cores on which this process may run; all if the system has no CPU affinity."""
+    """Return the number of cores that this process may run on; all cores if the system lacks CPU affinity."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def local_cores() -> int:
-    """Return the number of cores that CPU affinity and control groups allow this process to use."""
+    """Return the number of cores that CPU affinity and cgroups allow this process to use."""
     cores = affinity_cores()
     return min(cores, most_cores() or cores)
 
 
 def _cpu_limit(file: Path) -> list[float]:
-    """Read a limit in cores from a file. The list is empty if the file does not exist or sets no limit."""
+    """Read a limit in cores from a file. Return an empty list if the file is missing or sets no limit."""
     try:
         words = file.read_text().split()
         if len(words) < 2:

@@ -1,9 +1,9 @@
 """Measure how long each worker has worked and how much CPU time it has used.
 
-Both measurements start when the worker has built the user's callable (``Began``). The CPU clocks are read
-with ``clock_gettime`` and a clock number computed here. A call takes about a microsecond. If the thread or
-process has ended, the call fails, and the last value is kept. ``time.pthread_getcpuclockid`` is not used
-because it is unsafe for a thread that has ended.
+Both measurements begin when the worker has built the user's callable (``Began``). The CPU clocks are read
+with ``clock_gettime`` and a clock number that this module computes; a call takes about a microsecond. If the
+thread or process has ended, the call fails, and the last value is kept. ``time.pthread_getcpuclockid`` would
+be unsafe for a thread that has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flowchan.run.policy.events import Started, WorkerId
 from flowchan.run.policy.stats import WorkerStats, WorkSeconds
 
 HAS_CLOCKS = sys.platform == "linux"
-"""Whether the CPU time of a thread or process can be read here; otherwise it is unknown."""
+"""Whether CPU times of threads and processes are available here."""
 
 
 @dataclass(slots=True)
@@ -37,8 +37,8 @@ class CpuClock:
 
     def update(self) -> None:
         """Read the clock if the process or thread still exists."""
-        # Clock numbers in the kernel for other processes and threads: CPUCLOCK_SCHED, plus 4 for a single
-        # thread.
+        # The kernel's numbers for the clocks of other processes and threads: CPUCLOCK_SCHED, plus 4 for a
+        # single thread.
         clock = (~self.thread << 3) | 6 if self.thread else (~self.pid << 3) | 2
         place = f"self/task/{self.thread}" if self.thread else str(self.pid)
         try:
@@ -62,7 +62,7 @@ class CpuClock:
 class _Working:
     """Clock of a worker that has started to work.
 
-    If ``clock`` is None, the CPU time is unknown, or is counted for another worker on the same thread
+    ``clock`` is None if the CPU time is unknown, or is counted for another worker on the same thread
     (``shares``).
     """
 
@@ -80,7 +80,7 @@ class _Working:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """Work of a stage: the ``total`` for all workers so far, and the statistics of those working ``now``."""
+    """Work of a stage: the ``total`` of all workers so far, and the statistics of those that work ``now``."""
 
     total: WorkSeconds = field(default_factory=WorkSeconds)
     now: tuple[WorkerStats, ...] = ()
@@ -90,12 +90,13 @@ class Worked:
 class WorkerClocks:
     """Clocks of all workers of a run.
 
-    Workers start their clocks on their own threads; the supervisor's thread stops them.
+    Workers start their clocks on their own threads, and the supervisor's thread stops them.
     """
 
     _pids: dict[WorkerId, int] = field(default_factory=dict)  # 0 for a worker on another host
     _working: dict[WorkerId, _Working] = field(default_factory=dict)
-    _threads: set[int] = field(default_factory=set)  # threads that have their own clock; 0 for processes
+    # threads that already have a clock; a process counts as 0
+    _threads: set[int] = field(default_factory=set)
     _ended: defaultdict[str, WorkSeconds] = field(
         default_factory=lambda: defaultdict(lambda: WorkSeconds(cpu=0.0, ready=0.0))
     )
@@ -107,7 +108,7 @@ class WorkerClocks:
             self._pids[event.worker] = 0 if event.host else event.pid
 
     def begin(self, worker: WorkerId) -> None:
-        """Start the clock of a worker. For a worker without a process, the worker's thread must do this."""
+        """Start a worker's clock. Call this on the worker's own thread if it has no process."""
         now = time.monotonic()
         with self._lock:
             self._end(worker, now)
@@ -121,7 +122,7 @@ class WorkerClocks:
                 self._threads.add(thread)
 
     def update(self, worker: WorkerId) -> None:
-        """Read the clock of a worker that is about to end, because the clock may disappear."""
+        """Read the clock of a worker that is about to end, because its clock may disappear."""
         with self._lock:
             working = self._working.get(worker)
             if working is not None and working.clock is not None:
@@ -156,7 +157,10 @@ class WorkerClocks:
 
 
 def added(one: WorkSeconds, other: WorkSeconds) -> WorkSeconds:
-    """Return the sum of two measurements. A value that is unknown in one of them is unknown in the sum."""
+    """Return the sum of two measurements.
+
+    If a value is unknown in one of them, it is unknown in the sum.
+    """
     cpu = None if one.cpu is None or other.cpu is None else one.cpu + other.cpu
     ready = None if one.ready is None or other.ready is None else one.ready + other.ready
     return WorkSeconds(one.working + other.working, cpu=cpu, ready=ready)

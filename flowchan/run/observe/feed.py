@@ -1,13 +1,13 @@
-"""Feed of a run, which passes events and statistics to subscribers.
+"""Pass the events and statistics of a run to subscribers.
 
-Views subscribe to the feed and therefore need no access to the supervisor.
+Views subscribe to this feed, so they need no access to the supervisor.
 
-Algorithm. One thread serves all subscribers. It starts with the first subscriber and ends when the last one
-leaves or the run ends. If the feed has no subscribers, an event therefore costs only the test of a flag. The
-thread computes statistics only when a subscriber is due to receive them. All due subscribers with the same
-window receive the same value. Events are queued until the next delivery. A slow subscriber can therefore
-delay other subscribers but never a worker. When the run ends, each subscriber receives the remaining events
-and the final statistics.
+Algorithm. One thread serves all subscribers. It starts with the first subscriber, and ends when the last one
+leaves or the run ends. Without subscribers, an event therefore costs only the test of a flag. The thread
+computes statistics only when they are due for some subscriber. All subscribers that are due at the same time
+and have the same window receive the same value. Events queue up until the next delivery. A slow subscriber
+can therefore delay other subscribers, but never a worker. When the run ends, each subscriber receives its
+remaining events and the final statistics.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from flowchan.transport.interrupts import interrupts_deferred
 log = logging.getLogger("flowchan.run")
 
 RECENT_S = 5.0
-"""Number of recent seconds that the displayed rates and shares cover."""
+"""Length in seconds of the recent window that displayed rates and shares cover."""
 EVENTS_EVERY_S = 0.1
-"""Seconds between two deliveries of events."""
+"""Seconds between deliveries of events."""
 MOST_EVENTS = 10_000
-"""Maximum number of events queued for a slow subscriber; when there are more, the oldest are dropped."""
+"""Maximum number of events queued for a slow subscriber; if there are more, the oldest are dropped."""
 
 
 class Subscription:
@@ -70,7 +70,7 @@ class Subscription:
     def serve(self, now: float, stats: Callable[[float | None], RunStats], last: bool = False) -> None:
         """Deliver the queued events, and the statistics if they are due.
 
-        The last statistics cover the whole run.
+        The last statistics always cover the whole run.
         """
         while self._kept:
             self._call(self._events, self._kept.popleft())
@@ -79,7 +79,7 @@ class Subscription:
             self._call(self._stats, stats(None if last else self._window))
 
     def _call(self, subscriber: Callable[[Any], object] | None, value: Any) -> None:
-        """Call the subscriber. If it raises, end its subscription without affecting the run."""
+        """Call the subscriber. If it raises, end its subscription without disturbing the run."""
         if subscriber is None:
             return
         try:
@@ -92,8 +92,7 @@ class Subscription:
     def close(self) -> None:
         """End the subscription.
 
-        After the run has ended, this method returns only when the subscriber has received the final
-        statistics.
+        After the run has ended, this waits until the subscriber has received the final statistics.
         """
         self._feed._leave(self)
 
@@ -110,17 +109,17 @@ class Subscription:
 class Feed:
     """Feed of one run.
 
-    ``stats`` is a weak reference to the function that computes statistics for a window. The run can therefore
-    be freed without garbage collection.
+    ``stats`` refers weakly to the function that computes statistics for a window, so the run can be freed
+    without garbage collection.
 
     Attributes:
-        problems: Latest failures, deaths and warnings of the run.
+        problems: The run's latest failures, deaths and warnings.
     """
 
     def __init__(self, name: str, stats: weakref.ref[Callable[[float | None], RunStats]]) -> None:
         self._name, self._ref = name, stats
         # A signal handler that raises in Condition.__enter__() would leave the lock locked.
-        # Entering a lock is native code, which it cannot interrupt.
+        # A handler cannot interrupt the entry of a lock, because that is native code.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._subscriptions: tuple[Subscription, ...] = ()
@@ -138,15 +137,15 @@ class Feed:
         every: float = 1.0,
         window: float | None = RECENT_S,
     ) -> Subscription:
-        """Call a subscriber with statistics and events, on the feed's own thread.
+        """Call a subscriber with statistics and events, on the feed's thread.
 
         Args:
             stats: Receives the statistics of the run, as :class:`~flowchan.RunStats`: immediately, then after
                 each interval, and once after the run has ended.
-            events: Receives the events from workers and the supervisor's decisions in order. Events precede
-                the statistics that include them (see ``flowchan.run.policy.events``).
-            every: Seconds between two deliveries of statistics (default: 1).
-            window: Seconds that the rates and shares cover; ``None`` for the whole run. The last statistics
+            events: Receives the workers' events and the supervisor's decisions, in order. Events arrive
+                before the statistics that include them (see ``flowchan.run.policy.events``).
+            every: Seconds between deliveries of statistics (default: 1).
+            window: Seconds that rates and shares cover; ``None`` for the whole run. The last statistics
                 always cover the whole run.
 
         Returns:
@@ -173,21 +172,21 @@ class Feed:
         return stats(window)
 
     def listen(self, listener: Callable[[Any], object]) -> None:
-        """Call a listener with each event and each whole decision, on the thread that reports it.
+        """Call a listener with each event and each complete decision, on the thread that reports it.
 
         The listener must not raise.
         """
         self._listeners += (listener,)
 
     def tell(self, event: Any) -> None:
-        """Pass an event to listeners at once, and to subscribers with the next delivery."""
+        """Pass an event to listeners at once, and to subscribers at the next delivery."""
         for listener in self._listeners:
             listener(event)
         for subscription in self._subscriptions:
             subscription.keep(event)
 
     def tell_decision(self, decided: Decided) -> None:
-        """Pass a decision to listeners, and its event to subscribers unless only time has passed."""
+        """Pass a decision to listeners, and its event to subscribers unless the event is a mere ``Tick``."""
         for listener in self._listeners:
             listener(decided)
         if not isinstance(decided.event, Tick):
@@ -195,7 +194,7 @@ class Feed:
                 subscription.keep(decided.event)
 
     def at_end(self, call: Callable[[], object]) -> None:
-        """Call a function when the feed ends, or immediately if the feed has already ended.
+        """Call a function when the feed ends, or immediately if it has already ended.
 
         The run's ``wait()`` returns only after the function has returned. If the function raises, a warning
         is logged.
@@ -208,7 +207,7 @@ class Feed:
             call()
 
     def end(self) -> None:
-        """End the feed. This returns when all subscribers have received the final statistics."""
+        """End the feed. Return when all subscribers have received the final statistics."""
         with self._lock:
             self._over = True
             thread, calls = self._thread, self._at_end
@@ -218,7 +217,7 @@ class Feed:
         for call in calls:
             try:
                 call()
-            except Exception as error:  # the other calls must still release what they own
+            except Exception as error:  # the remaining calls must still release what they own
                 log.warning("a function could not be called at the end of a run: %s", text_of(error))
 
     def _leave(self, one: Subscription) -> None:

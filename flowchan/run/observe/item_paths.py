@@ -1,8 +1,8 @@
-"""Combine the spans that workers report for sampled items into each item's path through the graph.
+"""Combine the spans that workers report for sampled items into paths through the graph.
 
-Algorithm. Workers send their spans at intervals, so the last span of an item may arrive before an earlier
-one. An item is therefore considered complete a short time after it has reached an end of the graph. If an
-item reaches several ends, it has one path for each end, which consists of the stages before that end.
+Algorithm. Workers send their spans at intervals, so an item's last span may arrive before an earlier one. An
+item therefore counts as complete a short time after it has reached an end of the graph. An item that reaches
+several ends has one path for each of them, made of the stages before that end.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from flowchan.run.policy.plan import Plan
 from flowchan.run.worker.item_recorder import source_of
 
 COMPLETE_AFTER_NS = 1_200_000_000
-"""Time for which to wait for an item's other spans after the item has reached an end."""
+"""Time to wait for an item's other spans after the item has reached an end."""
 MOST_ITEMS = 4096
-"""Maximum number of items that are followed at a time. If there are more, the oldest are dropped."""
+"""Maximum number of items followed at a time. If there are more, the oldest are dropped."""
 MOST_SPANS = 200
-"""Maximum number of spans kept for each item, because an item may go around a loop many times."""
+"""Maximum number of spans kept per item, because an item may go around a loop many times."""
 
-_Placed = tuple[str, int, int, int]  # stage, worker, time of the get and of the first put
+_Placed = tuple[str, int, int, int]  # stage, worker, times of the get and of the first put
 
 
 @dataclass(slots=True)
@@ -35,11 +35,11 @@ class _Item:
 
 
 class ItemPaths:
-    """Sampled items that are still in the graph of one run. Any thread may call the methods.
+    """Sampled items that are still in the graph of a run. Any thread may call the methods.
 
     Args:
         plan: Plan of the run.
-        tell: Function that receives the workers' reports and the completed items.
+        tell: Receives the workers' reports and the completed items.
     """
 
     def __init__(self, plan: Plan, tell: Callable[[Any], None]) -> None:
@@ -51,7 +51,7 @@ class ItemPaths:
         self._items: OrderedDict[int, _Item] = OrderedDict()
         self._due: list[
             tuple[int, int, _Placed]
-        ] = []  # time at which an item is complete, the item's mark, and its last span
+        ] = []  # when each item is complete, its mark, and its last span
         self._lock = threading.Lock()
 
     def add(self, event: ItemSpans, now: int) -> list[ItemTraced]:
@@ -79,7 +79,7 @@ class ItemPaths:
             self._tell(item)
 
     def end(self) -> None:
-        """Pass on the remaining items that have reached an end, because the run is over."""
+        """Pass on the remaining items that have reached an end, because the run has ended."""
         with self._lock:
             items = self._completed(None)
         for item in items:
@@ -97,7 +97,7 @@ class ItemPaths:
         return first == item.source and all(self._writers[stage] & {*item.path} for stage in others)
 
     def _path(self, mark: int, item: _Item, last: _Placed) -> ItemTraced:
-        """Return the path of an item up to its last span. The spans of a dead worker may be missing."""
+        """Return the path of an item up to its last span. Spans of a dead worker may be missing."""
         before = self._before[last[0]]
         spans = [span for span in item.spans if span[0] in before and span[3] <= last[3]]
         ordered = [*sorted({*spans}, key=lambda span: span[2:]), last]
@@ -106,7 +106,7 @@ class ItemPaths:
 
 
 def _writers(plan: Plan) -> dict[str, set[str]]:
-    """Return the stages that put items directly into each stage."""
+    """Return which stages put items directly into each stage."""
     into: dict[str, set[str]] = {stage.name: set() for stage in plan.graph.stages}
     for edge in plan.edges:
         if edge.reader is not None:
@@ -115,7 +115,7 @@ def _writers(plan: Plan) -> dict[str, set[str]]:
 
 
 def _stages_before(plan: Plan) -> dict[str, frozenset[str]]:
-    """For each stage, return the other stages from which items can reach it."""
+    """Return, for each stage, the other stages whose items can reach it."""
     into, found = _writers(plan), {}
     for stage in into:
         before: set[str] = set()

@@ -1,4 +1,4 @@
-"""Measure the latency of sampled items over a time window, by path through the graph."""
+"""Measure the latency of sampled items in a time window, for each path through the graph."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from flowchan.run.policy.events import ItemTraced
 
 MOST_SAMPLES = 1000
-"""Maximum number of recent samples kept for each path."""
+"""Maximum number of recent samples kept per path."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathLatency:
-    """Latency of the sampled items that took one path.
+    """Latency of the sampled items that took the same path.
 
     Attributes:
         path: Names of the stages on the path.
@@ -38,7 +38,8 @@ class PathLatencies:
 
     def __init__(self, window: float = 60.0) -> None:
         self._window = window
-        self._samples: dict[tuple[str, ...], deque[tuple[float, float]]] = {}  # time of completion, latency
+        # time of completion and latency
+        self._samples: dict[tuple[str, ...], deque[tuple[float, float]]] = {}
 
     def add(self, item: ItemTraced) -> None:
         """Record a sampled item."""
@@ -46,7 +47,7 @@ class PathLatencies:
         samples.append((item.spans[-1][3], item.latency))
 
     def paths(self, now: float) -> tuple[PathLatency, ...]:
-        """Return the latency of each path with items in the window ending at ``now`` (monotonic seconds)."""
+        """Return the latency of each path in the window that ends at ``now`` (monotonic seconds)."""
         found = []
         for path, samples in list(self._samples.items()):
             recent = sorted(latency for at, latency in list(samples) if at >= now - self._window)

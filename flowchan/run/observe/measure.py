@@ -1,6 +1,6 @@
 """Compute the statistics of a run from the counters of its channels (R8).
 
-The channels keep their counters in native code, so statistics do not slow down the workers.
+The channels count in native code, so statistics do not slow down the workers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from flowchan.run.worker.opening import Channels, Ports
 class Snapshot:
     """Counters of the channel of one edge.
 
-    ``read_waits`` maps worker numbers to the seconds spent waiting to read at their ports. ``write_waits``
-    has the seconds spent waiting to write: in total, and for earlier items. ``leased_at_break`` is the number
-    of items that readers held when the channel was broken. ``stats`` does not count dropped items as taken.
+    ``read_waits`` has the seconds that each worker, by number, has spent waiting to read. ``write_waits`` has
+    the seconds spent waiting to write: in total, and for earlier items. ``leased_at_break`` is the number of
+    items that readers held when the channel broke. ``stats`` does not count dropped items as taken.
     """
 
     edge: Edge
@@ -47,17 +47,17 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """State of a run apart from the counters of its channels.
+    """State of a run, apart from its channels' counters.
 
     Attributes:
-        state: State of the policy.
-        elapsed: Seconds since the start of the run.
+        state: State of the supervisor's policy.
+        elapsed: Seconds since the run started.
         retried: Number of retries by stage.
         unwanted: Number of items without a receiver, by stage.
-        worked: Work of the workers by stage.
+        worked: Time that the workers have spent, by stage.
         pids: Process ids by worker.
         last_error: See :class:`RunStats`.
-        refused: Number of failed items from ``ask``, by stage.
+        refused: Number of failed items that came from ``ask``, by stage.
         warnings: See :class:`RunStats`.
     """
 
@@ -81,12 +81,12 @@ def measure(
 ) -> tuple[Snapshot, ...]:
     """Return the current counters of all channels and the wait times at all ``ports``.
 
-    ``leased_at_break`` is the number of items that workers held when the channels were broken, by channel.
-    ``dropped`` is the number of items removed from a channel without being given to a worker.
+    ``leased_at_break`` is the number of items that workers held when each channel broke. ``dropped`` is the
+    number of items removed from each channel without reaching a worker.
     """
     read: dict[str, dict[int, float]] = {}
     written: dict[str, dict[int, tuple[float, float]]] = {}
-    for id, own_ports in list(ports.items()):  # other threads add and remove workers
+    for id, own_ports in list(ports.items()):  # copied, because other threads add and remove workers
         for reader in own_ports.inputs.values():
             read.setdefault(reader.channel._name, {})[id.number] = reader._waited()[0]
         for writer in own_ports.writers():
@@ -104,14 +104,14 @@ def measure(
 
 
 def _without(stats: ChannelStats, dropped: int) -> ChannelStats:
-    """Return the statistics without dropped items, so that these count as left in the channel."""
+    """Return the statistics without dropped items, which then count as left in the channel."""
     return dataclasses.replace(stats, items_out=stats.items_out - dropped) if dropped else stats
 
 
 def summarise(
     plan: Plan, account: Account, snapshots: tuple[Snapshot, ...], hosts: tuple[HostStats, ...] = ()
 ) -> RunStats:
-    """Return the counters of a run without rates and shares, which :func:`between` adds."""
+    """Return the counters of a run without rates and shares; :func:`between` adds these."""
     state, elapsed = account.state, account.elapsed
     reading: dict[str | None, list[Snapshot]] = {}
     writing: dict[str, list[Snapshot]] = {}
@@ -171,7 +171,7 @@ def _edge(snapshot: Snapshot, share: int) -> EdgeStats:
 
 @dataclass(frozen=True, slots=True)
 class _StageInput:
-    """State of one stage.
+    """Inputs for the statistics of one stage.
 
     ``broken`` is the number of failed items that ended the run or came from ``ask``. ``worked`` comes from
     the clocks of the workers.
@@ -198,7 +198,7 @@ def _stage(about: _StageInput) -> StageStats:
     in_hand = sum(s.stats.leased for s in reads)
     failed = about.broken + sum(s.stats.items_in for s in writes if s.edge.errors)
     outs = [s for s in writes if not s.edge.errors]
-    # A tee puts each item into every output. A stage without readers has finished each item that it took.
+    # A tee puts each item into every output. A stage without readers has finished every item that it took.
     given = [s.stats.items_in for s in outs]
     unwanted = about.unwanted
     cut_off = sum(s.leased_at_break for s in reads) - about.broken - in_hand
@@ -206,7 +206,7 @@ def _stage(about: _StageInput) -> StageStats:
     finished = max(0, items_in - in_hand - failed - unwanted - discarded)
     items_out = (max if stage.operator.repeats else sum)(given) if given else finished
     if stage.placement.hosts and stage.operator.owes and _lacks_readers(about, outs):
-        # No worker counts the items that were in transit to or from a host when the stage ended.
+        # No worker counts items that were on their way to or from a host when the stage ended.
         unwanted = max(unwanted, items_in - items_out - failed - in_hand)
     if about.cut_short and stage.operator.owes:
         discarded = max(0, items_in - items_out - failed - in_hand - unwanted)
@@ -227,12 +227,12 @@ def _stage(about: _StageInput) -> StageStats:
 
 
 def _starting(about: _StageInput) -> int:
-    """Return the number of workers that have not begun. Workers that only collect results are not counted."""
+    """Return the number of workers that have not begun, not counting those that only collect results."""
     return 0 if about.stage.operator.gathers else max(0, about.alive - len(about.worked.now))
 
 
 def _seconds(about: _StageInput) -> WorkSeconds:
-    """Return the time spent by all workers that the stage has had, including waiting at its channels."""
+    """Return the time spent by all workers that the stage has had, including waits at its channels."""
     return _with_waits(
         about.worked.total,
         sum(snapshot.stats.read_wait for snapshot in about.reads),
@@ -242,7 +242,7 @@ def _seconds(about: _StageInput) -> WorkSeconds:
 
 
 def _worker(worker: WorkerStats, about: _StageInput) -> WorkerStats:
-    """Return the time spent by one worker, including waiting at its ports."""
+    """Return the time spent by one worker, including waits at its ports."""
     reads = sum(snapshot.read_waits.get(worker.number, 0.0) for snapshot in about.reads)
     writes = [snapshot.write_waits.get(worker.number, (0.0, 0.0)) for snapshot in about.writes]
     seconds = _with_waits(
@@ -254,9 +254,9 @@ def _worker(worker: WorkerStats, about: _StageInput) -> WorkerStats:
 def _with_waits(worked: WorkSeconds, reads: float, writes: float, turns: float) -> WorkSeconds:
     """Add wait times to the time of a worker or stage, within its bounds.
 
-    A worker that waits at several channels at once counts this time for each channel, so the sum is limited
-    to the time worked. A worker's end may be recorded before the end of its wait, so a negative wait is set
-    to zero.
+    A worker that waits at several channels at once counts this time at each of them, so the sum is limited to
+    the time worked. A worker's end may be recorded before the end of its wait, so a negative wait becomes
+    zero.
     """
     reads = min(max(0.0, reads), worked.working)
     writes = min(max(0.0, writes), worked.working - reads)
@@ -265,13 +265,13 @@ def _with_waits(worked: WorkSeconds, reads: float, writes: float, turns: float) 
 
 
 def _lacks_readers(about: _StageInput, outs: list[Snapshot]) -> bool:
-    """Return whether the stage has ended because its outputs had no reader left."""
+    """Return whether the stage ended because its outputs had no readers."""
     unread = any(s.stats.inside and not s.stats.readers for s in outs)
     return not about.alive and (about.unwanted > 0 or unread)
 
 
 def state_of(state: PolicyState) -> RunState:
-    """Return the public name for the supervisor's state."""
+    """Return the public name of the supervisor's state."""
     if state.phase in ("running", "stopping", "finishing"):
         return "stopping" if state.stopped else "running"
     if state.failures:

@@ -1,4 +1,4 @@
-"""Keep the latest problems of a run, for viewers that connect later."""
+"""Keep the latest problems of a run, so that viewers that connect later can show them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunProblem:
 
 
 class RecentProblems:
-    """Listener of a run's feed that keeps the latest problems. It is created when the run starts."""
+    """Listener that keeps the latest problems from a run's feed. It is created when the run starts."""
 
     def __init__(self) -> None:
         self._started_at = time.monotonic()
@@ -43,7 +43,7 @@ class RecentProblems:
 
 
 def problems_in(event: Any) -> Iterator[tuple[str, str]]:
-    """Yield the stage and the description of each problem that an event or decision reports."""
+    """Yield the stage and description of each problem that an event or decision reports."""
     match event:
         case ErrorSent(worker, text):
             yield worker.stage, text

@@ -1,7 +1,7 @@
-"""Render the report of a run as text (R8).
+"""Format the report of a run as text (R8).
 
-The report contains the bottleneck, advice, the numbers of workers that the run has chosen, and warnings. Next
-come tables of stages and channels, with the number of items of each stage.
+The report begins with the bottleneck, advice, the numbers of workers that the run chose, and warnings. Then
+come tables of stages and channels, and the item counts of each stage.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from flowchan.run.policy.stats import CauseKind, EdgeStats, HostStats, RunState,
 
 
 def render(stats: RunStats, width: int = 10**6) -> str:
-    """Render the report of a run that has ended or is still running.
+    """Format the report of a run that is active or has ended.
 
-    If ``width`` is too small, columns with redundant contents are omitted first. Then names are shortened.
+    If ``width`` is too small, drop columns with redundant contents first, and then shorten names.
     """
     first = f"graph {stats.graph!r}: {stats.state} {_after(stats)} {stats.elapsed:.2f} s, seed {stats.seed}"
     if stats.memory:
@@ -40,12 +40,12 @@ def render(stats: RunStats, width: int = 10**6) -> str:
 
 
 def recent_text(stats: RunStats) -> str:
-    """Return "last 5 s" if the rates and shares cover only part of the run, or else an empty string."""
+    """Return "last 5 s" if rates and shares cover only part of the run, otherwise an empty string."""
     return f"last {stats.window:.0f} s" if 0 < stats.window < stats.elapsed - 0.5 else ""
 
 
 def bottleneck_text(stats: RunStats) -> str:
-    """Describe what limits the run (a stage or another cause) and why."""
+    """Describe what limits the run, a stage or something else, and why."""
     cause, slow = stats.cause, _bottleneck(stats)
     if cause is not None and cause.kind != "bottleneck":
         return f"bottleneck: {_CAUSES[cause.kind]} ({cause.why})"
@@ -60,7 +60,7 @@ def bottleneck_text(stats: RunStats) -> str:
 
 
 def _scaling_lines(stats: RunStats) -> Iterator[str]:
-    """For each stage that the run has scaled, yield a line with its numbers of workers over time."""
+    """Yield a line for each stage that the run has scaled, with its numbers of workers over time."""
     numbers: dict[str, list[int]] = {}
     for decision in stats.decisions:
         numbers.setdefault(decision.stage, [decision.workers_before]).append(decision.workers)
@@ -69,7 +69,7 @@ def _scaling_lines(stats: RunStats) -> Iterator[str]:
 
 
 def cause_text(stats: RunStats) -> str:
-    """Describe in a few words what limits the run. The string is empty if the cause is unknown."""
+    """Describe briefly what limits the run. Return an empty string if the cause is unknown."""
     cause, slow = stats.cause, _bottleneck(stats)
     if cause is not None and cause.kind != "bottleneck":
         stage = "" if cause.stage is None else f" ({cause.stage})"
@@ -109,7 +109,7 @@ def share(part: float) -> str:
 
 
 def workers_text(stage: StageStats) -> str:
-    """Return the number of workers, their placement, and how many of them are starting."""
+    """Return the number of workers, their placement, and how many are still starting."""
     return ", ".join(filter(None, [f"{count(stage.workers)} {stage.on}", starting_text(stage)]))
 
 
@@ -118,7 +118,7 @@ def _after(stats: RunStats) -> str:
 
 
 def account_text(stage: StageStats, state: RunState) -> str:
-    """Describe what became of the items that a stage took, and count the failed batch members."""
+    """Describe what became of the items that a stage took, and count failed batch members."""
     members = f", {count(stage.members_failed)} members failed" if stage.members_failed else ""
     return _account(stage, state) + members
 
@@ -126,8 +126,8 @@ def account_text(stage: StageStats, state: RunState) -> str:
 def _account(stage: StageStats, state: RunState) -> str:
     """Describe what became of the items that a stage took.
 
-    If the operator has one output per item, the outputs and failures must add up to the inputs. If they do
-    not, the text gives the difference: items that are still moving, or missing items.
+    If the operator has one output per item, outputs and failures must add up to the inputs. Otherwise, the
+    text shows the difference: items that are still moving, or missing items.
     """
     rest = [
         ("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted),
@@ -231,7 +231,7 @@ def _host_table(hosts: Sequence[HostStats], width: int) -> str:
 
 
 GAP, LEAST = 2, 8
-"""Number of spaces between two columns, and minimum length of a shortened text."""
+"""Spaces between two columns, and minimum length of a shortened text."""
 
 
 def table(
@@ -241,11 +241,10 @@ def table(
     width: int = 10**6,
     spare: Sequence[str] = (),
 ) -> str:
-    """Format aligned columns, or return an empty string if ``rows`` is empty.
+    """Format aligned columns; return an empty string if ``rows`` is empty.
 
-    Columns whose numbers are in ``left`` are left-aligned, the others right-aligned. If the table is wider
-    than ``width``, as many ``spare`` columns as necessary are omitted. After that, long left-aligned texts
-    are shortened.
+    Columns whose number is in ``left`` are left-aligned, the others right-aligned. If the table is wider than
+    ``width``, drop as many ``spare`` columns as necessary. Then shorten long left-aligned texts.
     """
     if not rows:
         return ""
@@ -266,7 +265,7 @@ def table(
 
 
 Columns = dict[str, tuple[bool, list[str]]]
-"""Maps the title of a column to whether it is left-aligned, and to its cells, title first."""
+"""For each column title: whether the column is left-aligned, and its cells, title first."""
 
 
 def _longest(cells: list[str]) -> int:
@@ -278,7 +277,7 @@ def _wide(columns: Columns) -> int:
 
 
 def _cut(columns: Columns, width: int) -> None:
-    """Shorten the longest left-aligned texts, but to no fewer than LEAST characters."""
+    """Shorten the longest left-aligned texts to no fewer than LEAST characters."""
     names = [cells for is_left, cells in columns.values() if is_left]
     while _wide(columns) > width and (most := max(map(_longest, names)) - 1) >= LEAST:
         widest = max(names, key=_longest)

@@ -1,12 +1,12 @@
-"""Write the trace of a run to a file while the graph runs.
+"""Write the trace of a run to a file during the run.
 
 Algorithm. A thread reads the wait times of all ports every ``READ_EVERY_S`` seconds, or less often if that
-would use more than 1 % of a core. The thread also reads the channels' counters and writes the events to the
-file. All other information comes from the run's feed. Workers therefore do no work for the trace, except for
-sampled items. A killed worker loses only the sampled items that it had not reported.
+would cost more than 1 % of a core. It also reads the channels' counters, and writes the events to the file.
+Everything else comes from the run's feed, so workers do no work for the trace, except for sampled items. A
+killed worker loses only the sampled items that it has not reported.
 
-The file is a JSON array. The trace format does not require the closing bracket, so viewers can open the file
-even if the program was killed.
+The file is a JSON array. The trace format makes the closing bracket optional, so viewers can open the file of
+a killed program.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from flowchan.run.worker.opening import Channels, Ports
 log = logging.getLogger("flowchan.run")
 
 READ_EVERY_S = 0.01
-"""Minimum number of seconds between two readings of the wait times."""
+"""Minimum number of seconds between readings of the wait times."""
 COST = 100
-"""Minimum ratio of the interval between readings to the CPU time that one reading takes."""
+"""The interval between readings is at least this many times the CPU time of one."""
 WRITE_EVERY_NS = 500_000_000
 COUNT_EVERY_NS = 100_000_000
-"""Interval between values of each counter. It doubles after every ``MOST_COUNTS`` values."""
+"""Interval between values of a counter. It doubles after every ``MOST_COUNTS`` values."""
 MOST_COUNTS = 5_000
 
 
@@ -71,7 +71,7 @@ class TracedPorts(Protocol):
 
 
 class _TraceFile:
-    """Unbuffered file. With a buffer, a forked child would also write the data that the buffer contained."""
+    """Unbuffered file, because a forked child would also write out any buffered data."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -102,8 +102,9 @@ class _TraceFile:
             self.close()
 
     def close(self) -> None:
-        """Close the file without completing the trace."""
-        fcntl.flock(self._file, fcntl.LOCK_UN)  # else forked children, which inherit the file, keep the lock
+        """Close the file and leave the trace incomplete."""
+        # else forked children, which inherit the file, would keep the lock
+        fcntl.flock(self._file, fcntl.LOCK_UN)
         os.close(self._file)
 
 
@@ -145,7 +146,7 @@ class RunTrace:
         self._counted_at = 0
 
     def follow(self, plan: Plan, ports: TracedPorts, feed: Feed) -> None:
-        """Begin to trace a run that has not started yet."""
+        """Prepare to trace a run that has not started yet."""
         self._ports, now = ports, time.monotonic_ns()
         self._edges = [edge.name for edge in plan.edges]
         self._counted_at = now
@@ -155,7 +156,10 @@ class RunTrace:
         feed.listen(self._record)
 
     def start(self) -> None:
-        """Start the thread. The run must have forked its processes, because forking is unsafe afterwards."""
+        """Start the thread.
+
+        The run must have forked its processes before, because forking is unsafe afterwards.
+        """
         with self._lock:
             if not self._over.is_set():
                 name = f"flowchan {self._events.graph} trace"
@@ -163,7 +167,7 @@ class RunTrace:
                 self._thread.start()
 
     def close(self) -> None:
-        """Complete the file. Later events are ignored."""
+        """Complete the file. Ignore later events."""
         with self._lock:
             self._over.set()
             thread = self._thread
@@ -326,7 +330,7 @@ class RunTrace:
 
 
 def _waited(ports: Ports) -> tuple[int, int, int]:
-    """Return how long a worker has waited for input, for a place and for its turn, in nanoseconds."""
+    """Return how long a worker has waited for input, for room and for its turn, in nanoseconds."""
     reads = sum(reader._waited()[0] for reader in ports.inputs.values())
     writes = [writer._waited() for writer in ports.writers()]
     turn = sum(turn for _, turn in writes)

@@ -1,8 +1,7 @@
-"""Write Python stacks as text, in the format of tracebacks: the most recent call comes last.
+"""Format Python stacks like tracebacks, with the most recent call last.
 
-The stacks of worker processes come from ``faulthandler``, which writes the most recent call first and omits
-the source lines. Calls that were made before the worker started are left out, because after a fork they
-belong to the main program.
+Stacks of worker processes come from ``faulthandler``, which puts the most recent call first and omits source
+lines. Calls from before the worker's start are dropped, because after a fork they belong to the main program.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 def text_of_dump(dump: str) -> str:
     """Convert a dump from ``faulthandler`` to text.
 
-    If the process has several threads, a line with the thread's ID precedes each stack. The oldest thread,
-    which normally runs the worker, comes first.
+    If there are several threads, a line with the thread's id precedes each stack. The oldest thread, which
+    usually runs the worker, comes first.
     """
     threads: list[tuple[str, list[str]]] = []
     started = False
@@ -48,17 +47,17 @@ def _entry(line: str) -> str:
 
 
 def text_of_frame(frame: FrameType) -> str:
-    """Return the stack of a thread that is executing ``frame``, as text."""
+    """Return the stack of a thread that executes ``frame``, as text."""
     return "".join(traceback.format_stack(frame))
 
 
 def text_of_coroutine(coroutine: Any) -> str:
-    """Return the stack of a suspended coroutine as text, with everything that the coroutine awaits."""
+    """Return the stack of a suspended coroutine as text, including everything that it awaits."""
     return "".join(traceback.StackSummary.extract(_awaited(coroutine)).format())
 
 
 def _awaited(coroutine: Any) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frame and line of a coroutine, then of the awaitable that it awaits, and so on."""
+    """Yield the frame and line of a coroutine, then those of the awaitable that it awaits, and so on."""
     while coroutine is not None:
         for frame, awaits in (
             ("cr_frame", "cr_await"),

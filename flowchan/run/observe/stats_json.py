@@ -1,8 +1,8 @@
-"""Convert the statistics of a run to dictionaries for JSON, and back.
+"""Convert a run's statistics to dictionaries for JSON, and back.
 
-The keys are the attribute names of :class:`RunStats` and its parts; the units are the same. Each stage also
-has a ``state``. Readers ignore unknown keys, so later versions may add keys. If the meaning of a key changes,
-``SCHEMA`` changes.
+The keys are the attribute names of :class:`RunStats` and its parts, and the units are the same. Each stage
+also has a ``state``. Readers ignore unknown keys, so later versions can add some. If a key changes in
+meaning, ``SCHEMA`` changes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _PARTS: dict[str, type] = {
     "decisions": ScalingDecision,
     "cause": Cause,
 }
-"""Keys whose values are or contain dictionaries, with the class that each dictionary represents."""
+"""Keys whose values are dictionaries or contain them, with the class that each dictionary stands for."""
 
 
 def to_json(stats: RunStats) -> dict[str, Any]:
-    """Return statistics as a dictionary of numbers, strings, lists and dictionaries.
+    """Convert statistics to a dictionary of numbers, strings, lists and dictionaries.
 
     Args:
         stats: Statistics of a run.
@@ -57,7 +57,7 @@ def to_json(stats: RunStats) -> dict[str, Any]:
 
 
 def from_json(document: Mapping[str, Any]) -> RunStats:
-    """Restore the statistics from a dictionary that :func:`to_json` returned.
+    """Restore statistics from a dictionary made by :func:`to_json`.
 
     Args:
         document: The dictionary. Unknown keys are ignored.
@@ -66,7 +66,7 @@ def from_json(document: Mapping[str, Any]) -> RunStats:
         The statistics.
 
     Raises:
-        TypeError: The dictionary lacks a key, or a value has the wrong type.
+        TypeError: A key is missing, or a value has the wrong type.
     """
     stats: RunStats = _object(RunStats, document)
     return stats

@@ -1,4 +1,4 @@
-"""Facts about a run that its channels do not count. The events of the run update them."""
+"""Count what a run's channels do not count. The run's events update the counts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from flowchan.run.policy.transitions import PolicyState
 
 
 class Tally:
-    """Counts for one run.
+    """Counts of one run.
 
-    Worker threads report on their own threads. Events from other workers are reported on the thread of their
-    part of the crew. The supervisor calls the other methods. :meth:`account` copies each table in one step.
+    Worker threads report on their own threads; events of other workers arrive on the thread of their part of
+    the crew. The supervisor calls all other methods. :meth:`account` copies each table in one step.
     """
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class Tally:
         self._unwanted: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._clocks = WorkerClocks()
-        self._pids: dict[WorkerId, int] = {}  # only of processes that have not ended
+        self._pids: dict[WorkerId, int] = {}  # running processes only
         self._warnings: dict[tuple[str, str], str] = {}  # by stage and topic
 
     def reported(self, event: Event) -> None:
         """Record an event, on the thread that reports it.
 
-        The clock of a worker thread must be started on that thread.
+        A worker thread's clock must be started on that thread itself.
         """
         if isinstance(event, Began):
             self._clocks.begin(event.worker)
@@ -74,7 +74,7 @@ class Tally:
             self.last_error = f"worker {death.worker} {death.summary}"
 
     def warn(self, stage: str, topic: str, text: str) -> None:
-        """Keep the last warning about a stage and a topic for the report."""
+        """Keep the last warning about a stage and topic for the report."""
         self._warnings[stage, topic] = text
 
     def account(self, state: PolicyState, elapsed: float, now: float) -> Account:

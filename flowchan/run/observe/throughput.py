@@ -1,23 +1,23 @@
-"""Predict the throughput of a run after a change, as a pure function of the run's statistics in a window.
+"""Predict a run's throughput after a change, as a pure function of its statistics in a window.
 
-Algorithm. Each resource limits the rate at which items enter the graph:
+Algorithm. Each resource limits the rate at which items can enter the graph:
 
-- A stage with W workers allows W / (s · v) items per second. For each source item, it takes v items and
-  spends s seconds on each. A rate limit r allows r / v.
+- A stage with W workers allows W / (s · v) items per second. Per source item, the stage takes v items and
+  spends s seconds on each. With a rate limit r, the stage allows r / v.
 - The cores allow cores / Σ c · v, where c is the CPU time per item.
 - The interpreter lock allows 1 / Σ c · v over the stages on threads.
-- A loop that admits no more items and has n busy workers allows n / Σ s · v over its stages.
-- The program's puts or gets, or the memory, allow the measured rate if :func:`cause_of` names them.
+- A loop that admits no more items and has n busy workers allows n / Σ s · v, summed over its stages.
+- The program's puts or gets, or memory, allow the measured rate if :func:`cause_of` names them as the cause.
 
-If work times vary and channels are small, workers wait for each other, and the rate stays below the smallest
-bound. The predicted rate is therefore (Σ bound^-p)^(-1/p). The exponent p is chosen so that this formula
-gives the measured rate: Σ u^p = 1 for the measured utilisations u. If one resource is always in use, p is
-infinite, and the rate is the smallest bound.
+If work times vary and channels are small, workers wait for each other, and the rate falls below the smallest
+bound. The predicted rate is therefore (Σ bound^-p)^(-1/p). The exponent p makes this formula reproduce the
+measured rate: Σ u^p = 1 for the measured utilisations u. If some resource is always in use, p is infinite,
+and the rate equals the smallest bound.
 
 Work times include time spent waiting for a core or for the interpreter lock. If the run itself uses all cores
-or the lock, a change affects these waits. In that case, the waits are subtracted from the work times.
+or the lock, a change affects these waits, so they are subtracted from the work times.
 
-The model predicts ratios of rates. Absolute rates are less exact.
+The model predicts ratios of rates well. Absolute rates are less accurate.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from flowchan.run.policy.stats import CauseKind, RunStats, StageStats
 
 CORES, LOCK, LOOP = "the cores", "the interpreter lock", "the items in flight"
 FIXED: dict[CauseKind, str] = {"input": "the input", "consumer": "the program", "memory": "the memory"}
-"""Names of the resources that are not stages. The bounds of the resources in ``FIXED`` never change."""
+"""Names of resources that are not stages. The bounds of resources in ``FIXED`` never change."""
 LEAST_EXPONENT, MOST_EXPONENT = 2.0, 64.0
 """Limits of the exponent p. At the upper limit, the rate practically equals the smallest bound."""
 HEAVY = 0.2
-"""Number of cores from which a stage on threads counts as competing for the interpreter lock."""
+"""A stage on threads that uses at least this many cores counts as competing for the interpreter lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class StageWork:
     Attributes:
         stage: Statistics of the stage.
         workers: Number of workers that take items.
-        visits: Number of items that the stage takes for each source item.
+        visits: Number of items that the stage takes per source item.
         each: Seconds of work per item.
         cpu: CPU seconds per item; 0 if unknown.
-        lock_wait: Seconds per item spent waiting for the interpreter lock that other stages hold.
+        lock_wait: Seconds per item spent waiting for the interpreter lock while other stages hold it.
         local: True if the workers use the cores of this machine.
         threads: True if the workers are threads of this process.
     """
@@ -69,19 +69,19 @@ class StageWork:
 
     @property
     def utilisation(self) -> float:
-        """Return the busy share of the workers' time, or the used share of the rate limit if larger."""
+        """Return the larger of two shares: the workers' busy time, and the used part of the rate limit."""
         limit = self.stage.rate_limit
         return min(1.0, max(self.stage.busy, self.stage.rate / limit if limit else 0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change to a run.
+    """Hypothetical change to a run.
 
     Attributes:
         workers: New number of workers, by stage.
         faster: Speed-up factor, by stage.
-        on_process: Stages that are moved from threads to processes.
+        on_process: Stages to move from threads to processes.
     """
 
     workers: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -99,8 +99,8 @@ class Model:
     Attributes:
         works: Work of each stage that took items, by stage.
         cores: Number of cores that the run may use.
-        lock: True if threads of this process compete for one interpreter lock.
-        fixed: Bounds that do not depend on the numbers of workers, by resource.
+        lock: True if the threads of this process compete for one interpreter lock.
+        fixed: Bounds that are independent of the numbers of workers, by resource.
         in_flight: Number of busy workers in a loop that admits too few items; 0 without such a loop.
         loop: Stages of that loop.
         exponent: Exponent p in the formula above.
@@ -120,8 +120,8 @@ class Model:
 
         Args:
             stats: Statistics with rates and shares for a window, from :func:`between`.
-            cores: Number of cores that the run may use (default: those of this process).
-            gil: True if threads share one interpreter lock (default: whether they do so in this process).
+            cores: Number of cores that the run may use (default: as many as this process).
+            gil: True if threads share one interpreter lock (default: whether those of this process do).
         """
         cores = local_cores() if cores is None else cores
         works = _works(stats)
@@ -142,7 +142,7 @@ class Model:
         return cls(works, cores, lock, fixed, in_flight, loop, _exponent(utilisations))
 
     def rate(self, workers: Mapping[str, int] | None = None, change: Change = NOTHING) -> float:
-        """Return the number of items per second from all sources together.
+        """Return the items per second that all sources together emit.
 
         Args:
             workers: Number of workers, by stage (default: the current numbers).
@@ -156,7 +156,7 @@ class Model:
         return least / float(total ** (1 / self.exponent))
 
     def limited_by(self, workers: Mapping[str, int] | None = None, change: Change = NOTHING) -> str:
-        """Return the resource with the smallest bound: a stage, or one of the names in this module."""
+        """Return the resource with the smallest bound: a stage, or a name from this module."""
         bounds = self.bounds(_with(change, workers))
         return min(bounds, key=bounds.__getitem__, default="")
 
@@ -206,12 +206,12 @@ def _used(works: Mapping[str, StageWork], threads: bool = False) -> float:
 
 
 def _work(stage: StageStats, stats: RunStats, visits: float) -> StageWork | None:
-    """Return the work of a stage in the window, or None if the stage has taken no items or has no workers."""
+    """Return a stage's work in the window; None if it took no items or has no workers."""
     operator = OPERATORS[stage.kind]
     if operator.outside or stage.worked.working <= 0 or not visits:
         return None
     items, worked = stage.rate * stats.window, stage.worked
-    if not items:  # an item takes longer than the window
+    if not items:  # an item may take longer than the window
         items, worked = stage.items_out if operator.begins else stage.items_in, stage.seconds
     if not items:
         return None
@@ -224,12 +224,12 @@ def _work(stage: StageStats, stats: RunStats, visits: float) -> StageWork | None
 
 
 def _without_lock_waits(works: dict[str, StageWork]) -> dict[str, StageWork]:
-    """Subtract the time that threads spent waiting for the interpreter lock while other threads held it.
+    """Subtract the time that threads waited for the interpreter lock while others held it.
 
-    Threads that compute get equal shares of the lock. Each of n such threads therefore waits at most n - 1
-    times its own CPU time. A thread that sleeps takes the lock once per item. If other threads compute all
-    the time, that thread waits up to one switch interval. The model assumes half an interval. Only a move to
-    processes avoids this wait.
+    Threads that compute share the lock equally, so each of n such threads waits at most n - 1 times its own
+    CPU time. A thread that mostly sleeps takes the lock once per item. If other threads compute all the time,
+    it waits up to one switch interval for the lock; the model assumes half of that. Only a move to processes
+    avoids this wait.
     """
     heavy = {
         name: work.workers
@@ -257,7 +257,7 @@ def _without_core_waits(work: StageWork, window: float) -> StageWork:
 
 
 def _fixed(stats: RunStats) -> dict[str, float]:
-    """Return the bound of the program's puts or gets or of the memory, if one of these limits the run."""
+    """Return the bound set by the program's puts or gets, or by memory, if one of these limits the run."""
     cause = stats.cause
     if cause is None or cause.kind not in FIXED:
         return {}
@@ -271,7 +271,7 @@ def _fixed(stats: RunStats) -> dict[str, float]:
 
 
 def _exponent(utilisations: Collection[float]) -> float:
-    """Return the exponent p for which Σ u^p = 1, clamped to its limits."""
+    """Return the exponent p for which Σ u^p = 1, within its limits."""
     low, high = LEAST_EXPONENT, MOST_EXPONENT
     for _ in range(20):
         middle = (low + high) / 2

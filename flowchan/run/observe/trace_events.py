@@ -1,11 +1,10 @@
-"""Build the events of a trace in Chrome's JSON format, which Perfetto can open.
+"""Build trace events in Chrome's JSON format, which Perfetto can open.
 
-In the trace, each stage is a process, and each worker has two threads in that process. One thread shows what
-the worker does; the other shows the sampled items that it processes. The run is also a process, which
-contains the channels' counters.
+In the trace, each stage is a process, and each of its workers has two threads there. One thread shows the
+worker's activity, the other its sampled items. The run itself is also a process, which contains the channels'
+counters.
 
-Arguments are times of the monotonic clock in nanoseconds; the events contain microseconds since the start of
-the run.
+Arguments are monotonic times in nanoseconds; events contain microseconds since the run started.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from flowchan.run.policy.events import ItemTraced
 RUN_PID = 1
 FIRST_STAGE_PID = 2
 FIRST_TID = 10_001
-"""ID of the first thread. It differs from every process ID, because equal IDs would mark a main thread."""
+"""Id of the first thread. It differs from every process id, because equal ids would mark a main thread."""
 LABELS: dict[SpanKind, str] = {
     "busy": "busy",
     "input": "waits for input",
@@ -29,18 +28,18 @@ LABELS: dict[SpanKind, str] = {
     "turn": "waits for its turn",
 }
 MOST_ITEMS = 50_000
-"""Number of item spans after which the share of samples that are drawn is halved."""
+"""Number of item spans after which the share of drawn samples is halved."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class TraceEvents:
-    """Builder for the events of one run. Every method returns the lines to write, each a JSON object.
+    """Builds the events of one run. Every method returns the lines to write, each of which is a JSON object.
 
     Args:
         graph: Name of the graph.
         stages: Names of the stages, in display order.
-        start: Start time of the run.
+        start: When the run started.
     """
 
     def __init__(self, graph: str, stages: tuple[str, ...], start: int) -> None:
@@ -61,18 +60,18 @@ class TraceEvents:
             yield _meta("process_sort_index", pid, 0, sort_index=pid)
 
     def span(self, stage: str, worker: int, name: str, begin: int, end: int) -> Iterator[str]:
-        """Show what a worker does."""
+        """Show what a worker did in an interval."""
         tid = yield from self._tid(stage, worker, False)
         yield self._slice(self._pids[stage], tid, name, begin, end)
 
     def instant(self, stage: str, worker: int, name: str, at: int, text: str = "") -> Iterator[str]:
-        """Show an event that concerns one worker."""
+        """Show an event of one worker."""
         tid = yield from self._tid(stage, worker, False)
         ts, args = self._us(at), _args(text)
         yield _line(ph="i", s="t", pid=self._pids[stage], tid=tid, name=name, ts=ts, args=args)
 
     def run_instant(self, name: str, at: int, text: str = "") -> str:
-        """Show an event that concerns the whole run."""
+        """Show an event of the whole run."""
         return _line(ph="i", s="p", pid=RUN_PID, tid=RUN_PID, name=name, ts=self._us(at), args=_args(text))
 
     def counter(self, name: str, at: int, value: float) -> str:
@@ -80,7 +79,7 @@ class TraceEvents:
         return _line(ph="C", pid=RUN_PID, tid=RUN_PID, name=name, ts=self._us(at), args={"value": value})
 
     def items(self, stage: str, worker: int, marks: tuple[int, ...], begin: int, end: int) -> Iterator[str]:
-        """Show that a worker processes sampled items."""
+        """Show that a worker processed sampled items."""
         drawn = [self._number(mark) for mark in marks if self._is_drawn(mark)]
         if not drawn:
             return
@@ -111,7 +110,7 @@ class TraceEvents:
         return mark % self._every == 0
 
     def _number(self, mark: int) -> int:
-        """Return a short number for a sample. The numbers of old samples are dropped."""
+        """Return a short number for a sample. Numbers of old samples are dropped."""
         number = self._names.get(mark)
         if number is None:
             number = self._names[mark] = next(self._numbers)
@@ -120,7 +119,7 @@ class TraceEvents:
         return number
 
     def _tid(self, stage: str, worker: int, items: bool) -> Generator[str, None, int]:
-        """Return the thread ID of a worker. On first use, yield the lines that name the thread."""
+        """Return a worker's thread id. On first use, yield the lines that name the thread."""
         tid = self._tids.get((stage, worker, items))
         if tid is None:
             tid = self._tids[stage, worker, items] = FIRST_TID + len(self._tids)

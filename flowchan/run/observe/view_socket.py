@@ -1,17 +1,17 @@
 """Serve the statistics of a run to ``flowchan top`` on a Unix socket.
 
-Algorithm. The supervisor's thread calls :meth:`ViewSocket.poll` whenever the thread is awake. The first call
-that is due creates the socket, so a short run creates no socket. Later calls accept connections from viewers.
-A run without viewers therefore needs no additional thread, and makes at most one system call every
+Algorithm. The supervisor's thread calls :meth:`ViewSocket.poll` whenever it is awake. The first call after
+``POLL_INTERVAL_S`` seconds creates the socket, so a short run has none. Later calls accept connections from
+viewers. A run without viewers therefore needs no extra thread, and makes at most one system call every
 ``POLL_INTERVAL_S`` seconds. Each viewer is a subscriber of the run's feed.
 
-A viewer receives JSON lines: one "hello", then "stats", and finally "end" when the run has ended. The viewer
-sends nothing. Writes never block, so a slow viewer misses statistics but does not delay other viewers or the
-run. If the program is killed, the connection closes without "end".
+A viewer receives JSON lines: one "hello", then "stats", and an "end" when the run has ended. The viewer sends
+nothing. Writes never block: a slow viewer misses statistics, but does not delay other viewers or the run. If
+the program is killed, the connection closes without "end".
 
-Invariants. The socket has an abstract name (see unix(7)), so no file stays behind if the program is killed.
-Any user may connect to such a name. Both ends therefore check that the other end is the same user or root. A
-forked child closes its copies of the sockets, so the connections close when the program exits.
+Invariants. The socket has an abstract name (see unix(7)), so a killed program leaves no file behind. Any user
+can connect to such a name, so each end checks that the other one belongs to the same user or to root. A
+forked child closes its copies of the sockets, so connections close when the program exits.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from flowchan.run.policy.stats import RunStats
 log = logging.getLogger("flowchan.run")
 
 POLL_INTERVAL_S = 0.1
-"""Minimum number of seconds between two checks for new viewers, and before the first check."""
+"""Minimum number of seconds between checks for new viewers, and before the first one."""
 STATS_EVERY_S = 0.5
-"""Seconds between two "stats" lines for a viewer."""
+"""Seconds between "stats" lines to a viewer."""
 END_S = 1.0
-"""Time limit for sending the final statistics to a viewer that has kept up, in seconds."""
+"""Seconds allowed for sending the final statistics to a viewer that has kept up."""
 MOST_RUNS = 1000
-"""Maximum number of sockets of one program."""
+"""Maximum number of sockets per program."""
 
 
 def socket_prefix() -> str:
-    """Return how the names of the sockets of this user's programs begin."""
+    """Return the common prefix of the socket names of this user's programs."""
     return f"flowchan-{os.geteuid()}-"
 
 
@@ -77,7 +77,7 @@ class ViewSocket:
                 self._listen()
             else:
                 self._accept(self._listener)
-        except (OSError, RuntimeError) as error:  # the run does not depend on its viewers
+        except (OSError, RuntimeError) as error:  # the run must not depend on its viewers
             if not self._name:  # no socket could be created
                 self._due = math.inf
             log.debug("graph %r cannot be shown by flowchan top: %s", self._graph, text_of(error))
@@ -92,7 +92,8 @@ class ViewSocket:
             try:
                 listener.bind(f"\0{socket_prefix()}{name}")
             except OSError as error:
-                if error.errno == errno.EADDRINUSE:  # another run of this program, or another user's program
+                # taken by another run of this program, or by another user's program
+                if error.errno == errno.EADDRINUSE:
                     continue
                 raise
             self._name = name
@@ -118,7 +119,7 @@ class ViewSocket:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Close the socket and its connections. The feed must have ended."""
+        """Close the socket and its connections. Call this after the feed has ended."""
         if self._listener is None:
             return
         self._listener.close()
@@ -142,7 +143,7 @@ class ViewConnection:
         return self._connection.fileno() < 0
 
     def _show(self, stats: RunStats) -> None:
-        """Send statistics, unless the viewer has not read all earlier lines yet."""
+        """Send statistics, unless the viewer still has earlier lines to read."""
         self._send()
         self._missed = bool(self._unsent)
         if not self._missed:
@@ -162,7 +163,7 @@ class ViewConnection:
                 self._subscription.close()
 
     def end(self) -> None:
-        """Send the last lines, if the viewer has kept up, and close the connection."""
+        """Send the last lines if the viewer has kept up, and close the connection."""
         with self._connection as connection, contextlib.suppress(OSError):
             if not self._missed:
                 connection.settimeout(END_S)
@@ -174,8 +175,8 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Return whether the program at the other end of a connection belongs to this user or to root."""
-    credentials = struct.Struct("3i")  # process ID, user ID, group ID
+    """Return whether the peer of a connection runs as this user or as root."""
+    credentials = struct.Struct("3i")  # process id, user id, group id
     _, user, _ = credentials.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     )
@@ -183,7 +184,7 @@ def is_same_user(connection: socket.socket) -> bool:
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""Sockets of this process, which a forked child must not keep open."""
+"""Sockets of this process; a forked child must not keep them open."""
 
 
 def _after_fork() -> None:

@@ -1,8 +1,8 @@
-"""Predict the effect of a change to one stage, and suggest a change, from the statistics of a window.
+"""Predict the effect of a change to one stage, or suggest a change, from statistics of a window.
 
 :mod:`flowchan.run.observe.throughput` contains the model. Each prediction has a range, which covers three
-unknowns: how much the work times vary, whether code releases the interpreter lock, and how far a short window
-with few items can be trusted.
+unknowns: how much work times vary, whether code releases the interpreter lock, and how representative a short
+window is.
 """
 
 from __future__ import annotations
@@ -27,34 +27,33 @@ from flowchan.run.observe.throughput import (
 from flowchan.run.policy.stats import RunStats, StageStats
 
 NOISE = 0.05
-"""Smallest relative error that a range covers."""
+"""Relative error that every range covers at least."""
 CROWDED = 0.5
-"""Relative error that a range also covers, times the share of the work time spent waiting for a core."""
+"""Relative error that a range covers in addition, times the share of work time spent waiting for a core."""
 WORTH = 1.2
-"""Smallest predicted ratio of rates for which a change is suggested."""
+"""Suggest a change only if the predicted ratio of rates is at least this."""
 LEAST_WINDOW_S, LEAST_ITEMS = 1.0, 20
-"""Shortest window, and smallest number of items in that window, from which a change is suggested."""
+"""Minimum window in seconds, and minimum number of items in it, from which to suggest a change."""
 ENOUGH = 0.95
-"""Share of the largest gain that the suggested number of workers must reach."""
+"""The suggested number of workers must reach this share of the largest gain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted effect of a change to one stage, from :meth:`Run.what_if`.
+    """Predicted effect of changing one stage, from :meth:`Run.what_if`.
 
-    All rates are numbers of items that leave the graph per second.
+    All rates count the items that leave the graph per second.
 
     Attributes:
         stage: Name of the stage.
         change: Description of the change, such as "one more worker".
-        now: Measured rate in the window.
+        now: Rate measured in the window.
         predicted: Predicted rate after the change.
-        low: Lower end of the likely range for the rate after the change.
+        low: Lower end of the likely range of the new rate.
         high: Upper end of that range.
-        limited_by: Name of the stage that would limit the run after the change. If no stage would, one of
-            "the cores", "the interpreter lock", "the input", "the program", "the memory" or "the items in
-            flight".
-        why: Explanation of ``limited_by`` in words.
+        limited_by: Name of the stage that would limit the run after the change. If it is not a stage: "the
+            cores", "the interpreter lock", "the input", "the program", "the memory" or "the items in flight".
+        why: ``limited_by``, explained in words.
 
     Example:
         >>> from flowchan import Prediction
@@ -74,12 +73,12 @@ class Prediction:
 
     @property
     def gain(self) -> float:
-        """Return the ratio of the predicted rate to the current rate."""
+        """Return the predicted rate divided by the current rate."""
         return self.predicted / self.now
 
 
 def predict(stats: RunStats, stage: str, workers: int = 0, faster: float = 1.0) -> Prediction:
-    """Return the predicted effect of a change to one stage.
+    """Predict the effect of a change to one stage.
 
     Args:
         stats: Statistics of a window.
@@ -92,9 +91,9 @@ def predict(stats: RunStats, stage: str, workers: int = 0, faster: float = 1.0) 
 
 
 def predictions(stats: RunStats) -> list[Prediction]:
-    """Predict the effects of one more worker and of doubled speed, for each stage.
+    """Predict the effects of one more worker and of doubled speed for each stage.
 
-    The largest effect comes first. Stages that have taken no items are left out.
+    The largest effect comes first. Stages that took no items are skipped.
     """
     model = Model.of(stats)
     found = []
@@ -114,7 +113,7 @@ def can_grow(stage: StageStats) -> bool:
 
 
 def missing(stats: RunStats, model: Model, stage: str = "") -> str:
-    """Return what is missing for a prediction, or an empty string if a prediction is possible."""
+    """Return what is missing for a prediction; empty if a prediction is possible."""
     if not end_rate(stats):
         return "no item has left the graph"
     if stage and stage not in model.works:
@@ -123,7 +122,7 @@ def missing(stats: RunStats, model: Model, stage: str = "") -> str:
 
 
 def end_rate(stats: RunStats) -> float:
-    """Return how many items leave the graph per second, without failed items."""
+    """Return how many items leave the graph per second, not counting failed items."""
     writers = {edge.writer for edge in stats.edges if edge.reader is not None}
     failed = {edge.reader for edge in stats.edges if edge.errors}
     ends = [stage for stage in stats.stages if stage.name not in writers]
@@ -167,7 +166,7 @@ def _gain(model: Model, change: Change) -> float:
 
 
 def _variants(model: Model) -> Iterator[Model]:
-    """Yield models with different assumptions about the variance of work times and the interpreter lock."""
+    """Yield variants of a model with other assumptions about work times and the interpreter lock."""
     yield dataclasses.replace(model, exponent=MOST_EXPONENT)
     yield dataclasses.replace(model, exponent=model.exponent / 2)
     if model.lock:
@@ -186,7 +185,7 @@ def _described(change: Change, stage: StageStats) -> str:
 
 
 def _why(model: Model, change: Change, limit: str) -> str:
-    """Explain what sets the smallest bound after a change."""
+    """Explain which resource sets the smallest bound after a change."""
     if limit in model.works:
         work = model.works[limit]
         workers = change.workers.get(limit, work.stage.workers)
@@ -209,7 +208,7 @@ _REASONS = {
 
 
 def _crowded(model: Model) -> float:
-    """Return the share of the work time that is spent waiting for a core."""
+    """Return the share of work time spent waiting for a core."""
     works = [work.stage.worked for work in model.works.values() if work.local]
     total = sum(one.work for one in works)
     return sum(min(one.ready or 0.0, one.work) for one in works) / total if total else 0.0
@@ -222,14 +221,14 @@ def _duration(seconds: float) -> str:
 
 
 def advice(stats: RunStats) -> str | None:
-    """Return the change that would help the run most, in one line.
+    """Return one line that suggests the change that would help the run most.
 
     Args:
         stats: Statistics in a window.
 
     Returns:
         The advice, such as "2 more workers of 'decode' would give 1.8 × the rate". None if no change that the
-        user can make to a stage would help much. Also None if the window is too short or has too few items.
+        user can make would help much, or if the window is too short or has too few items.
     """
     cause = stats.cause
     items = end_rate(stats) * stats.window
@@ -251,7 +250,7 @@ def advice(stats: RunStats) -> str | None:
 
 
 def _for_waits(stats: RunStats, model: Model, work: StageWork) -> str | None:
-    """Suggest a change to a stage whose workers often wait for other stages or for earlier items."""
+    """Suggest a change to a stage whose workers often wait for other stages or earlier items."""
     stage, free = work.stage, dataclasses.replace(model, exponent=MOST_EXPONENT)
     most = free.rate() * work.visits / stage.rate
     if stage.waiting_turn >= SEEN:
@@ -272,7 +271,7 @@ def _for_stage(model: Model, work: StageWork) -> str | None:
     stage = work.stage
     if not can_grow(stage):
         return None
-    most = max(1, stage.workers)  # at most double the number of workers
+    most = max(1, stage.workers)  # at most double the workers
     gains = [_gain(model, Change({stage.name: stage.workers + more})) for more in range(1, most + 1)]
     if work.threads:
         change, gain = _to_process(model, work, stage.workers + 1)
@@ -284,7 +283,7 @@ def _for_stage(model: Model, work: StageWork) -> str | None:
 
 
 def _to_process(model: Model, work: StageWork, workers: int) -> tuple[str, float]:
-    """Describe a move of a stage's workers to processes, and return the description with the gain."""
+    """Describe moving a stage's workers to processes, and return the description and the gain."""
     name = work.stage.name
     gain = _gain(model, Change({name: workers}, on_process=(name,)))
     number = "" if workers == work.stage.workers else f" and workers={workers}"

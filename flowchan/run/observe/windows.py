@@ -1,9 +1,9 @@
-"""Compute rates and shares for a window of time, from snapshots of past statistics.
+"""Compute rates and shares in a time window from snapshots of past statistics.
 
-Algorithm. Counters in :class:`RunStats` only grow, so the difference between two snapshots covers the window
-between them. Every half second, the supervisor's thread takes a snapshot when it is awake for other reasons.
-It takes snapshots less often if they would use more than a thousandth of a core. Old snapshots are thinned
-out in such a way that every window still has one near its beginning.
+Algorithm. The counters in :class:`RunStats` only grow, so the difference between two snapshots covers the
+time between them. About every half second, the supervisor's thread takes a snapshot when it is awake anyway.
+Snapshots become rarer if they would cost more than a thousandth of a core. Old snapshots are thinned out, but
+every window still has one near its beginning.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from flowchan.run.observe.cgroups import local_cores
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 EVERY_S = 0.5
-"""Minimum number of seconds between two snapshots of a run."""
+"""Minimum number of seconds between snapshots of a run."""
 COST = 1000
-"""Minimum ratio of the time between two snapshots to the time that taking one needs."""
+"""Snapshots are at least this many times their own duration apart."""
 FINENESS = 8
-"""A snapshot is dropped if its neighbours are no farther apart than their age divided by this number."""
+"""A snapshot is dropped if the time between its neighbours is at most their age divided by this number."""
 
 
 def has_gil() -> bool:
@@ -33,7 +33,7 @@ def has_gil() -> bool:
 
 
 def between(earlier: RunStats | None, later: RunStats) -> RunStats:
-    """Return ``later`` with the rates, shares and cause since ``earlier``, or since the start of the run."""
+    """Return ``later`` with rates, shares and cause since ``earlier``, or since the run started."""
     window = max(later.elapsed - (0.0 if earlier is None else earlier.elapsed), 1e-9)
     stages_before = {} if earlier is None else {stage.name: stage for stage in earlier.stages}
     edges_before = {} if earlier is None else {edge.name: edge for edge in earlier.edges}
@@ -77,7 +77,7 @@ class History:
         self._next_at = time.monotonic() + EVERY_S
 
     def watch(self, watcher: Callable[[RunStats], object] | None) -> None:
-        """Call a function with each new snapshot, on the supervisor's thread; ``None`` stops the calls.
+        """Call a function with each new snapshot on the supervisor's thread. ``None`` stops the calls.
 
         The function's own time counts as part of the snapshot, so a slow function makes snapshots rarer. The
         function must not raise.
@@ -102,9 +102,9 @@ class History:
         self._next_at = now + max(EVERY_S, COST * (now - began))
 
     def before(self, now: RunStats, window: float) -> RunStats | None:
-        """Return the latest statistics that are at least ``window`` seconds older than ``now``.
+        """Return the latest statistics at least ``window`` seconds older than ``now``.
 
-        Returns ``None`` if the run has not lasted that long.
+        Return ``None`` if the run has not lasted that long.
         """
         old = [sample for sample in self._samples if now.elapsed - sample.elapsed >= window]
         return old[-1] if old else None

@@ -1,10 +1,10 @@
-"""Turn a worker's wait times into spans: busy, or waiting for input, for a place or for its turn.
+"""Split a worker's time into spans: busy, or waiting for input, for room or for its turn.
 
-Algorithm. The ports count how long a worker has waited, and a sampler reads these sums every few
-milliseconds. The time between two readings is divided in proportion to the waits. The first part has the kind
-of the last span, so that a long wait stays one span. A part that is shorter than ``finest`` is not drawn but
-carried over to the next reading. A worker's spans therefore add up to its wait times, with an error of about
-``finest`` for each kind.
+Algorithm. The ports add up how long a worker has waited, and a sampler reads these sums every few
+milliseconds. The time between two readings is divided in proportion to the waits. The first part continues
+the last span's kind, so that a long wait stays one span. A part shorter than ``finest`` is not drawn, but
+carried over to the next reading. A worker's spans therefore add up to its wait times, within about ``finest``
+for each kind.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ KINDS: tuple[SpanKind, ...] = ("busy", "input", "place", "turn")
 FINEST_NS = 1_000_000
 """Minimum length of a worker's spans, in nanoseconds."""
 MOST_SPANS = 20_000
-"""Number of spans after which the minimum length of a worker's spans is doubled."""
+"""Number of spans after which the minimum length doubles."""
 
 
 class Span(NamedTuple):
-    """Interval in which a worker was busy or waited for one reason. Times are in nanoseconds."""
+    """Interval in which a worker was busy or waited for one thing. Times are in nanoseconds."""
 
     kind: SpanKind
     begin: int
@@ -31,13 +31,13 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class WorkerSpans:
-    """Spans of one worker that begins work at time ``at``.
+    """Spans of a worker that begins to work at time ``at``.
 
     Attributes:
         at: Time of the last reading, in nanoseconds.
-        waited: Time spent waiting for input, for a place and for a turn at the last reading, in nanoseconds.
-        finest: Minimum length of a span, in nanoseconds. It grows with the number of spans, to bound that
-            number.
+        waited: Total waits for input, room and turns at the last reading, in nanoseconds.
+        finest: Minimum length of a span, in nanoseconds. It grows with the number of spans, to keep that
+            number bounded.
     """
 
     at: int
@@ -52,9 +52,9 @@ class WorkerSpans:
         self._begin = self.at
 
     def read(self, now: int, waited: tuple[int, int, int]) -> Iterator[Span]:
-        """Take a reading, and yield the spans that have ended. A reading that arrives too early is ignored.
+        """Take a reading, and yield the spans that have ended. Ignore a reading that comes too early.
 
-        ``waited`` contains sums from the worker's ports, so the values may drop when a port is closed.
+        ``waited`` has the sums over the worker's open ports, so the values drop when a port is closed.
         """
         length = now - self.at
         if length < self.finest:
@@ -86,7 +86,7 @@ class WorkerSpans:
                 self.finest *= 2
 
     def end(self, now: int) -> Iterator[Span]:
-        """Yield the last span, because the worker has ended."""
+        """Yield the last span of a worker that has ended."""
         self.at = max(self.at, now)
         yield from self._end(self.at)
         self._begin = self.at

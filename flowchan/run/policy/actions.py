@@ -1,4 +1,4 @@
-"""Actions of the supervisor, as values that the decision functions return."""
+"""Define the supervisor's actions, as values that the decision functions return."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EndServices:
 
 @dataclass(frozen=True, slots=True)
 class DropQueued:
-    """Discard the items that are waiting in channels for a stage (:meth:`Plan.queues`)."""
+    """Discard the items that wait in channels for a stage (:meth:`Plan.queues`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class BreakChannels:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePorts:
-    """Close the ports of a worker that has ended in any way."""
+    """Close the ports of a worker that has ended, for whatever reason."""
 
     worker: WorkerId
 
@@ -45,7 +45,7 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Give a dead worker's items back to the channels, and start a replacement after ``pause`` seconds."""
+    """Return a dead worker's items to the channels, and start a replacement after ``pause`` seconds."""
 
     worker: WorkerId
     pause: float
@@ -53,7 +53,7 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class RestartGang:
-    """Replace all workers of a gang. ``died`` is the worker whose death caused this, if any."""
+    """Replace all workers of a gang. ``died`` is the worker whose death led to this, if any."""
 
     workers: tuple[WorkerId, ...]
     pause: float
@@ -78,7 +78,7 @@ class FormGroup:
 class Warn:
     """Warn the user about a stage.
 
-    A later warning about the same ``topic`` replaces this one in the report.
+    A later warning with the same ``topic`` replaces this one in the report.
     """
 
     stage: str

@@ -1,22 +1,22 @@
-"""Choose how many workers each ``workers="auto"`` stage has, as a pure function of statistics.
+"""Choose the number of workers of each ``workers="auto"`` stage, as a pure function of statistics.
 
 Algorithm. After each time window, at most one of three things happens:
 
-1. If the last change has not been checked, its effect is measured. An increase must have raised the rate by
-   at least half of ``LEAST_GAIN``, and a reduction must not have lowered the rate by that much. Otherwise the
-   change is reverted, and the same kind of change is not retried for ``BLOCKED_WINDOWS`` windows. If the
-   program itself limited the run in the window, an increase is kept.
-2. If the model predicts that more workers raise the rate by at least ``LEAST_GAIN``, workers are added. They
-   are distributed by max-min filling: the next worker goes to the stage that allows the lowest rate, until
-   the limits allow no more. The number of workers of a stage at most doubles.
+1. If the last change has not been checked yet, its effect is measured. An increase must have raised the rate
+   by at least half of ``LEAST_GAIN``, and a reduction must not have lowered it by as much. Otherwise the
+   change is undone, and the same kind of change is not retried for ``BLOCKED_WINDOWS`` windows. An increase
+   is kept if the program itself limited the run in this window.
+2. If the model predicts that more workers would raise the rate by at least ``LEAST_GAIN``, workers are added.
+   Max-min filling distributes them: the next worker goes to the stage that allows the lowest rate, as long as
+   the limits permit. A stage's number of workers at most doubles.
 3. Stages whose utilisation was low in the last ``IDLE_WINDOWS`` windows lose at most half of their workers.
 
-The first window after a change starts when the new workers have begun to work. Threads are not added while
-the interpreter lock limits the run, and no workers are added while all cores are in use. A process is added
-only if enough memory is free for another process as large as the stage's largest.
+The first window after a change starts once the new workers have begun to work. No threads are added while the
+interpreter lock limits the run, and no workers at all while all cores are in use. A process is added only if
+another process as large as the stage's largest fits into free memory.
 
-Stages with the same limit share the workers that the limit allows. If the limit is reached, workers are moved
-from one stage to a slower one.
+Stages that have the same limit share the workers that it allows. Once the limit is reached, workers move from
+faster stages to slower ones.
 """
 
 from __future__ import annotations
@@ -34,45 +34,45 @@ from flowchan.run.policy.stats import CauseKind, RunStats, StageStats
 WINDOW_S = 1.0
 """Minimum length of a window in seconds."""
 LEAST_ITEMS = 20
-"""Minimum number of items that a busy or changed stage takes in a window below ``SLOW_WINDOW_S``."""
+"""In a window shorter than ``SLOW_WINDOW_S``, each busy or changed stage must take this many items."""
 SLOW_WINDOW_S = 10.0
-"""Length of a window in seconds from which two items for each worker of the busy stages are enough."""
+"""In a window of at least this many seconds, two items for each worker of the busy stages suffice."""
 LONGEST_WINDOW_S = 60.0
 """Maximum length of a window in seconds."""
 LEAST_GAIN = 0.05
-"""Minimum predicted relative gain in the rate for which workers are added."""
+"""Workers are added only if the predicted rate grows by at least this fraction."""
 BUSY = 0.85
-"""Minimum utilisation of at least one of the stages that get workers."""
+"""At least one of the stages that get workers must have this utilisation."""
 IDLE = 0.65
-"""Utilisation below which a stage may lose workers."""
+"""A stage may lose workers below this utilisation."""
 IDLE_WINDOWS = 3
-"""Number of consecutive windows with a utilisation below ``IDLE`` before a stage loses workers."""
+"""Consecutive windows with a utilisation below ``IDLE`` before a stage loses workers."""
 AIM = 0.75
-"""Utilisation that a stage should have after it has lost workers."""
+"""Target utilisation of a stage that loses workers."""
 BLOCKED_WINDOWS = 10
-"""Number of windows for which a reverted change is not retried."""
+"""Number of windows before an undone change may be retried."""
 ENOUGH = 0.98
-"""Share of the highest possible rate at which the filling stops."""
+"""The filling stops at this share of the highest possible rate."""
 RATE_LIMITED = 0.95
-"""Share of a stage's ``rate=`` from which the stage gets no more workers."""
+"""A stage whose rate has reached this share of its ``rate=`` gets no more workers."""
 
 PROGRAM: frozenset[CauseKind] = frozenset({"input", "consumer"})
-"""Causes outside the graph. While one of them limits the run, the effect of more workers is unmeasurable."""
+"""Causes outside the graph. While one limits the run, the effect of more workers cannot be measured."""
 
 
 class Throughput(Protocol):
-    """Model of a run that predicts its rate."""
+    """Model that predicts the rate of a run."""
 
     def rate(self, workers: Mapping[str, int]) -> float:
-        """Predict the rate of the run if these stages had these numbers of workers."""
+        """Predict the rate of the run with these numbers of workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class AutoLimit:
-    """Limit of one stage.
+    """Limit on the workers of one stage.
 
     Attributes:
-        most: Maximum number of workers of all stages with the same ``shared_by`` together.
+        most: Maximum total number of workers of all stages with the same ``shared_by``.
         shared_by: Identity of the limit, which several stages may share.
         own_process: True if each worker is a process.
     """
@@ -84,35 +84,35 @@ class AutoLimit:
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Memory for additional processes.
+    """Memory that is available for more processes.
 
     Attributes:
         free: Number of bytes that new processes may use.
-        resident: Size of the largest process of each stage, in bytes.
+        resident: Size of each stage's largest process, in bytes.
     """
 
     free: float = math.inf
     resident: Mapping[str, int] = field(default_factory=dict)
 
     def processes(self, stage: str) -> float:
-        """Return how many more processes of a stage fit into memory. Threads do not count."""
+        """Return how many more processes of a stage fit into memory. Threads fit in any number."""
         size = self.resident.get(stage, 0)
         return math.inf if not size or math.isinf(self.free) else max(0.0, self.free) // size
 
     def without(self, stage: str, processes: int) -> FreeMemory:
-        """Return the memory that remains after this many more processes of a stage have started."""
+        """Return the memory left after this many more processes of a stage have started."""
         return dataclasses.replace(self, free=self.free - processes * self.resident.get(stage, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Change whose effect has not been checked.
+    """Change whose effect has not been checked yet.
 
     Attributes:
         before: Numbers of workers of the changed stages before the change.
         rates: Rates of these stages before the change, in items per second.
-        grew: True if a stage got more workers.
-        made: Indexes of the decisions that made the change.
+        grew: True if the change added workers.
+        made: Indexes of the decisions that made up the change.
     """
 
     before: Mapping[str, int]
@@ -126,10 +126,10 @@ class Scaler:
     """State of automatic scaling in one run.
 
     Attributes:
-        limits: Limits of the stages with ``workers="auto"`` that the program has not scaled.
-        trial: The last change, until its effect has been checked.
-        blocked: Number of windows for which a stage must not gain (True) or lose (False) workers.
-        idle: Utilisations of each stage in the last windows, as long as all were low.
+        limits: Limits of the ``workers="auto"`` stages that the program has not scaled itself.
+        trial: The last change, until its effect is checked.
+        blocked: For how many more windows a stage must not gain (True) or lose (False) workers.
+        idle: Each stage's utilisations in its latest windows, if all of them were low.
         decisions: All decisions so far.
     """
 
@@ -140,14 +140,14 @@ class Scaler:
     decisions: tuple[ScalingDecision, ...] = ()
 
     def ready(self, stats: RunStats) -> bool:
-        """Return whether the workers that the last change added (initially all workers) have begun work."""
+        """Return whether the workers of the last change (at first, all workers) have begun to work."""
         stages = self.limits if self.trial is None else self.trial.before
         return not any(stage.starting for stage in stats.stages if stage.name in stages)
 
     def full(self, stats: RunStats) -> bool:
         """Return whether a window is long enough for a decision.
 
-        Busy and changed stages must have taken enough items for rates to be comparable.
+        Busy and changed stages must have taken enough items to make rates comparable.
         """
         if not WINDOW_S <= stats.window < LONGEST_WINDOW_S:
             return stats.window >= WINDOW_S
@@ -167,13 +167,13 @@ Chosen = tuple[Scaler, tuple[ScalingDecision, ...]]
 def choose(
     scaler: Scaler, stats: RunStats, model: Callable[[RunStats], Throughput], memory: FreeMemory
 ) -> Chosen:
-    """Choose the numbers of workers after a window.
+    """Choose the numbers of workers at the end of a window.
 
     Args:
-        scaler: The state so far.
-        stats: Statistics with rates and shares for the window.
-        model: Function that returns the model of the run in the window.
-        memory: Memory for additional processes.
+        scaler: Previous state.
+        stats: Statistics whose rates and shares cover the window.
+        model: Returns a model of the run in the window.
+        memory: Memory that is available for more processes.
 
     Returns:
         The next state, and the changes to make.
@@ -195,9 +195,9 @@ def choose(
 
 
 def pinned(scaler: Scaler, elapsed: float, before: int, scale: Scale) -> Scaler:
-    """Return the state after the program has changed a stage from ``before`` to another number of workers.
+    """Return the state after the program itself has scaled a stage from ``before`` workers.
 
-    The stage keeps this number.
+    Automatic scaling then leaves this stage alone.
     """
     if scale.stage not in scaler.limits:
         return scaler
@@ -209,7 +209,7 @@ def pinned(scaler: Scaler, elapsed: float, before: int, scale: Scale) -> Scaler:
 
 
 def _live(scaler: Scaler, stats: RunStats) -> dict[str, StageStats]:
-    """Return the stages whose number of workers may change now."""
+    """Return the stages whose number of workers may change at this point."""
     return {stage.name: stage for stage in stats.stages if stage.name in scaler.limits and stage.working}
 
 
@@ -220,7 +220,7 @@ def _changed(
     changes: Mapping[str, int],
     reason: Callable[[StageStats], str],
 ) -> Chosen:
-    """Decide on changes that will be checked after the next window."""
+    """Decide on changes, to be checked after the next window."""
     made = tuple(
         ScalingDecision(stats.elapsed, name, stages[name].workers, workers, reason(stages[name]))
         for name, workers in changes.items()
@@ -243,7 +243,7 @@ def _changed(
 
 
 def _checked(scaler: Scaler, stats: RunStats, stages: Mapping[str, StageStats]) -> Chosen:
-    """Record the effect of the last change, and revert the change if it did not pay off."""
+    """Record the effect of the last change, and undo it if it did not pay off."""
     trial = scaler.trial
     if trial is None:
         return scaler, ()
@@ -275,10 +275,10 @@ def _checked(scaler: Scaler, stats: RunStats, stages: Mapping[str, StageStats]) 
 
 
 def _paid(trial: Trial, ratio: float, stats: RunStats, changed: Iterable[StageStats]) -> bool:
-    """Return whether a change is kept.
+    """Return whether to keep a change.
 
-    A reduction is reverted only if a stage that lost workers is now busy. Otherwise, something else has
-    lowered the rate.
+    A reduction is undone only if a stage that lost workers is busy now. Otherwise, something else lowered the
+    rate.
     """
     if trial.grew:
         return ratio >= 1 + LEAST_GAIN / 2 or (stats.cause is not None and stats.cause.kind in PROGRAM)
@@ -295,7 +295,7 @@ def _with_outcome(scaler: Scaler, trial: Trial, outcome: str) -> Scaler:
 # --- more workers ---
 
 Change = tuple[Mapping[str, int], Callable[[StageStats], str]]
-"""New numbers of workers by stage, and a function that returns the reason for one stage."""
+"""New numbers of workers by stage, and a function that gives the reason for each."""
 
 
 def _grown(
@@ -337,7 +337,7 @@ def _eases_a_busy_stage(changes: Mapping[str, int], stages: Mapping[str, StageSt
 
 
 def _most(stage: StageStats, memory: FreeMemory) -> int:
-    """Return the maximum number of workers that the stage may have after one change."""
+    """Return the maximum number of workers of a stage after one change."""
     return int(min(2 * stage.workers, stage.workers + memory.processes(stage.name)))
 
 
@@ -346,7 +346,7 @@ def _filled(
 ) -> dict[str, int]:
     """Calculate numbers of workers by max-min filling.
 
-    Stages that share a limit start with half of their workers, so that workers can move between stages.
+    Stages that share a limit start from half of their workers, so that workers can move between them.
     """
     limits = scaler.limits
     users = Counter(limits[name].shared_by for name in workers)
@@ -366,25 +366,25 @@ def _filled(
 
 
 MANY = 10**6
-"""Number of workers so large that a stage does not limit the run."""
+"""With this many workers, a stage does not limit the run."""
 
 
 def _unlimited(
     growing: Iterable[str], but: str | None = None, filled: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return ``MANY`` workers for the growing stages except ``but``, and ``filled`` numbers for the rest."""
+    """Return the ``filled`` numbers, but with ``MANY`` workers for all growing stages except ``but``."""
     return {**(filled or {}), **{name: MANY for name in growing if name != but}}
 
 
 def _room(limits: Mapping[str, AutoLimit], workers: Mapping[str, int], stage: str) -> int:
-    """Return how many more workers the limit of a stage allows."""
+    """Return how many more workers a stage's limit allows."""
     limit = limits[stage]
     same = [number for name, number in workers.items() if limits[name].shared_by == limit.shared_by]
     return limit.most - sum(same)
 
 
 def _within(memory: FreeMemory, workers: Mapping[str, int], wanted: dict[str, int]) -> dict[str, int]:
-    """Reduce the wanted numbers of workers until all new processes together fit into the free memory."""
+    """Reduce the wanted numbers of workers until all new processes together fit into free memory."""
     for name, number in wanted.items():
         more = max(0, number - workers[name])
         allowed = int(min(more, memory.processes(name)))

@@ -1,14 +1,14 @@
-"""Find the worker that broke a channel of the run, if the supervisor did not break it (R3).
+"""Find the worker that broke a channel of the run, unless the supervisor broke it (R3).
 
-A worker that is about to abort one of its channels reports this first. However, threads report directly and
-processes report through a channel. If another worker finds the channel broken and ends, the supervisor may
-learn of that end before the first worker's report arrives. The program and threads started by the user may
-also break a channel, without any report.
+A worker that is about to abort a channel reports this first. But threads report directly, while processes
+report through a channel. If another worker finds the channel broken and ends, the supervisor may learn of
+this end before the first worker's report. The program and the user's own threads may also break a channel,
+without any report.
 
-A break is therefore decided only after all reports have arrived. The worker that reported first is to blame,
-because the other workers only saw the consequences. A worker that finds one of its channels broken also
-breaks its other channels. If no worker has reported an abort, the break began in a channel that was not
-broken in this way.
+The cause of a break is therefore decided only once all reports have arrived. The first worker to report is to
+blame, because the others only saw the consequences. A worker that finds one of its channels broken also
+breaks its other channels. If no worker reported an abort, the break began in a channel that no worker broke
+for this reason.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from flowchan.run.policy.events import Aborted, Ended, Failure, Met, WorkerId
 from flowchan.run.policy.plan import Plan
 
 POLL_INTERVAL_S = 0.5
-"""Seconds between two checks for broken channels that no worker has noticed yet."""
+"""Seconds between checks for broken channels that no worker has noticed."""
 
 REPORT_TIMEOUT_S = 1.0
-"""Seconds after which a break is decided although some reports from workers have not been read."""
+"""Seconds after which a break is decided even if some reports have not been read."""
 
 
 class Breaks:
-    """The broken channels of a run, as reported by workers or found by the supervisor.
+    """Broken channels of a run that workers reported or the supervisor found.
 
-    Nothing is recorded after the supervisor itself has broken all channels.
+    Once the supervisor itself has broken all channels, nothing is recorded any more.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Breaks:
         cause_of: Callable[[str], BaseException],
     ) -> None:
         self._plan = plan
-        # returns the names of the broken channels of one worker, or of all workers for None
+        # returns the names of a worker's broken channels, or of all broken channels for None
         self._broken = broken
         self._cause_of = cause_of
         self._aborts: list[Aborted] = []
@@ -53,7 +53,7 @@ class Breaks:
         self._since = math.inf
 
     def is_due(self, all_reported: Callable[[], bool]) -> bool:
-        """Return whether a break must be decided now: all reports have arrived, or the time limit is over."""
+        """Return whether to decide now, because all reports have arrived or the time limit has passed."""
         if not self.pending:
             self._since = math.inf
             return False
@@ -63,20 +63,20 @@ class Breaks:
     def record(self, aborted: Aborted) -> None:
         """Record that a worker is about to break one of its channels.
 
-        Reports that arrive after the supervisor has broken all channels are ignored.
+        Ignore reports that arrive after the supervisor has broken all channels.
         """
         if not self._over:
             self._aborts.append(aborted)
 
     def record_met(self, met: Met) -> None:
-        """Record that a worker has found one of its channels broken and is breaking the others."""
+        """Record that a worker has found a channel broken and is breaking its others."""
         if not self._over:
             self._found += met.channels
             self._passed_on |= {*self._plan.worker(met.worker).channels()} - {*met.channels}
 
     @property
     def pending(self) -> bool:
-        """Return whether a broken channel or the end of a worker is still undecided."""
+        """Return whether a broken channel or a worker's end is still undecided."""
         return bool(self._aborts or self._found or self._ends)
 
     def has_reported(self, worker: WorkerId) -> bool:
@@ -84,7 +84,7 @@ class Breaks:
         return any(aborted.worker == worker for aborted in self._aborts)
 
     def keeps(self, ended: Ended) -> bool:
-        """Hold back a worker's ``Ended`` event if one of its channels is broken, until the cause is known."""
+        """Hold back a worker's ``Ended`` event until the cause is known, if one of its channels is broken."""
         broken = [] if self._over else self._broken(ended.worker)
         self._found += broken
         self._ends += [ended] if broken else []
@@ -95,7 +95,7 @@ class Breaks:
         return {ended.worker for ended in self._ends}
 
     def check(self) -> None:
-        """Check all channels at intervals, because the worker that broke a channel may continue to run."""
+        """Check all channels at intervals, because the worker that broke one may still be running."""
         now = time.monotonic()
         if now >= self._next_check and not self._over:
             self._next_check = now + POLL_INTERVAL_S
@@ -107,7 +107,7 @@ class Breaks:
         self._found.clear()
 
     def failure(self) -> Failure | None:
-        """Return the failure that came first, or None if the supervisor itself broke the channels."""
+        """Return the first failure; None if the supervisor itself broke the channels."""
         first, found = min(self._aborts, key=lambda one: one.at, default=None), self._found
         self._aborts, self._found = [], []
         if first is not None:
@@ -120,6 +120,6 @@ class Breaks:
         return None
 
     def ends(self) -> list[Ended]:
-        """Return and remove the ``Ended`` events that were held back."""
+        """Remove and return the ``Ended`` events that were held back."""
         kept, self._ends = self._ends, []
         return kept

@@ -1,4 +1,4 @@
-"""Detect deadlocks of a run by comparing two observations of it."""
+"""Detect deadlocks of a run by comparing two observations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowchan.run.policy.explain import all_wait, explain
 from flowchan.run.policy.stats import RunStats
 
 STILL = 0.5
-"""Seconds without any progress after which a run counts as stuck."""
+"""A run without progress for this many seconds counts as stuck."""
 REMEDY = (
     "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read the branches "
     "of the graph independently"
@@ -24,18 +24,18 @@ MORE_MEMORY = (
     "give the run more memory (`graph.run(memory=…)`), because a channel with a blocked "
     "writer has free places but no memory left"
 )
-"""Remedies if a worker is waiting to put, if all workers are waiting to get, and if memory is short."""
+"""Remedies for three cases: some worker waits to put, all wait to get, or memory is short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Result of one cheap observation of all channels.
+    """Cheap observation of all channels.
 
     Attributes:
         moved: Number of items put and taken so far.
-        reading, writing: How many workers are waiting to take an item, and to put one.
+        reading, writing: How many workers wait to take an item, and to put one.
         opened: True if the program may still put items into an input.
-        unread: Workers with results that the program has not started to read.
+        unread: Workers whose results the program has not begun to read.
     """
 
     moved: int
@@ -47,19 +47,17 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Workers that are waiting on other hosts, which no channel in this process shows.
+    """Waits of workers on other hosts, which no channel in this process shows.
 
-    Each host is asked over the connection that also carries its items, and answers over the same connection.
-    An item that was in transit during one observation has therefore arrived before the next one. The counts
-    include it, however slow the connection is.
+    Each host receives the question, and sends the answer, over the connection that also carries its items. An
+    item in transit during one observation has therefore arrived before the next one, however slow the
+    connection is. The counts then include it.
 
     Attributes:
-        reading, writing: Number of workers on other hosts that are waiting to take an item or to put one, by
-            channel.
-        counts: Numbers that change when one of these workers takes or puts an item, or when a connection
-            breaks.
-        moves: True if something may still move: a worker that is not waiting, a dead worker without a
-            replacement, or an event loop with other work.
+        reading, writing: Number of remote workers that wait to take an item or to put one, by channel.
+        counts: Numbers that change when one of these workers takes or puts an item, or a connection breaks.
+        moves: True if something may still move: a worker does not wait, a dead worker has no replacement yet,
+            or an event loop has other work.
     """
 
     reading: Mapping[str, int] = field(default_factory=dict)
@@ -70,8 +68,8 @@ class Waits:
     def put_into(self, stats: RunStats) -> RunStats:
         """Return the statistics with these numbers for the edges of remote workers.
 
-        The local ports of these edges request items ahead of time and buffer outputs, so the waits of these
-        ports are unrelated to the workers.
+        The local ports of these edges prefetch items and buffer outputs, so their waits say nothing about the
+        remote workers.
         """
         remote = {stage.name for stage in stats.stages if stage.hosts}
         edges = []
@@ -87,13 +85,13 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The facts about a run at one moment that decide whether a worker can move.
+    """State of a run at one moment, which shows whether any worker can move.
 
     Attributes:
         stats: Statistics of the run.
-        unread: Workers with results that the program has not started to read.
+        unread: Workers whose results the program has not begun to read.
         inputs: Stages into which the program puts items.
-        outside: True if something that no channel shows may move; see :attr:`Waits.moves`.
+        outside: True if something may move that no channel shows; see :attr:`Waits.moves`.
         counts: Numbers that change when something moves on another host.
     """
 
@@ -113,7 +111,7 @@ def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[Wor
 
     Returns:
         The workers whose unread results fill their channels, if any; the run must then collect these results.
-        Otherwise ``Stuck`` if no worker can ever move again, or None.
+        Otherwise ``Stuck`` if no worker can ever move again, and None if one can.
     """
     if before is None or _progress(before) != _progress(now):
         return None
@@ -140,14 +138,14 @@ def _full(seen: Observation) -> frozenset[WorkerId]:
 
 
 class Deadlocks:
-    """Deadlock detector for one run. It does only cheap checks as long as items are moving."""
+    """Deadlock detector for one run. While items move, it makes only cheap checks."""
 
     def __init__(self, now: float) -> None:
         self.next_at = now + STILL
         """Time of the next check."""
-        self._moved = -1  # number of items that had moved at the last check of the activity
+        self._moved = -1  # items moved by the last check
         self._unread: frozenset[WorkerId] | None = None  # unread results in the current observation
-        self._before: Observation | None = None  # last observation, if the run has not moved since
+        self._before: Observation | None = None  # last observation, if nothing has moved since
 
     def check(
         self,
@@ -156,7 +154,7 @@ class Deadlocks:
         activity: Callable[[], Activity],
         observe: Callable[[frozenset[WorkerId]], Observation | None],
     ) -> Stuck | frozenset[WorkerId] | None:
-        """Return what :func:`judge` finds, or None if it is not time for a check or an answer is missing.
+        """Return what :func:`judge` finds; None if no check is due or an answer is missing.
 
         ``observe`` makes an observation; its argument is the set of ``alive`` workers with unread results. It
         returns None while answers from other hosts are missing.

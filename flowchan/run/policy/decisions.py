@@ -1,7 +1,7 @@
-"""The supervisor's decisions as pure functions.
+"""Decide what the supervisor does, as pure functions.
 
-Each function maps a state and an event to the next state and the actions to take. Nothing here touches a
-process, a thread, a channel or a clock.
+Each function maps a state and an event to the next state and the actions to take. Nothing here touches
+processes, threads, channels or clocks.
 
 The phases of a run:
 
@@ -11,23 +11,23 @@ The phases of a run:
        ├──abort────> aborting ───┘
        └──every end of the graph reached──> finishing
 
-In *stopping*, the sources are stopped and the other stages process the remaining items, however long this
-takes unless the user sets a time limit. In *failing* and *aborting*, all channels are broken.
+In *stopping*, the sources are stopped and the other stages process the remaining items, without a time limit
+unless the user sets one. In *failing* and *aborting*, all channels are broken.
 
-Processes that are still running after ``GRACE`` seconds are terminated, and after twice that time they are
-killed. A thread that is stuck in the user's code can't be ended, so it is abandoned. The same happens in
-*finishing*, but without a failure: all stages whose effects the user sees have ended, and the sources are
-stopped. The remaining workers are not needed any more, for example a source that is waiting for its device.
+Processes still running after ``GRACE`` seconds are terminated, and after twice that time they are killed. A
+thread stuck in user code cannot be ended, so it is abandoned. In *finishing*, workers are ended in the same
+way, although no stage has failed. All stages whose effects the user sees have ended, and the sources are
+stopped. The remaining workers are no longer needed, for example a source that waits for its device.
 
-If a worker process dies in *running* or *stopping*, it is replaced as long as its stage has restarts left
-(``policy/restart_limit.py``). The first replacement starts at once. A pause precedes each later one. The
-pause doubles with every death while processing the same item. A worker that dies ``HOPELESS`` times in a row
-before it starts to work is not replaced again. If the user has set the number of restarts, that number is
-used in place of ``HOPELESS``, however long each start takes.
+A worker process that dies in *running* or *stopping* is replaced as long as its stage has restarts left
+(``policy/restart_limit.py``). The first replacement starts at once, and each later one after a pause, which
+doubles with every death on the same item. A worker that dies ``HOPELESS`` times in a row before it starts to
+work is not replaced again. A number of restarts set by the user is used in place of ``HOPELESS``, however
+long each start takes.
 
-``policy/gang_decisions.py`` makes the decisions about gangs, and ``policy/scaling.py`` those about the number
-of a stage's workers. If a worker that is to be removed dies first, it is replaced as usual, and then its
-replacement is removed.
+``policy/gang_decisions.py`` makes the decisions about gangs, and ``policy/scaling.py`` those about numbers of
+workers. If a worker that is being removed dies first, it is replaced as usual, and then its replacement is
+removed.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ from flowchan.run.policy.transitions import (
 )
 
 GRACE = 2.0
-"""Seconds within which a worker must end at the end of a run."""
+"""Seconds within which a worker must end when the run ends."""
 STOP_NOTICE_S = 30.0
 """Seconds after which a stopped run warns that it is still processing items."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-"""Pause before a replacement starts, in seconds: after two deaths on the same item, and at most."""
+"""Delay of a replacement in seconds: after two deaths on the same item, and at most."""
 
 HOPELESS = 4
 """Number of deaths in a row, before the worker starts to work, that end the run."""
@@ -80,7 +80,7 @@ HOPELESS = 4
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """No worker can ever move again. ``failure`` reports which worker is waiting for which channel."""
+    """No worker can ever move again. ``failure`` says which worker waits for which channel."""
 
     failure: Failure
 
@@ -94,12 +94,12 @@ class Broke:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Request to stop the run, from ``run.stop()``, the first Ctrl-C or SIGTERM.
+    """Request to stop the run, from ``run.stop()``, or the first Ctrl-C or SIGTERM.
 
     Attributes:
-        timeout: Seconds after which the run is aborted if it is still running, or None for no limit.
-        finish_queued: If True, also finish the items that are waiting in channels. If False, finish only
-            those that workers are processing.
+        timeout: Seconds after which the run is aborted if it is still active; None for no limit.
+        finish_queued: If True, also finish the items that wait in channels. If False, finish only those that
+            workers hold.
     """
 
     timeout: float | None = None
@@ -113,7 +113,7 @@ class AbortRequested:
 
 @dataclass(frozen=True, slots=True)
 class EndWorker:
-    """Request to end the process of one worker with SIGTERM or, if ``force`` is set, with SIGKILL."""
+    """Request to end a worker's process with SIGTERM or, if ``force``, with SIGKILL."""
 
     worker: WorkerId
     force: bool
@@ -121,7 +121,7 @@ class EndWorker:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed without an event."""
+    """Some time has passed without an event."""
 
 
 SupervisorEvent = (
@@ -142,7 +142,7 @@ SupervisorEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """One decision, as the feed reports it: the event, the states before and after it, and the actions."""
+    """One decision, as the feed reports it: the event, the states before and after, and the actions."""
 
     event: SupervisorEvent
     before: PolicyState
@@ -155,8 +155,7 @@ def decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
     if state.phase == "ended":
         return state, ()
     state, actions = _decide(state, event, now)
-    # Settle the gangs twice: if one of them ends the run, gangs that were settled before it stop waiting for
-    # their peers.
+    # Settle gangs twice: if one ends the run, gangs settled before it must stop waiting for their peers.
     for follow in (settle_gangs, form_groups, settle_gangs):
         state, more = follow(state, now)
         actions = (*actions, *more)
@@ -194,7 +193,7 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
 
 
 def next_at(state: PolicyState) -> float:
-    """Return the time at which the state changes if no event arrives earlier."""
+    """Return when the state will change if no event arrives earlier."""
     if state.phase == "stopping":
         notice = math.inf if state.notified else state.since + STOP_NOTICE_S
         if not state.services_end and state.alive & state.services and state.alive <= state.services:
@@ -209,7 +208,7 @@ def next_at(state: PolicyState) -> float:
 
 
 def _stop(state: PolicyState, asked: StopRequested, now: float) -> Decision:
-    """Stop the sources. A later call may set another time limit or discard the queued items."""
+    """Stop the sources. A later call may change the time limit or discard queued items."""
     if not state.goes_on:
         return dataclasses.replace(state, stopped=True), ()
     stop_by = state.stop_by if asked.timeout is None else now + asked.timeout
@@ -253,8 +252,7 @@ def _died(state: PolicyState, death: Death, now: float) -> Decision:
         return peer_ended(state, worker), ()
     replaceable = _is_replaceable(state, death, now)
     if not (state.goes_on and replaceable):
-        # If the run is ending anyway, a death after which the worker could have been replaced is not a
-        # failure.
+        # If the run is ending anyway, the death of a replaceable worker is not a failure.
         expected = replaceable or state.terminated or state.phase == "finishing"
         return worker_failed(state, _failure_of(state, death, now), now, expected)
     replace = Replace(worker, _pause_before(death))
@@ -301,7 +299,7 @@ def _is_replaceable(state: PolicyState, death: Death, now: float) -> bool:
 
 
 def _is_hopeless(state: PolicyState, death: Death) -> bool:
-    """Return whether a worker has died too often before it started to work.
+    """Return whether a worker has died too often before it began to work.
 
     Restarts are not counted per period here, because each start may take longer than a period.
     """
@@ -311,12 +309,12 @@ def _is_hopeless(state: PolicyState, death: Death) -> bool:
 
 
 def _pause_before(death: Death) -> float:
-    """Return the pause before the replacement starts, in seconds."""
+    """Return the delay of the replacement, in seconds."""
     return 0.0 if death.deaths < 2 else min(FIRST_PAUSE * 2 ** min(death.deaths - 2, 30), LONGEST_PAUSE)
 
 
 def _failure_of(state: PolicyState, death: Death, now: float) -> Failure:
-    """Return the failure of the run for a dead worker that is not replaced."""
+    """Return the run's failure for a dead worker that is not replaced."""
     if death.error is not None:
         return Failure(death.worker, death.error, None, death.pid, host=death.host)
     stage = death.worker.stage
@@ -332,12 +330,12 @@ def _failure_of(state: PolicyState, death: Death, now: float) -> Failure:
 
 
 def _raised(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """Decide what to do about the error of a worker.
+    """Decide what follows from a worker's error.
 
-    In a gang, the error may mean that a peer is missing. In that case this worker has not failed.
+    In a gang, the error may only mean that a peer is missing. In that case, this worker has not failed.
     """
     stage, missed = failure.worker.stage, misses_peer(state, failure)
-    # this worker did fail: drop earlier reports from its peers that they miss a member
+    # this worker did fail: drop its peers' earlier reports of a missing member
     if stage in state.gangs and not missed:
         own = tuple(one for one in state.failures if one.worker.stage != stage or not misses_peer(state, one))
         state = dataclasses.replace(state, failures=own)
@@ -355,7 +353,7 @@ def _raised(state: PolicyState, failure: Failure, now: float) -> Decision:
 def _tick(state: PolicyState, now: float) -> Decision:
     waited = now - state.since
     if state.phase == "stopping":
-        # all other stages have finished; only blocked sources are left
+        # all other stages have finished, and only blocked sources are left
         if state.alive <= state.sources and waited > GRACE:
             return dataclasses.replace(state, phase="finishing", since=now), ()
         if not state.services_end and _waits_for_services(state, waited):
@@ -376,13 +374,13 @@ def _tick(state: PolicyState, now: float) -> Decision:
 
 
 def _waits_for_services(state: PolicyState, waited: float) -> bool:
-    """Return whether a stopping run has only services left, and sources that do not end."""
+    """Return whether a stopping run waits only for services and for sources that do not end."""
     others = state.alive - state.services
     return bool(state.alive & state.services) and others <= state.sources and (not others or waited > GRACE)
 
 
 def _notify(state: PolicyState) -> Decision:
-    """Warn that a stopped run is still processing items that were in flight."""
+    """Warn that a stopped run is still processing items in flight."""
     stages = ", ".join(sorted({worker.stage for worker in state.alive - state.sources}))
     text = (
         f"the run was stopped {STOP_NOTICE_S:g} s ago and is still processing items in {stages}; call "

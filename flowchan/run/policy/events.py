@@ -1,4 +1,4 @@
-"""Events that workers and the crew report to the supervisor of a run.
+"""Define the events that workers and the crew report to the supervisor.
 
 Most of them are sent from one process to another.
 """
@@ -13,7 +13,7 @@ from flowchan.run.policy.lineage import Left
 
 @dataclass(frozen=True, slots=True)
 class WorkerId:
-    """The stage and the number of a worker. The workers of a stage are numbered from 1."""
+    """Stage and number of a worker. A stage numbers its workers from 1."""
 
     stage: str
     number: int
@@ -33,7 +33,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """The worker has built its callable and enters its loop."""
+    """The worker has built its callable and begins to work."""
 
     worker: WorkerId
 
@@ -42,8 +42,8 @@ class Began:
 class Ended:
     """The worker has ended without an error.
 
-    ``unwanted`` counts the items that it took although no reader of its outputs was left. ``early`` means
-    that it ended because its outputs had no readers.
+    ``unwanted`` counts the items that it took although its outputs had no readers left. ``early`` means that
+    it ended because its outputs had no readers.
     """
 
     worker: WorkerId
@@ -53,15 +53,15 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The worker has ended because of ``error``, which the user's code raised.
+    """The worker has ended because of ``error``, which user code raised.
 
     Attributes:
         worker: The worker. Number 0 means that the number is unknown.
-        error: The exception. It is sent to another process as a ``Portable``, which is unpickled as the
+        error: The exception. Between processes, it is sent as a ``Portable``, which is unpickled as the
             exception.
         item: Text that describes the item that the worker was processing.
         pid: Process of the worker.
-        channel: Name of the channel that was aborted with the error, if any.
+        channel: Name of the channel that was aborted with this error, if any.
         host: Host of the worker; empty for this machine.
     """
 
@@ -75,7 +75,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The worker is about to abort one of its channels.
+    """The worker is about to abort a channel.
 
     ``at`` is the time on the machine's monotonic clock, in nanoseconds.
     """
@@ -90,7 +90,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The worker has found these channels broken and is about to break all its other channels."""
+    """The worker has found these channels broken and is about to break its others."""
 
     worker: WorkerId
     channels: tuple[str, ...]
@@ -100,7 +100,7 @@ class Met:
 class TriesMember:
     """The worker is about to call the function with members of a batch that has killed workers.
 
-    ``member`` is the number of the member, or None for several members. Only the crew receives this event.
+    ``member`` is the member's number, or None for several members. Only the crew receives this event.
     """
 
     worker: WorkerId
@@ -109,7 +109,7 @@ class TriesMember:
 
 @dataclass(frozen=True, slots=True)
 class MembersTried:
-    """The worker has tried all members of a batch that has killed workers, and is about to put its outputs.
+    """The worker has tried all members of a batch that killed workers, and is about to put its outputs.
 
     Only the crew receives this event.
     """
@@ -119,14 +119,14 @@ class MembersTried:
 
 @dataclass(frozen=True, slots=True)
 class Retried:
-    """The worker is about to process an item again after an error."""
+    """The worker is about to retry an item after an error."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorSent:
-    """An item has failed and was sent to the errors stream.
+    """An item has failed and was sent to the ``errors`` stream.
 
     ``text`` gives the reason in one line. Not every failed item is reported.
     """
@@ -137,9 +137,9 @@ class ErrorSent:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answer to a request: its ``value``, or the ``error`` that made the item fail.
+    """Answer to a request: its ``value``, or the ``error`` that made the item fail.
 
-    ``failed`` is how many items this adds to the failed items of the stage.
+    ``failed`` is the number of failed items that this adds to the stage's count.
     """
 
     worker: WorkerId
@@ -151,9 +151,9 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """No caller is waiting for the answer to this request any more.
+    """The caller no longer waits for the answer to this request.
 
-    Agents also receive this event, so that the next worker drops the item.
+    Agents also receive this event, so that the next worker can drop the item.
     """
 
     question: int
@@ -169,9 +169,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class GroupLost:
-    """The worker of an elastic gang is waiting for a group.
+    """A worker of an elastic gang waits for a group.
 
-    ``failure`` ended its last group, or is None if the worker has just started.
+    ``failure`` ended its last group; None if the worker has just started.
     """
 
     worker: WorkerId
@@ -180,9 +180,9 @@ class GroupLost:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnded:
-    """The process of a worker has ended, after the worker had reported its own end.
+    """A worker's process has ended, after the worker had reported its end.
 
-    All reports from the worker precede this event.
+    All reports from the worker come before this event.
     """
 
     worker: WorkerId
@@ -190,30 +190,28 @@ class ProcessEnded:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The process of a worker has ended, but the worker had not reported its end.
+    """A worker's process has ended, but the worker had not reported its end.
 
-    All reports from the worker precede this event. It contains everything that the decisions need.
+    All reports from the worker come before this event. It contains everything that the decision needs.
 
     Attributes:
         worker: The worker.
-        how: Description of the process's end.
+        how: How the process ended.
         pid: Process of the worker; 0 if unknown.
-        exitcode: Exit code of the process, negative for a signal; None if unknown.
+        exitcode: Exit code, negative for a signal; None if unknown.
         host: Host of the worker; empty for this machine.
-        over_item: Number of workers, including this one, that died while processing the same item; 0 if the
-            worker died outside the user's code.
-        deaths: The same number, without deaths caused by batch members that are known to kill workers. If the
-            worker had no item: the number of deaths in quick succession.
-        unbegun: Number of workers, including this one, that died one after another before they started to
-            work.
-        counts: True if the death uses one of the stage's restarts. The death of a host does not.
+        over_item: Number of workers, including this one, that died while processing the same item; 0 if this
+            one died outside user code.
+        deaths: The same number, without deaths from batch members that are known to kill workers. For a
+            worker without an item, the number of deaths in quick succession.
+        unbegun: Number of consecutive workers, including this one, that died before they began to work.
+        counts: True if the death uses up one of the stage's restarts. The loss of a host does not.
         retired: True if the worker asked for a new process (``Retires``). This is not reported to the user.
-        always: Replace the worker regardless of the stage's restart limit, because an item
-            exceeded its time limit.
-        irreplaceable: Why the stage can't continue with a replacement; empty if it can.
-        hint: A possible cause, for the error message.
+        always: Replace the worker regardless of the restart limit, because an item exceeded its time limit.
+        irreplaceable: Why the stage cannot continue with a replacement; empty if it can.
+        hint: Possible cause, for the error message.
         error: Error that ends the run because a replacement would fail in the same way.
-        stack: Python stacks of the process when its item exceeded the time limit; empty if unknown.
+        stack: Python stacks that the process wrote when an item exceeded its time limit; empty if unknown.
     """
 
     worker: WorkerId
@@ -234,7 +232,7 @@ class Death:
 
     @property
     def summary(self) -> str:
-        """Describe the death and the item, or return an empty string if the death is not reported."""
+        """Describe the death and the item; return an empty string for a death that is not reported."""
         if self.retired:
             return ""
         if not self.over_item:
@@ -245,13 +243,13 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """The crew itself failed, so workers cannot report events any more."""
+    """The crew itself failed, so workers can no longer report events."""
 
     error: BaseException
 
 
 ItemSpan = tuple[tuple[int, ...], int, int]
-"""Marks of the sampled items, and the times of their get and of their first output's put, in nanoseconds."""
+"""Marks of sampled items, and the times of their get and of their first output's put, in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +306,7 @@ class RunBegan:
 
 @dataclass(frozen=True, slots=True)
 class NotAdded:
-    """An additional worker of a stage could not be started, for the reason in ``text``."""
+    """An additional worker could not be started; ``text`` says why."""
 
     worker: WorkerId
     text: str
@@ -316,7 +314,7 @@ class NotAdded:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """A warning about a stage. The run continues."""
+    """Warning about a stage. The run continues."""
 
     stage: str
     text: str
@@ -324,7 +322,7 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """The run has ended in ``state``. Threads in ``stuck`` are still running the user's code."""
+    """The run has ended in ``state``. Threads in ``stuck`` are still running user code."""
 
     state: str
     seconds: float
@@ -336,11 +334,11 @@ class ItemTraced:
     """A sampled item has reached an end of the graph.
 
     Attributes:
-        source: Stage that the item comes from.
-        number: Number that identifies the sample within the run.
-        spans: Stages that the item passed through, in order. Each entry has the stage, the worker, and two
-            times: when the worker took the item, and when it put the first output. Times come from
-            ``time.monotonic``, in seconds.
+        source: Stage from which the item comes.
+        number: Number of the sample in the run.
+        spans: Stages that the item passed through, in order. Each entry has the stage, the worker, and the
+            times at which the worker took the item and put the first output. Times are in seconds, from
+            ``time.monotonic``.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Explain from a run's statistics which stage is waiting for which other stage, and detect when all wait."""
+"""Explain from a run's statistics which stage waits for which, and detect when all of them wait."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 
 def explain(stats: RunStats) -> str:
-    """Describe what each stage with live workers is doing, in one line for each stage.
+    """Describe what each stage with live workers is doing, in one line per stage.
 
-    If the stage is waiting, the line gives the channel, the time so far and the stage at the other end.
+    The line of a waiting stage shows the channel, how long it has waited, and the stage at the other end.
     """
     stages = {stage.name: stage for stage in stats.stages}
     lines = [f"graph {stats.graph!r} ({stats.state} for {stats.elapsed:.1f} s):"]
@@ -23,14 +23,14 @@ def explain(stats: RunStats) -> str:
 
 
 def all_wait(stats: RunStats) -> bool:
-    """Return whether every live worker is waiting for a channel of this graph.
+    """Return whether every live worker waits for a channel of this graph.
 
-    If so, only something outside the graph can wake one of them. The channels are read one at a time, so a
+    If so, only something outside the graph can wake a worker. The channels are read one after another, so a
     single call proves nothing.
 
     The result is false if a worker selects from several channels, because it would be counted several times.
-    It is also false if a waiting worker has a timeout, or has been woken but not yet run. Waiting coroutines
-    are counted; ``async_worker.only_wait_for`` checks whether their event loops have other work.
+    It is also false if a waiting worker has a timeout, or has been woken but has not run yet. Waiting
+    coroutines count; ``async_worker.only_wait_for`` checks their event loops for other work.
     """
     if any(edge.selecting > edge.awaiting or edge.woken for edge in stats.edges):
         return False
@@ -56,7 +56,7 @@ def _is_unread(stage: StageStats) -> bool:
 
 
 def starting_text(stage: StageStats) -> str:
-    """Return "starting", or the number of starting workers if others already work; "" if none is starting."""
+    """Return "starting", or how many workers are starting if others already work; "" if none is."""
     if not stage.starting:
         return ""
     return "starting" if stage.state == "starting" else f"{stage.starting} starting"

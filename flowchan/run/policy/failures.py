@@ -1,4 +1,4 @@
-"""Failed items, deaths that count against items, and exceptions that are sent to another process."""
+"""Represent failed items, deaths blamed on items, and exceptions that are sent between processes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from flowchan.errors import FlowchanError, WorkerDied
 from flowchan.run.policy import seeds
 
 RETIRED = 79
-"""Exit code of a worker process that asks to be replaced (``Retires``); this does not count as a death."""
+"""Exit code of a worker process that asks to be replaced (``Retires``), which does not count as a death."""
 
 
 class OwnEnd(BaseException):
-    """Signal that one of the worker's own channels has closed or broken. The cause has the details.
+    """Raised in a worker when a channel of this worker has closed or broken. The cause has the details.
 
-    A separate class is needed because the user's code may raise the same exceptions for another channel.
+    It is a separate class, because user code may raise the same exceptions about other channels.
     """
 
 
 class ItemFailed(FlowchanError):
-    """Signal inside a worker that the function failed for ``item``.
+    """Raised in a worker when its function has failed for ``item``.
 
-    A worker raises it if its stage has no errors stream.
+    Only workers of a stage without an ``errors`` stream raise it.
     """
 
     def __init__(self, item: Any) -> None:
@@ -35,10 +35,10 @@ class ItemFailed(FlowchanError):
 
 
 class Retires(BaseException):
-    """Signal that a process should end and be replaced before it processes an item.
+    """Raised to end and replace a process before it processes an item.
 
     The function of a stage with worker processes raises it, and the replacement starts with the same item.
-    This counts neither as a death that the item caused nor as a restart.
+    Neither ``max_deaths`` nor the restart limit counts this.
     """
 
 
@@ -48,12 +48,12 @@ class LostError(FlowchanError):
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """Earlier deaths while processing the first item of a replacement.
+    """Earlier deaths on the first item of a replacement.
 
     Attributes:
-        deaths: Causes of death of earlier workers that processed the item.
-        members: Cause of death of the worker that processed a batch member alone, by the member's number.
-        tried: True if a worker has survived trying all other members of the batch.
+        deaths: How earlier workers died while processing the item.
+        members: How workers died that processed a batch member alone, by the member's number.
+        tried: True if a worker survived trying all the other members of the batch.
     """
 
     deaths: tuple[str, ...] = ()
@@ -62,11 +62,11 @@ class Suspicion:
 
 
 UNSUSPECTED = Suspicion()
-"""Used if no worker has died while processing the first item."""
+"""No earlier worker has died on the first item."""
 
 
 def died_over(deaths: Sequence[str]) -> WorkerDied:
-    """Return the error for an item that several workers, one after another, died processing.
+    """Return the error for an item on which several workers have died.
 
     ``deaths`` describes how each of them died.
     """
@@ -83,14 +83,14 @@ def died_over(deaths: Sequence[str]) -> WorkerDied:
 class Portable:
     """Picklable form of an exception.
 
-    It is unpickled as the exception itself, with the worker and the traceback in a note. If the exception
-    cannot be pickled or unpickled, a :class:`LostError` with the same text takes its place.
+    Unpickling it yields the exception itself, with the worker and the traceback in a note. If the exception
+    cannot be pickled or unpickled, a :class:`LostError` with its text replaces it.
     """
 
     def __init__(self, error: BaseException, where: str = "") -> None:
         self._text = text_of(error)
-        # The notes are kept outside the pickled exception, because its __reduce__ may omit them, as that of
-        # json's errors does.
+        # Notes are sent outside the pickled exception, because its __reduce__ may omit them, like that of
+        # json's errors.
         note = where or f"in {seeds.worker_text()}"
         if error.__traceback__ or error.__cause__ or error.__context__:
             note += ":\n" + "".join(traceback.format_exception(error)).rstrip()
@@ -112,7 +112,7 @@ def _arrive(data: bytes | None, text: str, notes: list[str]) -> BaseException:
     if data is not None:
         try:
             error = pickle.loads(data)
-        # The user's class may raise anything here, but the failure must not get lost.
+        # The user's class may raise anything here, but the failure must not be lost.
         except BaseException:
             error = None
     if not isinstance(error, BaseException):
@@ -123,7 +123,7 @@ def _arrive(data: bytes | None, text: str, notes: list[str]) -> BaseException:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the type and message of an exception, even if its ``__str__`` raises."""
+    """Return an exception's type and message, even if its ``__str__`` raises."""
     try:
         text = str(error)
     except BaseException as bad:

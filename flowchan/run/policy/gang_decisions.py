@@ -1,17 +1,16 @@
-"""Decisions about gangs: stages whose workers form a group.
+"""Make the decisions about gangs: stages whose workers form a group.
 
-The workers of a gang restart together. When one dies, the others are terminated, and once all have ended, all
-are started again. A worker that misses a peer in a group operation may report this before the death of the
-peer is known. Such a report is not a failure.
+The workers of a gang restart together. When one dies, the others are terminated; once all have ended, all
+start again. When a peer dies, a worker may report that the peer is missing from a group operation before the
+death itself is known. Such a report is not a failure.
 
-If no worker died, two cases are possible. If one worker ended because its outputs have no readers, its peers
-also end. If connections between the hosts of the gang broke, all workers restart as long as their stage has
-restarts left.
+If no worker died, there are two cases. If a worker ended because its outputs have no readers, its peers end
+as well. If connections between the gang's hosts broke, all workers restart as long as the stage has restarts
+left.
 
-In an elastic gang, only the worker that died is replaced. A worker whose group has ended waits for a new one.
-When all working members are waiting, a new group is formed. When a replacement starts to work, it ends the
-current group, so that the next one includes it. If a group ends although no worker died or joined, this
-counts as a restart.
+In an elastic gang, only a worker that died is replaced. A worker whose group has ended waits for a new one,
+which is formed when all working members wait. When a replacement begins to work, it ends the current group,
+so that the next one includes it. If a group ends although no worker died or joined, that counts as a restart.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ def peer_ended(state: PolicyState, worker: WorkerId) -> PolicyState:
 
 
 def misses_peer(state: PolicyState, failure: Failure) -> bool:
-    """Return whether a worker of a gang failed because a peer is missing."""
+    """Return whether a gang's worker failed only because a peer is missing."""
     return failure.worker.stage in state.gangs and isinstance(failure.error, MemberDied)
 
 
 def settle_gangs(state: PolicyState, now: float) -> Decision:
     """Restart each gang whose workers have all ended.
 
-    If none of them died and the gang has no restart left, the run fails with a worker's report of a missing
-    peer. If the run is ending, workers that have ended do not wait for their peers.
+    If none of them died and no restart is left, the run fails with a worker's report of a missing peer. If
+    the run is ending, ended workers do not wait for their peers.
     """
     actions: tuple[Action, ...] = ()
     for stage in sorted({worker.stage for worker in state.ended_peers}):
@@ -52,7 +51,7 @@ def settle_gangs(state: PolicyState, now: float) -> Decision:
 
 
 def _ends_early(state: PolicyState, stage: str) -> bool:
-    """Return whether the workers of a gang end because their outputs have no readers."""
+    """Return whether a gang's workers end because their outputs have no readers."""
     return stage in state.no_readers and stage not in state.restarting
 
 
@@ -82,7 +81,7 @@ def _settled(state: PolicyState, stage: str, ended: list[WorkerId], now: float) 
 
 
 def group_lost(state: PolicyState, lost: GroupLost) -> Decision:
-    """Record that a worker of an elastic gang is waiting for a group."""
+    """Record that a worker of an elastic gang waits for a group."""
     worker = lost.worker
     if worker not in state.alive:
         return state, ()
@@ -95,7 +94,7 @@ def group_lost(state: PolicyState, lost: GroupLost) -> Decision:
 
 
 def form_groups(state: PolicyState, now: float) -> Decision:
-    """Form a group for each elastic gang whose working members are all waiting for one."""
+    """Form a group for each elastic gang whose working members all wait for one."""
     actions: tuple[Action, ...] = ()
     for stage in sorted({worker.stage for worker in state.without_group}):
         peers = {worker for worker in state.alive - state.joining if worker.stage == stage}

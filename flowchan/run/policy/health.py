@@ -1,4 +1,4 @@
-"""Summarise the health of a run for a service manager's probes."""
+"""Summarise a run's health for a service manager's probes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from flowchan.run.policy.transitions import PolicyState
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Health of a run at one moment, in plain values that ``json.dumps(dataclasses.asdict(health))`` accepts.
+    """Health of a run at one moment, as plain values for ``json.dumps(dataclasses.asdict(health))``.
 
     Attributes:
         ready: True if the run accepts items and no stage is "starting". It stays True while some workers of a
-            stage are working and others are starting, after a death or ``run.scale()``. It is False once the
-            run is stopping.
+            stage work and others start, after a death or ``run.scale()``. It becomes False once the run is
+            stopping.
         failed: True if the run has failed.
-        stages: State of each stage except inputs: "starting" until one of its workers has built its callable,
-            then "running", and finally "ended".
-        restarts_left: Number of restarts that each stage on processes has left at the moment. If none are
-            left, the next death ends the run. Stages without a limit are left out.
-        waiting: Number of ``ask`` calls that are waiting for their answers.
+        stages: State of each stage except inputs: "starting" until a worker has built its callable, then
+            "running", and finally "ended".
+        restarts_left: Restarts that each stage on processes currently has left. If none are left, the next
+            death ends the run. Stages without a limit are omitted.
+        waiting: Number of ``ask`` calls that wait for their answers.
 
     Example:
         >>> import dataclasses
@@ -47,7 +47,7 @@ class Health:
 
 
 def health_of(stats: RunStats, state: PolicyState, failed: bool, waiting: int, now: float) -> Health:
-    """Return the health of a run at time ``now``, with ``waiting`` requests waiting for answers."""
+    """Return the health of a run at time ``now``, while ``waiting`` requests wait for answers."""
     return Health(
         stats.state == "running" and all(stage.state != "starting" for stage in stats.stages),
         failed,

@@ -1,10 +1,10 @@
-"""The log of a run, written with the standard ``logging`` module to the logger ``flowchan.run``.
+"""Log a run with the standard ``logging`` module, to the logger ``flowchan.run``.
 
-It records the start and end of the run, and each worker process that starts, dies or is replaced. It also
-records warnings about stages, items blamed for deaths, and workers that do not end in time. The start and end
-of the run are INFO, process starts DEBUG, problems WARNING, and blamed items ERROR. Records about a worker
-have the attributes ``stage`` and ``number``; records about a stage have ``stage``. Nothing is shown unless
-the program configures logging. Exceptions that the run raises are not logged.
+The log records the start and end of the run, and each worker process that starts, dies or is replaced. It
+also has warnings about stages, items blamed for deaths, and workers that do not end in time. The start and
+end of the run are INFO, process starts DEBUG, problems WARNING, and blamed items ERROR. Records about a
+worker have the attributes ``stage`` and ``number``; records about a stage have ``stage``. Nothing appears
+unless the program configures logging. Exceptions that the run raises are not logged.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ log.addHandler(logging.NullHandler())
 
 
 class Journal:
-    """The log of one run, written from the events in the run's feed.
+    """Log of one run, written from the events of its feed.
 
-    No method raises. If a logging filter of the program raises, ``logging`` reports it like the error of a
-    handler.
+    No method raises. If a logging filter of the program raises, ``logging`` reports that like a handler's
+    error.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -36,7 +36,7 @@ class Journal:
         self._limits = plan.limits()
 
     def record(self, event: Any) -> None:
-        """Log an event from the feed if it belongs in the log."""
+        """Log an event from the feed, if it belongs in the log."""
         match event:
             case RunBegan(workers, seed):
                 self._log(logging.INFO, f"{self._graph} starts with {workers} workers, seed {seed}")
@@ -108,9 +108,9 @@ class Journal:
 
 
 def blamed(item: str, why: str) -> None:
-    """Log that an item counts as failed because workers died while processing it.
+    """Log that an item failed because workers died while processing it.
 
-    The worker that holds the item calls this function.
+    The worker that holds the item calls this.
     """
     worker = seeds.worker()
     about = {"stage": worker.stage, "number": worker.number}

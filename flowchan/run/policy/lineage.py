@@ -1,14 +1,14 @@
-"""Decide which source items have left the graph, for a run that can be resumed.
+"""Decide which source items have left the graph, for runs that can be resumed.
 
-Algorithm. Each source item has a number. Items carry marks, which name the source items that they come from.
-The mark of a source item is its number. A stage with one output per item passes the marks on. A stage that
-splits an item gives each part a new mark: the pair of the item's first mark and a position. The stage then
-reports the marks of the item and the number of parts. When a part leaves the graph, a stage reports its marks
-with 0 parts. :class:`Lineage` combines these reports: a mark has left the graph when all its parts have left.
+Algorithm. Each source item has a number. Items carry marks that identify the source items from which they
+descend. A source item's mark is its number. A stage with one output per item passes marks on. A stage that
+splits an item gives each part a new mark: the pair of the item's first mark and a position. It then reports
+the item's marks and the number of parts. When a part leaves the graph, a stage reports its marks with 0
+parts. :class:`Lineage` combines these reports: a mark has left the graph once all its parts have.
 
-Invariants. Reports may arrive in any order, and more than once if a worker was replaced. Marks are derived
-from the items alone, so a replacement reports the same marks as the worker that died. An item without marks
-is not tracked: the source items that it comes from never count as finished.
+Invariants. Reports may arrive in any order, and repeatedly if a worker was replaced. Marks depend only on the
+items, so a replacement reports the same marks as the dead worker. An item without marks is not tracked, and
+the source items from which it descends never count as finished.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Marks = tuple[Mark, ...]
 Left = tuple[Marks, int]
 """Report that an item with these marks has left the graph, or was replaced by this number of parts.
 
-It is a plain tuple because the codec of channels encodes tuples quickly, and there is one report per item.
+It is a plain tuple, because the codec of channels encodes tuples fast, and there is one report per item.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedItems:
-    """Items of one source that earlier runs have finished.
+    """Items of one source that earlier runs finished.
 
-    The sources of a graph share one sequence of numbers. The items of the source with the index ``source``
-    have the numbers ``source``, ``source + sources``, and so on. Bit n of ``bits`` is set if the item with
-    number n is finished.
+    All sources of a graph share one sequence of numbers. The source with index ``source`` has the
+    items with the numbers ``source``, ``source + sources``, and so on. Bit n of ``bits`` is set if item n is
+    finished.
     """
 
     source: int = 0
@@ -59,7 +59,7 @@ class FinishedItems:
     async def tracked_later(
         self, elements: AsyncGenerator[Any, None]
     ) -> AsyncGenerator[tuple[Marks, Any], None]:
-        """Do the same as :meth:`tracked` for an asynchronous generator."""
+        """Yield the unfinished elements of an asynchronous generator, each with its marks."""
         numbers = count(self.source, self.sources)
         async with contextlib.aclosing(elements):
             async for element in elements:
@@ -91,17 +91,17 @@ class _Split:
 
 
 class Lineage:
-    """Items that have parts in the graph."""
+    """Items whose parts are in the graph."""
 
     def __init__(self) -> None:
         self._parts: dict[Mark, _Split] = {}
 
     def finished(self, marks: Marks, parts: int) -> list[int]:
-        """Take in a report.
+        """Process a report.
 
         Args:
             marks: Marks of an item.
-            parts: Number of parts that replace the item; 0 if it has left the graph.
+            parts: Number of parts that replace the item; 0 if it left the graph.
 
         Returns:
             Numbers of the source items that are now finished.
@@ -123,7 +123,7 @@ class Lineage:
         return numbers
 
     def _ended(self, whole: Mark) -> list[Mark]:
-        """Return the marks of an item if all of its parts have left, or an empty list."""
+        """Return the marks of an item whose parts have all left; otherwise an empty list."""
         known = self._parts[whole]
         if known.number is None or len(known.left) < known.number:
             return []

@@ -1,6 +1,6 @@
 """Plan a run: turn a declared graph into data about channels, workers and their ports.
 
-Nothing is opened here; ``opening`` opens the channels and ports of a plan on one machine.
+This module opens nothing; ``opening`` opens a plan's channels and ports on one machine.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.lineage import NOTHING_FINISHED, FinishedItems
 
 Taken = Counter[tuple[Any, str]]
-"""Number of workers assigned to each host so far, in total and for each placement with shares."""
+"""Number of workers on each host so far, in total and for each placement with shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
     """One worker to start.
 
-    ``inputs``, ``outputs`` and ``errors`` map its ports to channel names. ``host`` is the name of its host,
-    empty for this machine.
+    ``inputs``, ``outputs`` and ``errors`` map ports to channel names. ``host`` is empty for this machine.
     """
 
     id: WorkerId
@@ -41,7 +40,7 @@ class PlannedWorker:
 
     @property
     def is_task(self) -> bool:
-        """Return whether the worker is a task in the event loop that all workers of its stage share."""
+        """Return whether the worker is a task in an event loop that all workers of its stage share."""
         return is_async(self.stage.function) and not self.stage.placement.own_process
 
     @property
@@ -53,7 +52,7 @@ class PlannedWorker:
         return self.stage.operator.gathers and not self.outputs
 
     def channels(self) -> Iterator[str]:
-        """Yield the names of the channels of all its ports."""
+        """Yield the names of the channels at all of its ports."""
         yield from self.inputs.values()
         yield from self.outputs.values()
         if self.errors is not None:
@@ -64,11 +63,11 @@ class PlannedWorker:
 class Plan:
     """Plan of one run.
 
-    It has one channel for each of ``edges``; together they may use ``memory`` bytes. ``inputs`` maps the name
-    of an input stage to the channels that the user fills: one, or one for each worker of the reader. All
-    random numbers of the workers derive from ``seed``. ``finished`` is set in a run that can be resumed: the
-    items of each source that earlier runs have finished. ``samples_items`` is true if the run follows a few
-    items of each source through the graph.
+    It has a channel for each of ``edges``; together, they may use ``memory`` bytes. ``inputs`` maps each
+    input stage to the channels that the user fills: one, or one per worker of the reader. All random numbers
+    of the workers derive from ``seed``. ``finished`` is set if the run can be resumed: it has the items of
+    each source that earlier runs have finished. ``samples_items`` is true if the run follows a few items of
+    each source through the graph.
     """
 
     graph: Blueprint
@@ -86,17 +85,17 @@ class Plan:
         return max(1, self.memory // max(1, len(self.edges)))
 
     def finished_at(self, stage: str) -> FinishedItems | None:
-        """Return the finished items of a stage, none for other stages than sources.
+        """Return a source's finished items; for any other stage, there are none.
 
-        The result is ``None`` in a run that cannot be resumed.
+        Return ``None`` if the run cannot be resumed.
         """
         return None if self.finished is None else self.finished.get(stage, NOTHING_FINISHED)
 
     def limits(self) -> dict[str, int]:
         """Return how many dead workers of each stage may be replaced.
 
-        Stages that keep their own state have no restarts unless they are restartable. Threads are left out
-        because they do not die.
+        Stages that keep state have no restarts unless they are restartable. Threads are omitted, because they
+        do not die.
         """
         return {
             stage.name: stage.restarts if stage.restartable or stage.operator.per_item else 0
@@ -106,7 +105,7 @@ class Plan:
 
     @property
     def explicit(self) -> frozenset[str]:
-        """Return the names of the stages for which the user has set the number of restarts."""
+        """Return the names of the stages whose number of restarts the user has set."""
         return frozenset(
             stage.name
             for stage in self.graph.stages
@@ -115,9 +114,9 @@ class Plan:
 
     @property
     def stateful(self) -> dict[str, str]:
-        """Map each stage with a stateful callable object to the name of the object's class.
+        """Map each stage with a stateful callable object to the name of its class.
 
-        The state is lost with the worker. Stages with ports are left out: they are restartable only if the
+        This state is lost with the worker. Stages with ports are omitted: they are restartable only if the
         user has declared that they keep no state.
         """
         classes = {
@@ -130,24 +129,24 @@ class Plan:
     def worker(self, id: WorkerId) -> PlannedWorker:
         """Return the planned worker with this id.
 
-        A worker added to an elastic stage gets the same channels as the stage's other workers.
+        A worker added during the run gets the same channels as the stage's other workers.
         """
         first = next(worker for worker in self.workers if worker.id.stage == id.stage)
         return next((one for one in self.workers if one.id == id), dataclasses.replace(first, id=id))
 
     @property
     def elastic(self) -> frozenset[str]:
-        """Return the stages with elastic gangs, which continue while a worker is replaced.
+        """Return the stages with elastic gangs, which continue while a worker is being replaced.
 
-        Gangs of threads are left out, because threads do not die.
+        Gangs of threads are omitted, because threads do not die.
         """
         stages = (stage for stage in self.graph.stages if stage.placement.own_process)
         return frozenset(stage.name for stage in stages if stage.gang is not None and stage.gang.elastic)
 
     def between(self) -> Iterator[tuple[set[str], set[str]]]:
-        """Yield the input and output channels of each stage whose only task is to turn inputs into outputs.
+        """Yield the input and output channels of each stage that does nothing but turn inputs into outputs.
 
-        Such a stage needs no more inputs once its outputs have no readers. Stages with ports are left out,
+        Once its outputs have no readers, such a stage needs no more inputs. Stages with ports are omitted,
         because they decide for themselves.
         """
         into: dict[str, set[str]] = {}
@@ -159,11 +158,11 @@ class Plan:
         yield from ((into[stage], out[stage]) for stage in into if into[stage] and out[stage])
 
     def queues(self) -> tuple[str, ...]:
-        """Return the channels whose items can be discarded without harm to other items.
+        """Return the channels whose items can be discarded without affecting other items.
 
-        Channels with results or failures are left out. So are all channels that lead to a worker with several
-        inputs, such as ``zip``. If items were missing there, it would combine items that do not belong
-        together.
+        Channels with results or failures are excluded, and all channels that lead to a worker with several
+        inputs, such as ``zip``. If items were missing there, the worker would combine items that do not
+        match.
         """
         kept = {worker.id.stage for worker in self.workers if len(worker.inputs) > 1}
         before = len(kept) - 1
@@ -175,12 +174,12 @@ class Plan:
 
     @property
     def sources(self) -> frozenset[str]:
-        """Return the names of the stages at the beginning of the graph."""
+        """Return the names of the stages where the graph begins."""
         return frozenset(stage.name for stage in self.graph.stages if stage.begins and not stage.service)
 
     @property
     def ends(self) -> frozenset[str]:
-        """Return the names of the stages without readers; the run is complete once they have ended."""
+        """Return the names of the stages without readers; the run is complete once these have ended."""
         read = {edge.writer for edge in self.edges if edge.reader is not None}
         return frozenset(
             stage.name for stage in self.graph.stages if stage.name not in read and not stage.service
@@ -188,7 +187,7 @@ class Plan:
 
     @property
     def services(self) -> frozenset[str]:
-        """Return the names of the stages that end after all other stages."""
+        """Return the names of the stages that end after all others."""
         return frozenset(stage.name for stage in self.graph.stages if stage.service)
 
 
@@ -206,7 +205,7 @@ def plan(
     taken: Taken = Counter()
     for stage in graph.stages:
         if stage.operator.outside and stage.service:
-            pass  # the requests come from outside the run
+            pass  # requests come from outside the run
         elif stage.operator.outside:
             inputs[stage.name] = tuple(edge.name for edge in edges if edge.writer == stage.name)
         else:
@@ -219,9 +218,9 @@ def _on_hosts(
 ) -> Iterator[PlannedWorker]:
     """Assign each worker of a stage to the host with the fewest workers relative to the host's weight.
 
-    If several hosts are equal, the first is chosen. For a placement with shares, only its own workers are
-    counted, so other placements do not affect it. If the placement names the host of each
-    worker, nothing else counts. After the last host of this list, the list repeats.
+    Among equal hosts, the first is chosen. A placement with shares counts only its own workers, so other
+    placements do not affect it. If the placement lists the host of each worker, only this list counts; after
+    its last host, it starts again.
     """
     counted = (placement.hosts, placement.shares) if placement.shares else None
     weights = placement.weights()
@@ -259,7 +258,7 @@ def _workers(stage: Stage, edges: tuple[Edge, ...]) -> Iterator[PlannedWorker]:
 def _inputs(stage: Stage, number: int, edges: tuple[Edge, ...]) -> dict[str, str]:
     """Return the channels of a worker's input ports.
 
-    An operator with one worker per input gives each worker one of the stage's input ports.
+    If the operator has one worker per input, each worker gets one of the stage's input ports.
     """
     own = stage.input_ports[number - 1 : number] if stage.operator.worker_per_input else stage.input_ports
     read = [edge for edge in edges if edge.reader == stage.name and edge.to_worker in (0, number)]

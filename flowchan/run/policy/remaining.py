@@ -1,11 +1,11 @@
-"""Estimate the remaining time of a run from its recent progress.
+"""Estimate a run's remaining time from its recent progress.
 
 Algorithm. The estimate is the number of remaining items divided by a recent rate. The rate covers the last
-``RECENT_S`` seconds or, in a long run, the last tenth of the run. If fewer than ``FEWEST_ITEMS`` items were
-finished in that time, the rate covers a longer time. That time is divided into ``PARTS`` equal parts, and the
-rate is the median of the parts' rates. A burst or a pause that lasts for one or two parts therefore does not
-change the estimate. A lasting change has an effect after three parts. If most parts have no items because
-items have become slow, the rate is the mean of all parts but the fastest.
+``RECENT_S`` seconds or, in a long run, its last tenth. If fewer than ``FEWEST_ITEMS`` items were finished in
+that time, it covers a longer time. That time is divided into ``PARTS`` equal parts, and the rate is the
+median over these parts. A burst or pause of one or two parts therefore does not change the estimate; a
+lasting change shows after three parts. If most parts have no items because items have become slow, the rate
+is the mean of all parts except the fastest.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 RECENT_S, RECENT_SHARE = 5.0, 0.1
 """Time that the rate covers, in seconds and as a share of the run. The longer of the two is used."""
 FEWEST_ITEMS = 10
-"""Minimum number of items finished in that time."""
+"""Minimum number of items finished within that time."""
 PARTS = 5
 SAMPLES = 50
-"""Number of samples kept for the time that the rate covers."""
+"""Number of samples kept within that time."""
 
 
 @dataclass
@@ -41,15 +41,15 @@ class RemainingTime:
     _counts: list[int] = field(default_factory=list)
 
     def update(self, elapsed: float, done: int, total: int) -> float | None:
-        """Record the current progress, and return the remaining time.
+        """Record the current progress and return the remaining time.
 
         Args:
-            elapsed: Seconds since the start of the run.
+            elapsed: Seconds since the run started.
             done: Number of finished items.
             total: Total number of items.
 
         Returns:
-            Seconds until all items are finished; None if no items were finished recently.
+            Seconds until all items are finished; None if none were finished recently.
         """
         self._keep(elapsed, done)
         if done >= total:
@@ -76,7 +76,7 @@ class RemainingTime:
         return (usual if usual else (sum(items) - max(items)) / (PARTS - 1)) / length
 
     def _count(self, at: float, elapsed: float, done: int) -> float:
-        """Return the number of items that were finished by time ``at``, interpolated between samples."""
+        """Return how many items were finished by time ``at``, interpolated between samples."""
         place = bisect.bisect_right(self._times, at) - 1
         time, count = self._times[place], self._counts[place]
         last = place + 1 == len(self._times)

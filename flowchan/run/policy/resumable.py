@@ -1,4 +1,4 @@
-"""Decide whether runs of a graph can be resumed (R14), and identify the graph of earlier runs."""
+"""Decide whether runs of a graph can be resumed (R14), and recognise the graph of an earlier run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowchan.run.policy.lineage import FinishedItems
 
 
 def refuse_unless_resumable(graph: Blueprint) -> None:
-    """Raise ``GraphError`` with all stages because of which a run of ``graph`` cannot be resumed."""
+    """Raise ``GraphError`` with all stages that prevent runs of ``graph`` from being resumed."""
     problems = [
         Problem("resume", stage.name, stage.where, f"resume= does not support {reason}")
         for stage in graph.stages
@@ -24,11 +24,11 @@ def refuse_unless_resumable(graph: Blueprint) -> None:
 
 
 def _reason_against(graph: Blueprint, stage: Stage) -> str:
-    """Describe why a run with this stage cannot be resumed, and the remedy; empty if it can be resumed."""
+    """Describe why this stage prevents resuming, and the remedy; return an empty string if it does not."""
     if stage.operator.outside:
         return "an input, because a later run cannot read its items again; use source()"
     if stage.operator.routes:
-        return ""  # the keyed stage that it feeds is refused
+        return ""  # the keyed stage that it feeds is rejected instead
     if stage.operator.resumable and "key" in stage.options:
         return (
             f"a {stage.kind} with key=, because a run starts without the states of earlier runs; do this "
@@ -52,13 +52,13 @@ def _reason_against(graph: Blueprint, stage: Stage) -> str:
 
 
 def sources(graph: Blueprint) -> dict[str, int]:
-    """Return the index of each source among the sources of the graph."""
+    """Return the index of each source among the graph's sources."""
     names = (stage.name for stage in graph.stages if stage.operator.begins)
     return {name: index for index, name in enumerate(names)}
 
 
 def shape_digest(graph: Blueprint) -> bytes:
-    """Return a digest of the names and operators of the stages, and of the streams that they read."""
+    """Return a digest of the stages' names and operators, and of the streams that they read."""
     shape = [
         [stage.name, stage.kind, [[port, str(origin)] for port, origin in stage.read]]
         for stage in graph.stages
@@ -67,9 +67,9 @@ def shape_digest(graph: Blueprint) -> bytes:
 
 
 def finished_by_stage(graph: Blueprint, bits: bytes) -> dict[str, FinishedItems]:
-    """Return the finished items of each source, after a check that the sources have at least these items.
+    """Return each source's finished items, after checking that it has at least these items.
 
-    Raises ``GraphError`` if the last finished item of a source is beyond its end.
+    Raise ``GraphError`` if a source ends before its last finished item.
     """
     indexes = sources(graph)
     found = {name: FinishedItems(index, len(indexes), bits) for name, index in indexes.items()}

@@ -1,7 +1,7 @@
-"""Changes to the number of a stage's workers during a run (R13).
+"""Change the number of a stage's workers during a run (R13).
 
-New workers get numbers that no earlier worker of the stage has had. The workers with the highest numbers are
-removed, each after its current item. Workers that are being removed are not counted.
+New workers get numbers that no earlier worker of the stage had. Workers with the highest numbers are removed
+first, each after its current item. Workers that are being removed are not counted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from flowchan.run.policy.events import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of an elastic stage.
+    """Number of workers of an elastic stage, and how long they have worked.
 
     Attributes:
         workers: Number of workers.
         since: When the number last changed, in seconds of the run's clock.
-        last: Highest number that a worker has had.
-        spent: Worker time before ``since``, in seconds.
+        last: Highest worker number so far.
+        spent: Worker time until ``since``, in seconds.
     """
 
     workers: int
@@ -35,7 +35,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Request from ``run.scale()`` to change a stage's number of workers to ``workers``."""
+    """Request from ``run.scale()`` to change a stage to this number of ``workers``."""
 
     stage: str
     workers: int
@@ -50,22 +50,22 @@ class AddWorker:
 
 @dataclass(frozen=True, slots=True)
 class RemoveWorker:
-    """Let a worker end after its current item."""
+    """Let a worker finish its current item and end."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """Change to the number of workers of one ``workers="auto"`` stage.
+    """Change to the number of workers of a ``workers="auto"`` stage.
 
     Attributes:
         elapsed: Seconds from the start of the run to the decision.
         stage: Name of the stage.
         workers_before: Number of workers before the decision.
         workers: Number of workers after the decision.
-        reason: Reason for the change, in words.
-        outcome: Effect of the change, such as "kept: 1.93 × the rate"; empty until it has been measured.
+        reason: Why the number changed, in words.
+        outcome: Measured effect, such as "kept: 1.93 × the rate"; empty until then.
 
     Example:
         >>> from flowchan import ScalingDecision

@@ -1,13 +1,13 @@
-"""Random seeds of workers (R9).
+"""Derive random seeds for workers (R9).
 
-Each worker has its own seed, and random numbers in its process derive from it. The seed is a hash of the
-run's seed, the stage, the worker's number and its incarnation. Runs with equal seeds therefore draw equal
-numbers, but a replacement draws different numbers from the worker that died.
+Each worker has a separate seed, from which all random numbers in its process derive. The seed is a hash of
+the run's seed, the stage, the worker's number and its incarnation. Runs with equal seeds therefore draw equal
+numbers, but a replacement draws different numbers from the dead worker.
 
 :func:`begin` seeds the global generators of ``random``, ``numpy.random`` and torch in a worker's process.
 Modules that are already imported are seeded at once, because a forked process inherits their state. Other
-modules are seeded on import. Worker threads share the generators with the whole program, so nothing is seeded
-for them.
+modules are seeded when they are imported. Worker threads share the generators with the rest of the program,
+so nothing is seeded for them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Information about the current worker.
+    """Identity and seed of the current worker.
 
     Attributes:
         stage: Name of its stage.
         number: Number of the worker in the stage, from 1.
         workers: Number of workers in the stage.
-        seed: Random seed below 2 ** 63. It differs for each worker and incarnation, and is the same in runs
+        seed: Random seed below 2 ** 63. It differs between workers and incarnations, but is the same in runs
             with equal seeds.
-        incarnation: Number of earlier processes that had this worker's number.
+        incarnation: Number of earlier processes with this worker's number.
         host: Name of its host; empty on the program's machine.
 
     Example:
@@ -53,17 +53,17 @@ class Worker:
 
 
 _current: ContextVar[Worker] = ContextVar("flowchan worker")
-_of_process: Worker | None = None  # for threads that the user's code starts in a worker process
+_of_process: Worker | None = None  # for threads that user code starts in a worker process
 
 
 def worker() -> Worker:
-    """Return the worker that is running the calling code.
+    """Return the worker that runs the calling code.
 
     Returns:
         Its stage, number, seed and host.
 
     Raises:
-        RuntimeError: The caller is not running in a worker.
+        RuntimeError: The caller does not run in a worker.
 
     Example:
         >>> from flowchan import Graph, worker
@@ -89,9 +89,9 @@ def worker_text() -> str:
 
 
 def seed_of(run: int, stage: str, number: int, incarnation: int) -> int:
-    """Return the seed of one worker in a run with the seed ``run``."""
+    """Return a worker's seed in a run with the seed ``run``."""
     parts = repr((run, stage, number, incarnation)).encode("utf-8", "surrogatepass")
-    # The seed must fit into a signed 64-bit integer.
+    # shifted, because the seed must fit into a signed 64-bit integer
     return int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest()) >> 1
 
 
@@ -101,10 +101,10 @@ def enter(info: Worker) -> None:
 
 
 def begin(info: Worker) -> None:
-    """Set the worker of this process and seed its generators, before any user code is loaded."""
+    """Set this process's worker and seed the generators, before any user code is loaded."""
     global _of_process
     _of_process = info
-    # A forked process has inherited the finder of its parent.
+    # A forked process has inherited its parent's finder.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SeedOnImport)]
     sys.meta_path.insert(0, _SeedOnImport(info.seed))
     for name in SEEDED:
@@ -121,18 +121,18 @@ def _seed_numpy(module: Any, seed: int) -> None:
 SEEDED: dict[str, Callable[[Any, int], object]] = {
     "random": lambda module, seed: module.seed(seed),
     "numpy.random": _seed_numpy,
-    # Does not touch CUDA if the parent process used it before the fork.
+    # This does not touch CUDA if the parent process used it before the fork.
     "torch": lambda module, seed: module.manual_seed(seed),
 }
 
 
 def _seed(module: ModuleType, seed: int) -> None:
-    with contextlib.suppress(AttributeError):  # partly imported, or a module of the user with the same name
+    with contextlib.suppress(AttributeError):  # partly imported, or a user's module with the same name
         SEEDED[module.__name__](module, seed)
 
 
 class _SeedOnImport:
-    """Module finder that delegates to the other finders, and seeds each module after executing it."""
+    """Module finder that delegates to the other finders, and seeds each module once it has been executed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

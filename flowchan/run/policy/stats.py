@@ -1,6 +1,6 @@
-"""Statistics of a run at one moment, as frozen values.
+"""Define the statistics of a run at one moment, as frozen values.
 
-:meth:`Run.stats` creates them. The live view, the report and the tests use them.
+:meth:`Run.stats` creates them for the live view, the report and the tests.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ CauseKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class WorkSeconds:
-    """Time spent by one worker, or by all workers of a stage, in seconds since the start of the run.
+    """Time that a worker, or all workers of a stage, spent since the start of the run, in seconds.
 
     Attributes:
-        working: Time since the worker built its callable, until it ended or until now.
-        input: Part of ``working`` spent waiting for an item.
+        working: Time since the worker built its callable, up to its end or to now.
+        input: Part of ``working`` spent waiting for items.
         place: Part of ``working`` spent waiting for room in an output channel.
-        turn: Part of ``working`` in which a finished output was waiting for earlier items, while the readers
+        turn: Part of ``working`` in which finished outputs had to wait for earlier items while the readers
             had nothing to take.
-        cpu: CPU time; ``None`` if unknown, for example for workers on other hosts.
+        cpu: CPU time; ``None`` if unknown, as for workers on other hosts.
         ready: Time spent waiting for a core; ``None`` if unknown.
 
     Example:
@@ -53,14 +53,14 @@ class WorkSeconds:
 
     @property
     def work(self) -> float:
-        """Return the part of ``working`` that was not spent waiting, in seconds."""
+        """Return the part of ``working`` not spent waiting, in seconds."""
         return max(0.0, self.working - self.input - self.place - self.turn)
 
     def since(self, earlier: WorkSeconds) -> WorkSeconds:
         """Return the time spent since an earlier measurement.
 
         Args:
-            earlier: An earlier value for the same worker or stage.
+            earlier: Earlier value of the same worker or stage.
 
         Returns:
             The differences, each at least 0.
@@ -84,7 +84,7 @@ class WorkSeconds:
 class WorkerStats:
     """Statistics of one current worker of a stage.
 
-    The time of the dead workers that this worker replaced is included only in the statistics of the stage.
+    The times of dead workers that it replaced are only in the statistics of the stage.
 
     Attributes:
         number: Number of the worker in its stage.
@@ -112,16 +112,16 @@ class Cause:
     Attributes:
         kind: One of
 
-            - "bottleneck": ``stage`` is the slowest;
+            - "bottleneck": ``stage`` is the slowest stage;
             - "input": the program puts items slowly;
             - "consumer": the program reads results slowly;
-            - "order": the workers of ``stage`` are waiting for earlier items;
+            - "order": the workers of ``stage`` wait for earlier items;
             - "gil": threads share one global interpreter lock;
             - "cores": the workers use all cores;
-            - "memory": a channel is short of bytes;
+            - "memory": a channel has no bytes left;
             - "in_flight": a loop admits too few items at a time;
-            - "starting": no worker of ``stage`` has started to work yet.
-        stage: Name of the stage, if the cause is a stage.
+            - "starting": no worker of ``stage`` has begun to work yet.
+        stage: Name of the stage, if a stage is the cause.
         why: Explanation in words.
 
     Example:
@@ -143,8 +143,8 @@ class Cause:
 class StageStats:
     """Statistics of one stage.
 
-    The rate and the shares (0 to 1) refer to the window of :class:`RunStats`. Shares are fractions of the
-    total time of the working workers. All counts begin at the start of the run.
+    Rate and shares (0 to 1) cover the window of :class:`RunStats`. Shares are fractions of the working
+    workers' total time. All counts begin at the start of the run.
 
     Attributes:
         name: Name of the stage.
@@ -157,23 +157,23 @@ class StageStats:
         failed: Number of items that failed.
         retried: Number of retries.
         restarts: Number of workers that were replaced.
-        unwanted: Number of items that were taken although no reader of the output was left.
+        unwanted: Number of items taken although the output had no readers left.
         discarded: Number of items that were being processed when the run failed or was aborted.
         in_hand: Number of items that workers have taken but not finished.
         rate: Items finished per second.
         busy: Share of the time spent working.
         waiting_input: Share of the time spent waiting for an item.
         waiting_output: Share of the time spent waiting to put, including ``waiting_turn``.
-        hosts: Hosts on which its workers may run.
-        pids: Process ids of its live workers, in the order of the workers' numbers.
+        hosts: Hosts on which workers may run.
+        pids: Process ids of the live workers, in the order of their numbers.
         members_failed: Number of failed batch members whose batches continued without them.
-        waiting_turn: Share of the time in which outputs of an ordered stage were waiting for earlier items.
+        waiting_turn: Share of the time in which an ordered stage's outputs waited for earlier items.
         cores: CPU seconds per second; ``None`` if unknown.
-        working: Number of workers that have started to work and have not ended.
+        working: Number of workers that have begun to work and have not ended.
         seconds: Time spent by all workers.
         per_worker: Statistics of each working worker.
         rate_limit: Maximum number of items that start per second (``rate=``), or ``None``. A worker that
-            waits for the start of its item counts as working.
+            waits to start its item counts as working.
         starting: Number of workers that have not built their callables yet.
         worked: Time spent by all workers in the window.
 
@@ -220,9 +220,10 @@ class StageStats:
 
     @property
     def state(self) -> StageState:
-        """Return "starting" until a worker has built its callable, then "running", and "ended".
+        """Return "starting" until a worker has built its callable, then "running", and finally "ended".
 
-        A stage is "starting" again if all its workers have died. An input has no workers and counts as ended.
+        A stage is "starting" again when all its workers have died. An input has no workers and counts as
+        ended.
         """
         if not self.alive:
             return "ended"
@@ -240,20 +241,20 @@ class EdgeStats:
         transport: Name of the transport.
         inside: Number of items in the channel now.
         capacity: Maximum number of items.
-        passed: Number of items taken since the start of the run.
+        passed: Number of items taken since the run started.
         rate: Items taken per second in the window of :class:`RunStats`.
-        waiting_readers: Number of workers that are waiting for an item.
-        waiting_writers: Number of workers that are waiting to put.
+        waiting_readers: Number of workers that wait for an item.
+        waiting_writers: Number of workers that wait to put.
         readers_waiting_for: Longest current wait of a reader, in seconds.
         writers_waiting_for: Longest current wait of a writer, in seconds.
         selecting: Number of waiters that something other than this channel may also wake.
-        woken: Number of waiters that have been woken but have not run yet.
+        woken: Number of waiters that have been woken but are not running yet.
         awaiting: Number of waiters in ``selecting`` that are coroutines in this process.
         bytes: Number of bytes in the channel now.
         share: The channel's share of the run's memory, in bytes.
-        short_of_bytes: True if a writer is waiting for bytes although the channel has room for another item.
-        holders: Processes that keep blocks of the channel's memory.
-        put: Number of items put since the start of the run.
+        short_of_bytes: True if a writer waits for bytes although the channel has room for another item.
+        holders: Processes that keep memory blocks of the channel in use.
+        put: Number of items put since the run started.
         errors: True if the channel carries the failed items of ``writer``.
 
     Example:
@@ -290,21 +291,21 @@ class EdgeStats:
 
     @property
     def left(self) -> int:
-        """Return how many items were put but not taken. They are in the channel or were discarded."""
+        """Return how many items were put but not taken: they are in the channel or were discarded."""
         return self.put - self.passed
 
 
 @dataclass(frozen=True, slots=True)
 class HostStats:
-    """Statistics of another host with workers of the run.
+    """Statistics of another host that runs workers.
 
     Attributes:
         name: Name of the host.
-        state: "connected", "waiting" (for its agent), or the reason why the agent is missing.
+        state: "connected", "waiting" (for its agent), or why the agent is missing.
         workers: Number of workers on the host.
         agents: Number of agents started so far.
-        deaths: Causes of death of agents.
-        breaks: Number of times that a connection to an agent broke and was restored.
+        deaths: How its agents died.
+        breaks: Number of times that the connection to an agent broke and was restored.
         sent: Number of bytes sent to the host.
         received: Number of bytes received from the host.
         round_trip: Round-trip time in seconds; 0 if unknown.
@@ -337,19 +338,19 @@ class RunStats:
     Attributes:
         graph: Name of the graph.
         state: "running", "stopping", "done", "failed", "stopped" or "aborted".
-        elapsed: Seconds from the start of the run until now, or until it ended.
+        elapsed: Seconds from the start of the run to now, or to its end.
         stages: Statistics of each stage.
         edges: Statistics of each channel.
         bottleneck: Name of the stage that limits the run, if any.
         seed: Random seed; in runs with equal seeds, workers draw equal random numbers.
         memory: Number of bytes that all channels together may use.
-        hosts: Statistics of the other hosts with workers of the run.
-        last_error: One line about the last failed item or dead worker.
+        hosts: Statistics of the other hosts that run workers.
+        last_error: One line about the latest failed item or dead worker.
         window: Length of the window for rates and shares, in seconds.
         cause: Cause that limited the run in the window; ``None`` if unknown.
-        warnings: Warnings about stages, for example that a stage has nearly used up its restarts. Only the
-            last warning of each kind is kept for each stage.
-        decisions: Changes to the number of workers of each ``workers="auto"`` stage.
+        warnings: Warnings about stages, for example that the restarts are nearly used up. Each stage keeps
+            only the latest warning of each kind.
+        decisions: Changes to the number of workers of ``workers="auto"`` stages.
 
     Example:
         >>> from flowchan import Graph

@@ -1,4 +1,4 @@
-"""The state of a run on which decisions depend, and the transitions that several decisions share.
+"""Define the state on which decisions depend, and the transitions that several decisions share.
 
 All functions are pure: they map a state to the next state and the actions to take. ``policy/decisions.py``
 describes the phases of a run.
@@ -32,44 +32,44 @@ Phase = Literal["running", "stopping", "finishing", "failing", "aborting", "ende
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """The state on which all decisions depend.
+    """State on which all decisions depend.
 
     Attributes:
         alive: Workers that have not ended.
         processes: Workers that have their own process.
-        sources: Workers of the stages at the beginning of the graph.
-        ends: Workers of the stages at the ends of the graph; the run is complete once they have ended.
-        limits: Maximum number of restarts of each stage per period.
+        sources: Workers of the stages where the graph begins.
+        ends: Workers of the stages where the graph ends; the run is complete once they have ended.
+        limits: Maximum number of restarts of each stage in one period.
         restarts: Number of replaced workers of each stage.
-        recent_restarts: Times of the restarts of each stage that count against its limit.
+        recent_restarts: Times of each stage's restarts that count against its limit.
         explicit: Stages for which the user has set the limit.
         stateful: Class names of stateful callable objects, by stage. A replacement starts with a new object.
-        phase: The phase of the run.
-        since: When the phase began, in seconds on a monotonic clock.
-        failures: The failures of the run, in order.
+        phase: Phase of the run.
+        since: When the phase began, in seconds of a monotonic clock.
+        failures: Failures of the run, in order.
         stopped: True if a stop was requested.
-        stop_by: When a stopped run is aborted.
-        notified: True if the user was warned that stopping takes long.
+        stop_by: Time at which a stopped run is aborted.
+        notified: True if the user has been warned that stopping takes long.
         aborted: True if the run was aborted.
-        terminated: True if late processes have been terminated.
-        killed: True if late processes have been killed.
+        terminated: True if late processes were terminated.
+        killed: True if late processes were killed.
         abandoned: Workers that were still alive when the run ended.
         gangs: Stages whose workers form a group and restart together.
-        missing_peer: Reports of workers of gangs that a peer is missing.
-        restarting: Gangs whose workers are being ended because of a death, with the replacement of the dead
+        missing_peer: Reports from workers of gangs about missing peers.
+        restarting: Gangs whose workers are being ended because of a death, and the replacement of the dead
             worker.
-        ended_peers: Workers of gangs whose processes have ended and have not been replaced.
-        no_readers: Gangs in which a worker has ended because its outputs have no readers.
-        elastic: Gangs that continue while one of their workers is replaced.
-        without_group: Workers of elastic gangs that are waiting for a group, with the failure that ended
-            their last group.
-        joining: Workers of elastic gangs whose replacement has not started to work.
-        changed: Elastic gangs in which a worker died, ended or joined after the current group was formed.
+        ended_peers: Workers of gangs whose processes have ended and not been replaced.
+        no_readers: Gangs in which a worker ended because its outputs have no readers.
+        elastic: Gangs that continue while one of their workers is being replaced.
+        without_group: Workers of elastic gangs that wait for a group, with the failure that ended the last
+            one.
+        joining: Workers of elastic gangs whose replacements have not started to work yet.
+        changed: Elastic gangs in which a worker died, ended or joined since the current group was formed.
         began: When the run began.
         sizes: Sizes of the stages that can be scaled.
-        leaving: Workers that must end after their current item.
-        services: Workers of the services, which end after all other workers.
-        services_end: True if the run has requested the services to end.
+        leaving: Workers that will end after their current item.
+        services: Workers of services, which end after all others.
+        services_end: True if the run has asked the services to end.
     """
 
     alive: frozenset[WorkerId]
@@ -112,9 +112,9 @@ class PolicyState:
         return self.phase in ("running", "stopping")
 
     def ends_with_peers(self, worker: WorkerId) -> bool:
-        """Return whether the end of a worker's process is expected.
+        """Return whether a worker's process is expected to end.
 
-        It is expected if the worker reported that a peer is missing, or if its gang is being restarted.
+        It is if the worker has reported a missing peer, or if its gang is being restarted.
         """
         return worker in self.missing_peer or worker.stage in self.restarting
 
@@ -148,7 +148,7 @@ def first_state(plan: Plan, now: float) -> PolicyState:
 
 
 def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
-    """Record that a worker has ended and is not replaced."""
+    """Record that a worker has ended and will not be replaced."""
     alive = state.alive - {worker}
     state = without_member(state, worker)
     phase, since = state.phase, state.since
@@ -160,7 +160,7 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
             actions = (*actions, EndServices())
         state = dataclasses.replace(state, services_end=True)
     elif state.goes_on and state.ends and not (alive & state.ends):
-        # a stage that is waiting for an item does not notice that the readers of its outputs have left
+        # a stage that waits for an item does not notice that the readers of its outputs are gone
         if phase == "running":
             actions = (*actions, StopSources())
         phase, since = "finishing", now
@@ -171,9 +171,9 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
 
 
 def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bool) -> Decision:
-    """Record that a worker has ended with an error.
+    """Record that a worker ended with an error.
 
-    An ``expected`` error, for example from a terminated worker, is not a failure of the run.
+    An ``expected`` error, such as the error of a terminated worker, is not a failure of the run.
     """
     breaking = state.phase in ("running", "stopping", "finishing") and not expected
     if not expected:
@@ -193,7 +193,7 @@ def run_stuck(state: PolicyState, failure: Failure, now: float) -> Decision:
 
 
 def channel_broken(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """End a run because one of its channels was aborted by something other than the supervisor."""
+    """End a run because something other than the supervisor aborted a channel."""
     breaking = state.phase in ("running", "stopping", "finishing")
     state = dataclasses.replace(state, failures=with_failure(state.failures, failure))
     if not breaking:
@@ -211,7 +211,7 @@ def run_aborted(state: PolicyState, now: float) -> Decision:
 def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
     """Return the state without a worker of an elastic gang that has ended.
 
-    The other workers of the gang get a group without this worker.
+    The other workers of the gang will form a group without it.
     """
     if worker.stage not in state.elastic:
         return state
@@ -225,7 +225,7 @@ def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
 def with_failure(failures: tuple[Failure, ...], new: Failure) -> tuple[Failure, ...]:
     """Return the failures with a new one added.
 
-    A stage may abort its channel with an error and then raise the same error. This counts as one failure.
+    If a stage aborts its channel with an error and then raises the same error, that counts as one failure.
     """
     for index, old in enumerate(failures):
         if (

@@ -1,1 +1,1 @@
-"""Run one worker: its callable, the loop of its operator, its requests and its log records."""
+"""Run one worker: its callable, operator loop, requests and log records."""

@@ -1,6 +1,6 @@
 """Call ``async def`` functions in worker processes.
 
-Each worker process has its own event loop, which runs only while the function is running.
+Each worker process has its own event loop, which runs only during calls of the function.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _END = object()
 
 
 class Driven:
-    """Event loop that runs the async functions of one worker."""
+    """Event loop for the async functions of one worker."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
         self._begun: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a synchronous function that runs ``function`` and returns its result.
+        """Return a synchronous version of ``function``, which runs it to the end and returns its result.
 
-        For an async generator, the synchronous function returns an iterator over the elements.
+        For an async generator, the synchronous version returns an iterator over the elements.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ class Driven:
 
     def _next(self, elements: AsyncIterator[Any]) -> Any:
         async def wait() -> Any:
-            # must be called in the event loop, which then tracks the generator
+            # called inside the event loop, which then tracks the generator
             return await anext(elements, _END)
 
         return self._runner.run(wait())

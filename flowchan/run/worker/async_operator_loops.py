@@ -1,8 +1,8 @@
-"""Loops of the operators for ``async def`` functions.
+"""Define the operators' loops for ``async def`` functions.
 
-They correspond to the loops in ``operator_loops.py``, but await where those block. A stage with ``workers=n``
-consists of n tasks in one event loop. Each task has its own ports, so order, errors, retries and ends are the
-same as for n threads.
+They correspond to the loops in ``operator_loops.py``, but await where those block. With ``workers=n``, a
+stage consists of n tasks in one event loop. Each task has separate ports, so ordering, errors, retries and
+ends work as with n threads.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from flowchan.run.worker.operator_job import SKIPPED, OperatorJob, is_end_of
 
 
 async def _call(job: OperatorJob, item: Any) -> Any:
-    """Call the function with ``item``, and repeat the call after an error as often as the stage allows.
+    """Call the function with ``item``; after an error, retry as often as the stage allows.
 
-    Return the result, or SKIPPED if the item has failed.
+    Return the result, or SKIPPED if the item failed.
     """
     for attempt in range(1, job.retries + 2):
         await _wait_for_start(job)
@@ -41,7 +41,7 @@ async def _call(job: OperatorJob, item: Any) -> Any:
 
 
 async def _wait_for_start(job: OperatorJob) -> None:
-    """Wait until the next item or retry may start, if the rate of the stage is limited."""
+    """Wait until the next item or retry may start, if the stage has a rate limit."""
     if job.pace is not None:
         await asyncio.sleep(max(0.0, job.pace.take_start() - time.monotonic()))
 
@@ -67,7 +67,7 @@ async def source(job: OperatorJob, *, out: Out[Any]) -> None:
 
 
 async def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Put the result of awaiting the function for each item."""
+    """Put the awaited result of the function for each item."""
     async for item in items:
         result = await _call(job, item)
         if "members" in job.options and result is not SKIPPED:
@@ -87,7 +87,7 @@ async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Put every element that the function returns for each item, but only once if the item is retried."""
+    """Put all elements that the function returns for each item; a retry does not repeat any of them."""
     async for item in items:
         emitted = 0  # number of outputs that a retry must not repeat
         for attempt in range(1, job.retries + 2):
@@ -119,7 +119,7 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def _does_not_count(limit: asyncio.Timeout) -> AsyncIterator[None]:
-    """Pause the time limit for the item while the worker waits for room in its output."""
+    """Pause the item's time limit while the worker waits for room in its output."""
     until, clock = limit.when(), asyncio.get_running_loop().time
     remaining = None if until is None else until - clock()
     limit.reschedule(None)
@@ -142,9 +142,9 @@ def _parts(job: OperatorJob, item: Any) -> AsyncGenerator[Any, None]:
 
 
 async def _elements(called: Any) -> AsyncGenerator[Any, None]:
-    """Yield the elements of an async iterator, or of the iterable that a coroutine returns.
+    """Yield the elements of an async iterator, or of the iterable from a coroutine.
 
-    An async generator is closed as soon as the consumer stops iterating.
+    An async generator is closed as soon as its consumer stops iterating.
     """
     if not isinstance(called, AsyncIterable):
         for element in await called:
@@ -166,5 +166,5 @@ async def sink(job: OperatorJob, *, items: In[Any]) -> None:
 
 
 async def stage(job: OperatorJob, **ports: In[Any] | Out[Any]) -> None:
-    """Await the function of a general stage, called with all ports."""
+    """Await the function of a general stage, called with all its ports."""
     await job.function(**ports, **job.kwargs)

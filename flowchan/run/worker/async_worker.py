@@ -1,10 +1,9 @@
 """Run the workers of an ``async def`` stage as tasks of one event loop on one thread.
 
-For deadlock detection, the supervisor asks whether these tasks can still make progress. If the event loop has
-no timer, no socket and no callback that is due, it calls its selector without a timeout. If, in addition,
-every task is awaiting a channel of the graph, only a channel can wake the loop. Anything else counts as work:
-for example, a task that awaits another task, an event or a future. Waiting for a channel in the user's own
-event loop also counts as work.
+For deadlock detection, the supervisor asks whether these tasks can still make progress. An event loop that
+has no timers, no sockets and no due callbacks calls its selector without a timeout. If every task also awaits
+a channel of the graph, only a channel can wake the loop. Anything else counts as work, such as a task that
+awaits another task, an event or a future. Waits for channels in the user's own event loop also count as work.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ from flowchan.run.worker.worker import end, ends_of, job_of, join_ports, tell_ab
 from flowchan.run.worker.worker_callable import AsyncCallable, nothing
 
 ANSWER_WITHIN_S = 0.05
-"""Time limit for an answer from an event loop, in seconds. A loop that does not answer in time has work."""
+"""Seconds allowed for an event loop's answer. A loop that takes longer has work."""
 STACKS_WITHIN_S = 1.0
-"""Time limit for the stacks of coroutines, in seconds."""
+"""Seconds allowed for the stacks of coroutines."""
 
 
 class _Selector(selectors.DefaultSelector):
-    """Selector that records whether only calls from other threads can wake the event loop."""
+    """Selector that records whether only other threads can wake the event loop."""
 
     is_idle = False
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # the only socket is the one that wakes the loop
+        # the only socket is the loop's own, which wakes it
         self.is_idle = timeout is None and len(self.get_map()) == 1
         return super().select(timeout)
 
 
 class StageLoop(asyncio.SelectorEventLoop):
-    """Event loop that can report whether only channels can wake it.
+    """Event loop that can tell whether only channels can wake it.
 
-    ``starter`` is the task that started the workers and waits for them to end.
+    ``starter`` is the task that starts the workers and waits for them.
     """
 
     def __init__(self) -> None:
@@ -60,7 +59,7 @@ class StageLoop(asyncio.SelectorEventLoop):
         self.starter: asyncio.Task[Any] | None = None
 
     def has_only(self, tasks: Collection[asyncio.Task[Any] | None]) -> bool:
-        """Return whether the loop is waiting and has only these tasks. Call this on another thread."""
+        """Return whether the loop is idle and has no tasks but these. Call this on another thread."""
         answer: concurrent.futures.Future[bool] = concurrent.futures.Future()
 
         def check() -> None:  # runs in the loop: without a GIL, no other thread may read the loop's tasks
@@ -74,7 +73,7 @@ class StageLoop(asyncio.SelectorEventLoop):
 
 
 def _stage_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop: a :class:`StageLoop`, or the loop of the policy that the program has set."""
+    """Return a new event loop: a :class:`StageLoop`, or one from the policy that the program has set."""
     loop = asyncio.new_event_loop()
     if type(loop) is not asyncio.SelectorEventLoop:
         return loop
@@ -83,7 +82,7 @@ def _stage_loop() -> asyncio.AbstractEventLoop:
 
 
 def only_wait_for(channels: Collection[Channel[Any]]) -> bool:
-    """Return whether each event loop that awaits one of these channels can be woken only by them."""
+    """Return whether only these channels can wake the event loops that await one of them."""
     known = {id(channel) for channel in channels}
     for loop, waits in waits_of_loops():
         tasks = {task for task, channel in waits if id(channel) in known}
@@ -95,8 +94,8 @@ def only_wait_for(channels: Collection[Channel[Any]]) -> bool:
 class Tasks:
     """Tasks of one async stage, for use by other threads.
 
-    A task can be cancelled while it is waiting, unlike a thread. ``into`` is the input channel; without its
-    items the tasks have no work. ``ids`` are the workers, in the order of their tasks.
+    Unlike a thread, a task can be cancelled while it waits. ``into`` is the input channel; without items in
+    it, the tasks have no work. ``ids`` are the workers, in the same order as the tasks.
     """
 
     def __init__(self, into: Channel[Any] | None = None, ids: Sequence[WorkerId] = ()) -> None:
@@ -109,7 +108,7 @@ class Tasks:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Cancel the tasks once. Later calls have no effect, so they do not disturb the tasks' cleanup."""
+        """Cancel the tasks once. Later calls do nothing, so they do not disturb the tasks' cleanup."""
         with self._lock:
             loop, repeated, self._cancelled = self._loop, self._cancelled, True
         if loop is not None and not repeated:
@@ -117,10 +116,9 @@ class Tasks:
                 loop.call_soon_threadsafe(self._cancel)
 
     def examine(self, ids: Collection[WorkerId], read: Callable[[Any], str]) -> dict[WorkerId, str]:
-        """In the event loop, call ``read`` with the coroutine of each running worker in ``ids``.
+        """Call ``read`` in the event loop, with the coroutine of each running worker in ``ids``.
 
-        The result is empty if the event loop has ended, or if it does not answer because a coroutine keeps it
-        busy.
+        The result is empty if the event loop has ended, or if a coroutine keeps it too busy to answer.
         """
         answer: concurrent.futures.Future[dict[WorkerId, str]] = concurrent.futures.Future()
 
@@ -137,7 +135,7 @@ class Tasks:
         return {}
 
     def leave_alone(self) -> None:
-        """Exempt the current task, which is cleaning up, from cancellation."""
+        """Exempt the current task from cancellation, because it is cleaning up."""
         self._tasks = [task for task in self._tasks if task is not asyncio.current_task()]
 
     def _cancel(self) -> None:
@@ -154,7 +152,7 @@ class Tasks:
         with self._lock:
             self._loop = loop
             cancelled = self._cancelled
-        await asyncio.sleep(0)  # a task that is cancelled before its first step would not report its end
+        await asyncio.sleep(0)  # a task cancelled before its first step would not report its end
         if cancelled:
             self._cancel()
         await asyncio.gather(*running)
@@ -197,7 +195,7 @@ def work_together(
     try:
         with asyncio.Runner(loop_factory=_stage_loop) as runner:
             runner.run(work)
-    # the event loop failed: report each worker, otherwise the run waits forever
+    # the event loop failed: report each worker's end, otherwise the run waits forever
     except BaseException as error:
         work.close()
         for worker in sorted(unreported, key=str):

@@ -1,10 +1,10 @@
-"""Boards in shared memory that mark cancelled requests.
+"""Mark cancelled requests on boards in shared memory.
 
-The processes on a machine open a board by its path. A request has the slot with its number modulo ``SLOTS``;
-once the request is cancelled, the slot holds that number. Cancelling a request therefore needs no message,
-and a worker that takes an item reads only one word.
+All processes on a machine open a board by its path. A cancelled request's number is stored in the slot with
+that number modulo ``SLOTS``. Cancelling therefore needs no message, and a worker that takes an item reads
+only one word.
 
-The program has one board for each run. Each agent has one for the workers on its host.
+The program has one board per run, and each agent has one for the workers on its host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SLOT = struct.Struct("Q")
 
 
 class CancelledRequests:
-    """Board of cancelled requests, which other processes open by its ``path``."""
+    """Board of cancelled requests; other processes open it by its ``path``."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("flowchan questions")
@@ -39,7 +39,7 @@ class CancelledRequests:
 
 
 def use_board(path: str) -> None:
-    """Set the board for the workers of this host. The agent that starts them calls this function."""
+    """Set the board for the workers of this host. The agent that starts them calls this."""
     global _of_host
     _of_host = path
 
@@ -50,14 +50,14 @@ _of_host = ""
 def is_cancelled(question: int, path: str) -> bool:
     """Return whether the request is cancelled.
 
-    Workers call this function with the ``path`` of the program's board.
+    Workers call this with the ``path`` of the program's board.
     """
     memory = _memory(_of_host if seeds.worker().host else path)
     return memory is not None and bool(_SLOT.unpack_from(memory, _slot_offset(question))[0] == question)
 
 
 def _slot_offset(question: int) -> int:
-    """Return the offset in bytes of the request's slot."""
+    """Return the byte offset of the request's slot."""
     return question % SLOTS * _SLOT.size
 
 
@@ -71,5 +71,5 @@ def _memory(path: str) -> mmap.mmap | None:
 
 
 def forget_boards() -> None:
-    """Close the open boards, because the board of the next run may have the same path."""
+    """Close the open boards, because the next run's board may have the same path."""
     _memory.cache_clear()

@@ -1,4 +1,4 @@
-"""Membership of one worker in the group of its gang."""
+"""Manage a worker's membership in the group of its gang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowchan.run.policy.failures import Portable
 from flowchan.run.worker.opening import Ports
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between two checks for broken channels while a worker is waiting for a group."""
+"""Seconds between checks for broken channels while a worker waits for a group."""
 
 
 class Memberships(NamedTuple):
@@ -22,7 +22,7 @@ class Memberships(NamedTuple):
 
     Attributes:
         first: Membership in the first group, or ``None`` for a replacement worker.
-        later: Channel that delivers memberships in later groups; for elastic gangs only.
+        later: Channel that delivers memberships in later groups, for elastic gangs only.
     """
 
     first: Any = None
@@ -53,7 +53,7 @@ class GangMembership:
         self._join_group()
 
     def work(self, call: Callable[[Any], None]) -> None:
-        """Call ``call`` with the group. Each time the group ends, call it again with the next group."""
+        """Run ``call`` with the group. Each time the group ends, run it again with the next one."""
         while (over := self._run_in_group(call)) is not None:
             self._member._abandon()
             for reader in self._ports.inputs.values():
@@ -73,7 +73,7 @@ class GangMembership:
         return None
 
     def _join_group(self) -> None:
-        """Join a group, and try the next one if a member dies before all have joined."""
+        """Join a group; if a member dies before all have joined, try the next group."""
         while True:
             try:
                 self._group = self._member.__enter__()
@@ -90,7 +90,7 @@ class GangMembership:
     def _await_membership(self, over: Failure | None) -> None:
         """Report that the group has ended, and wait for the next membership.
 
-        Raises :class:`Broken` if a channel of the worker is broken.
+        Raise :class:`Broken` if a channel of the worker is broken.
         """
         assert self._next is not None
         self._member = None
@@ -102,11 +102,11 @@ class GangMembership:
                 raise Broken("the run has failed or was aborted, so the worker gets no new group")
 
     def close(self, ended_by: BaseException | None) -> None:
-        """Leave the group. The other members learn whether this worker has failed.
+        """Leave the group, and tell the other members whether this worker failed.
 
-        The worker leaves cleanly unless it lost a member, its outputs have no reader, or one of its channels
-        is broken. In these cases, it abandons the group, because its agent may have died, and then the whole
-        gang will restart.
+        The worker leaves cleanly unless it lost a member, its outputs have no readers, or one of its channels
+        is broken. Otherwise it abandons the group: its agent may have died, in which case the whole gang will
+        restart.
         """
         if self._member is None:
             return

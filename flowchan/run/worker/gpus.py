@@ -1,6 +1,6 @@
-"""Assign the GPUs of this machine to workers: each worker of a stage with ``gpus=n`` gets n of them.
+"""Assign this machine's GPUs to workers: each worker of a stage with ``gpus=n`` gets n.
 
-Workers with ``gpus=0.5`` share a GPU.
+Two workers with ``gpus=0.5`` share a GPU.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 _NEARLY = 1e-9
-"""Rounding error of a sum of shares."""
+"""Tolerance for rounding errors in sums of shares."""
 
 
 class Gpus:
-    """Pool of the GPUs that this process may use.
+    """GPUs that this process may use.
 
-    When the process of a worker dies, the worker's replacement gets the same GPUs.
+    The replacement of a dead worker gets the same GPUs.
     """
 
     def __init__(self) -> None:
-        self._free: dict[str, float] | None = None  # free share of each GPU; ``None`` until the first request
-        self._held: dict[WorkerId, tuple[list[str], float]] = {}  # GPUs, and the share of each
+        # free share of each GPU; ``None`` before the first request
+        self._free: dict[str, float] | None = None
+        # GPUs of each worker, and the share of each GPU
+        self._held: dict[WorkerId, tuple[list[str], float]] = {}
 
     def take(self, id: WorkerId, number: float) -> str | None:
-        """Reserve GPUs for a worker and return its ``CUDA_VISIBLE_DEVICES``; ``None`` leaves it unchanged.
+        """Reserve GPUs for a worker and return its ``CUDA_VISIBLE_DEVICES``; ``None`` means unchanged.
 
-        A number below 1 is a share of a GPU. Raises :class:`flowchan.HostError` if not enough GPUs are free.
+        A number below 1 is a share of one GPU. Raise :class:`flowchan.HostError` if too few GPUs are free.
         """
         if not number:
             return None
@@ -61,7 +63,7 @@ def _whole(free: dict[str, float]) -> list[str]:
 
 
 def _shared(free: dict[str, float], share: float) -> list[str]:
-    """Return the GPU with the smallest free share that suffices, so that others stay whole."""
+    """Return the GPU with the smallest sufficient free share, so that other GPUs stay whole."""
     fitting = [name for name, left in free.items() if left > share - _NEARLY]
     return [min(fitting, key=lambda name: free[name])] if fitting else []
 
@@ -77,9 +79,9 @@ def _lack(id: WorkerId, number: float, free: dict[str, float]) -> str:
 
 
 def present() -> list[str]:
-    """Return the GPUs that a process on this machine may use, as ``CUDA_VISIBLE_DEVICES`` names them.
+    """Return the GPUs that a process on this machine may use, named as in ``CUDA_VISIBLE_DEVICES``.
 
-    If that variable is not set, these are all GPUs that the driver lists.
+    If the variable is not set, these are all GPUs that the driver lists.
     """
     visible = os.environ.get(VISIBLE)
     if visible is not None:

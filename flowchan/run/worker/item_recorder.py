@@ -1,13 +1,13 @@
-"""Follow sampled items through one worker.
+"""Follow sampled items through a worker.
 
-Algorithm. A source boxes a few items per second (``SampledItem``), each with a new mark. The ports of every
-worker take items out of their boxes and call the worker's recorder. Outputs that the worker puts before it
-takes the next item get the marks of the sampled items that the worker holds. Only the first output to each
-channel is marked, so that an item with many outputs is followed only once. The recorder measures when an item
-was taken and when its first output was put. It sends these times at intervals and when the worker ends.
+Algorithm. A source boxes a few items per second (``SampledItem``), each with a new mark. Every worker's ports
+take items out of their boxes and call the worker's recorder. Outputs that the worker puts before it takes its
+next item get the marks of the sampled items that it holds. Only the first output into each channel is marked,
+so an item with many outputs is followed only once. The recorder measures when an item was taken and when its
+first output was put. It sends these times at intervals, and when the worker ends.
 
 Sampling. A source doubles the number of items between samples if samples are too frequent, and halves it if
-they are too rare. The number of samples per second is therefore bounded, whatever the item rate.
+they are too rare. This bounds the number of samples per second, whatever the item rate.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ from flowchan.run.policy.events import Event, ItemSpan, ItemSpans, WorkerId
 from flowchan.run.worker.opening import Ports
 
 SEND_EVERY_NS = 500_000_000
-"""Minimum time between two reports from a worker with fewer than ``MOST_SPANS`` spans."""
+"""Minimum time between reports from a worker with fewer than ``MOST_SPANS`` spans."""
 MOST_SPANS = 256
-"""Maximum number of spans that a worker keeps before it sends them."""
+"""A worker sends its spans when it has this many."""
 CLOSEST_NS, FARTHEST_NS = 100_000_000, 400_000_000
-"""Interval between samples below which a source samples less often, and above which more often."""
+"""A source samples less often if the interval between samples falls below the first value, and more often if
+it exceeds the second."""
 RAREST = 1 << 20
-"""Largest number of items between two samples of a source."""
+"""Maximum number of items between two samples of a source."""
 
 MOST_MARKS = 32
-"""Maximum number of marks of an item. The newest marks are kept, so their number stays bounded in loops."""
+"""Maximum number of marks of an item. Only the newest are kept, which bounds their number in loops."""
 
 
 class ItemRecorder:
-    """Recorder for the sampled items of one worker. The native ports call the first four methods.
+    """Recorder of one worker's sampled items. The native ports call the first four methods.
 
     Args:
         worker: The worker.
-        tell: Function that sends a report.
-        first: Mark of the first sample if the worker is a source, else None.
+        tell: Sends a report.
+        first: Mark of the first sample if the worker is a source; otherwise None.
     """
 
     def __init__(self, worker: WorkerId, tell: Callable[[Event], None], first: int | None) -> None:
         self._worker, self._tell = worker, tell
         self._next, self._every = first, 1
         self._sampled_at = 0
-        self._held: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # by port: marks and time of the get
+        self._held: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # by port: marks, and time of the get
         self._put_at: dict[int, int] = {}  # by port: time of the first put for the items in ``_held``
-        self._sent_to: set[int] = set()  # ports that already have a marked output for these items
+        self._sent_to: set[int] = set()  # ports that have a marked output for these items
         self._spans: list[ItemSpan] = []
         self._report_at = 0
 
@@ -63,7 +64,7 @@ class ItemRecorder:
         return self._next is not None
 
     def took(self, port: int, box: SampledItem) -> None:
-        """Record that an input port has taken a sampled item."""
+        """Record that an input port took a sampled item."""
         self._held.setdefault(port, []).append((box.marks, time.monotonic_ns()))
 
     def finished(self, port: int) -> None:
@@ -78,7 +79,7 @@ class ItemRecorder:
             self._send(now)
 
     def boxed(self, port: int, item: Any) -> Any:
-        """Box an output, or return it unchanged if its port already has a marked output."""
+        """Box an output; return it unchanged if its port already has a marked output."""
         if port in self._sent_to:
             return item
         self._put_at.setdefault(port, time.monotonic_ns())
@@ -118,7 +119,7 @@ class ItemRecorder:
 
 
 def follow_items(worker: WorkerId, ports: Ports, tell: Callable[[Event], None]) -> ItemRecorder | None:
-    """Follow sampled items through the ports of a worker, if the run samples items."""
+    """Follow sampled items through a worker's ports, if the run samples items."""
     stage = ports.shared.sampled
     if stage is None:
         return None
@@ -138,8 +139,8 @@ def follow_at_program(
 ) -> None:
     """Follow sampled items through ports that the program itself uses.
 
-    For ports that the program writes to, the program is a source. ``place`` is the position of the stage in
-    the graph.
+    The program acts as a source for ports that it writes to. ``place`` is the position of the stage in the
+    graph.
     """
     for port in ports:
         first = first_mark(place, 0, 0) if isinstance(port, Out) else None
@@ -147,18 +148,18 @@ def follow_at_program(
 
 
 def first_mark(stage: int, worker: int, incarnation: int) -> int:
-    """Return the mark of a worker's first sample. ``stage`` is the position of its stage in the graph."""
+    """Return the mark of a worker's first sample. ``stage`` is the stage's position in the graph."""
     return ((stage << 16 | worker) << 16 | incarnation) << 32
 
 
 def source_of(mark: int) -> int:
-    """Return the position of a sample's source in the graph."""
+    """Return the position in the graph of a sample's source."""
     return mark >> 64
 
 
 def end_following(recorder: ItemRecorder | None, ports: Ports) -> None:
-    """Send the recorder's remaining spans, and release the recorder, because the worker is about to end."""
+    """Send the recorder's remaining spans and release it, because the worker is about to end."""
     if recorder is not None:
         recorder.end()
-        for port in ports.everything():  # the recorder refers to the run; this breaks the reference cycle
+        for port in ports.everything():  # breaks a reference cycle, because the recorder refers to the run
             port._trace(None)

@@ -1,9 +1,8 @@
-"""Time limit for one item in a worker process: ``timeout=``.
+"""Limit the time for one item in a worker process: ``timeout=``.
 
-A kernel timer kills the process, even inside C code that holds the GIL. Just before, the process writes its
-Python stacks for the log. A timeout is therefore a death that counts against the item. The supervisor
-replaces the worker. The replacement tries the item again if the stage has retries left; otherwise the item
-fails.
+A kernel timer kills the process, even in C code that holds the GIL. Just before, the process writes its
+Python stacks, for the log. A timeout is therefore a death blamed on the item, and the supervisor replaces the
+worker. The replacement retries the item if the stage has retries left; otherwise the item fails.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     import asyncio
 
 MIN_TIMEOUT_S = 1e-6
-"""Shortest time limit in seconds; zero would turn the timer off."""
+"""Shortest time limit in seconds; zero would turn off the timer."""
 
 
 def exceeded(stage: Stage) -> str:
@@ -29,7 +28,7 @@ def exceeded(stage: Stage) -> str:
 
 
 def set_message(words: str, error: BaseException, limit: asyncio.Timeout) -> None:
-    """Set the message of ``error`` to ``words`` if ``limit`` raised it without a message."""
+    """Set the message of ``error`` to ``words`` if ``limit`` raised the error without a message."""
     if limit.expired() and isinstance(error, TimeoutError) and not error.args:
         error.args = (words,)
 
@@ -42,7 +41,7 @@ def has_exceeded(stage: Stage, exitcode: int | None) -> bool:
 def gives_up(stage: Stage, predecessors: tuple[str, ...]) -> bool:
     """Return whether the item has timed out more often than its retries allow.
 
-    ``predecessors`` describes how the workers that had this item died.
+    ``predecessors`` describes how earlier workers with this item died.
     """
     if stage.timeout is None:
         return False
@@ -51,10 +50,10 @@ def gives_up(stage: Stage, predecessors: tuple[str, ...]) -> bool:
 
 
 def limited(function: Callable[..., Any], stage: Stage) -> Callable[..., Any]:
-    """Return ``function`` with the time limit of the stage, for a worker process."""
+    """Apply the stage's time limit to ``function``, for a worker process."""
     assert stage.timeout is not None
     seconds = stage.timeout
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a forked process has inherited the program's handler
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a forked process inherits the program's handler
     _core._dump_before_death(signal.SIGALRM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])  # the program may block all signals
 
@@ -75,7 +74,7 @@ def limited(function: Callable[..., Any], stage: Stage) -> Callable[..., Any]:
 def _steps(elements: Iterable[Any], remaining: float) -> Iterator[Any]:
     """Yield the elements, which must be computed within ``remaining`` seconds in total.
 
-    The time between two elements does not count, because the worker may be waiting for room in its output.
+    Time between two elements does not count, because the worker may be waiting for room in its output.
     """
     iterator = iter(elements)
     while True:

@@ -1,4 +1,4 @@
-"""Call the function of a keyed stage with an item, and with the state of its key if the stage has state."""
+"""Call a keyed stage's function with an item and, if the stage has state, the state of its key."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from flowchan.run.worker.state_log import KeyedStates
 
 @dataclass(frozen=True, slots=True)
 class Unroutable:
-    """Item that could not be unpickled before its key was known. The worker that gets it reports the error.
+    """Item whose key is unknown, because it could not be unpickled.
 
-    ``deaths`` is the number of tries.
+    The worker that gets it reports the error.
+
+    ``deaths`` is the number of workers that died while unpickling it.
     """
 
     item: Any
@@ -25,7 +27,7 @@ class Unroutable:
 
 
 def hashable(key: Any, where: str) -> Hashable:
-    """Return the result of a key function. Raise ``TypeError`` if it cannot be hashed."""
+    """Return the result of a key function; raise ``TypeError`` if it cannot be hashed."""
     try:
         hash(key)
     except TypeError:
@@ -37,9 +39,9 @@ def hashable(key: Any, where: str) -> Hashable:
 
 
 def with_key(function: Callable[..., Any], stage: Stage, states: KeyedStates | None) -> Callable[..., Any]:
-    """Return a function that takes an item, for the function of a keyed stage.
+    """Wrap the function of a keyed stage in a function that takes an item.
 
-    It calls the key function. If the stage has state, it passes the state of the key to ``function``.
+    The wrapper calls the key function. If the stage has state, it passes the key's state to ``function``.
     """
 
     def key_of(item: Any) -> Hashable:

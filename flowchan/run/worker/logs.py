@@ -1,8 +1,8 @@
-"""Forward log records from worker processes, local and remote, to the program.
+"""Forward log records from workers, local or remote, to the program.
 
-The program's loggers handle these records like the program's own records, so its logging configuration
-applies with every start method. Each record has its worker's ``stage``, ``number`` and ``host`` as
-attributes. ``processName`` contains the same information.
+The program's loggers handle them like its own records, so its logging configuration applies with every start
+method. Each record has the worker's ``stage``, ``number`` and ``host`` as attributes. ``processName``
+contains the same information.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _PLAIN = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """Log record from a worker, as a mapping of its attributes."""
+    """Log record of a worker, as a mapping of its attributes."""
 
     attributes: Mapping[str, Any]
 
 
 def levels() -> dict[str, int]:
-    """Return the names and levels of the loggers in this process that have their own level.
+    """Return the names and levels of loggers in this process that have a level of their own.
 
-    The root logger is included with an empty name.
+    The root logger has the empty name.
     """
     own = {logger.name: logger.level for logger in _loggers() if logger.level}
     return {**own, "": logging.root.level}
 
 
 def set_levels(levels: Mapping[str, int]) -> None:
-    """Set the levels of loggers in this process. The keys are their names."""
+    """Set the levels of loggers in this process, by name."""
     for name, level in levels.items():
         logging.getLogger(name or None).setLevel(level)
 
@@ -46,9 +46,9 @@ def _loggers() -> Iterator[logging.Logger]:
 
 
 class Sending(logging.Handler):
-    """Handler that sends the records of a worker process to the program.
+    """Handler that sends a worker process's records to the program.
 
-    It sends during a run. In a process of a pool, it also sends when the process is ending.
+    It sends during runs; in a process of a pool, it also sends while the process is ending.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Sending(logging.Handler):
         self._installed = False
 
     def begin(self, info: Worker, levels: Mapping[str, int], put: Callable[[Logged], None]) -> None:
-        """Send records to ``put`` from now on, and set the loggers to the program's ``levels``."""
+        """From now on, send records to ``put``, and use the program's ``levels``."""
         self._worker_attributes = {"stage": info.stage, "number": info.number, "host": info.host}
         self._put = put
         if not self._installed:
@@ -66,9 +66,9 @@ class Sending(logging.Handler):
         set_levels(levels)
 
     def _take_over(self) -> None:
-        """Remove handlers and filters that a fork has copied or a re-imported main script has set up.
+        """Remove handlers and filters that came from a fork or from re-importing the main script.
 
-        Otherwise each record would be handled twice.
+        Otherwise, each record would be handled twice.
         """
         for logger in [logging.root, *_loggers()]:
             logger.handlers.clear()
@@ -78,15 +78,15 @@ class Sending(logging.Handler):
         self._installed = True
 
     def rest(self) -> None:
-        """Stop sending records at the end of a run."""
+        """Stop sending records, because the run has ended."""
         self._put = None
 
     def end(self, put: Callable[[Logged], None]) -> None:
-        """Send records to ``put`` until the process ends, because no other run follows."""
+        """Send records to ``put`` until the process ends, because no run follows."""
         self._put = put
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send the record. This method never raises, as is usual for handlers."""
+        """Send the record. Never raise, as is usual for handlers."""
         put = self._put
         try:
             if put is not None:
@@ -98,7 +98,7 @@ class Sending(logging.Handler):
 
 
 def _plain(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the record's attributes of plain types, with message and traceback as text."""
+    """Return those attributes of the record that have plain types, with message and traceback as text."""
     found = {name: value for name, value in vars(record).items() if isinstance(value, _PLAIN)}
     if record.exc_info and not record.exc_text:
         found["exc_text"] = logging.Formatter().formatException(record.exc_info)
@@ -106,9 +106,9 @@ def _plain(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def log_locally(logged: Logged) -> None:
-    """Handle a worker's record in the program as if it were a local one.
+    """Handle a worker's record in the program like a local one.
 
-    If a filter raises, ``logging`` reports it like the error of a handler. This function never raises.
+    If a filter raises, ``logging`` reports that like a handler's error. This function never raises.
     """
     record = logging.makeLogRecord(dict(logged.attributes))
     if host := vars(record).get("host"):

@@ -1,7 +1,7 @@
-"""Open the channels of a plan, the ports of this machine's workers, and the inputs for the program.
+"""Open a plan's channels, the ports of this machine's workers, and the program's inputs.
 
-All of them are open before any worker starts. A channel therefore knows all its writers and readers from the
-beginning and cannot close too early.
+All of them are open before any worker starts. So each channel knows all its writers and readers from the
+start, and cannot close too early.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Channels = Mapping[str, Channel[Any]]
 
 @dataclass(frozen=True, slots=True)
 class SharedWithRun:
-    """Values and memory that a worker shares with the program and with other workers of its stage."""
+    """Values and memory that a worker shares with the program and with the other workers of its stage."""
 
     pace: Pace | None = None
-    """Times at which the workers of the stage start items, if its rate is limited."""
+    """Times at which the stage's workers start items, if its rate is limited."""
     finished: FinishedItems | None = None
-    """In a run that can be resumed: the items that earlier runs have finished, for the worker of a source."""
+    """In a run that can be resumed: the items of a source that earlier runs finished."""
     broadcasts: tuple[Broadcast[Any], ...] = ()
     """Broadcast values of the graph."""
     sampled: int | None = None
-    """Position of the stage in the graph if the run follows sampled items, else None."""
+    """Position of the stage in the graph if the run follows sampled items; otherwise None."""
 
 
 SHARES_NOTHING = SharedWithRun()
@@ -44,25 +44,25 @@ SHARES_NOTHING = SharedWithRun()
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Ports of one worker, by their names in the declaration of the stage."""
+    """Ports of one worker, by their names in the stage's declaration."""
 
     inputs: dict[str, In[Any]]
     outputs: dict[str, Out[Any]]
     errors: Out[Any] | None
     shared: SharedWithRun = SHARES_NOTHING
     states: StateLog | None = None
-    """Log of the states by key, if the worker is a process of a stage with state."""
+    """Log of the state of each key, if the worker is a process of a stage with state."""
 
     def everything(self) -> Iterator[In[Any] | Out[Any]]:
-        """Yield all ports, readers first, so that taken items are finished before the outputs close."""
+        """Yield all ports, readers first, so that taken items are finished before outputs close."""
         yield from self.inputs.values()
         yield from self.writers()
 
     def by_parameter(self, unwanted: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Return the arguments for the operator's loop.
+        """Return the ports as arguments for the operator's loop.
 
-        All ports to the workers of one reader are combined in one argument. It calls ``unwanted`` for each
-        item to a worker that has ended.
+        All ports to the workers of one reader become one argument, which calls ``unwanted`` for each item to
+        a worker that has ended.
         """
         ends: dict[str, Any] = dict(self.inputs)
         addressed: dict[str, list[Out[Any]]] = {}
@@ -81,7 +81,7 @@ class Ports:
 
 
 class PortNames(Protocol):
-    """Channel names of a worker's ports, as in a ``PlannedWorker``."""
+    """Names of the channels at a worker's ports, as in a ``PlannedWorker``."""
 
     @property
     def inputs(self) -> Mapping[str, str]: ...
@@ -95,7 +95,7 @@ class PortNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenedPlan:
-    """Open channels, ``ports`` by worker, and ``inputs`` and ``shared`` by stage name."""
+    """Open channels by name, ``ports`` by worker, ``inputs`` and ``shared`` by stage name."""
 
     channels: dict[str, Channel[Any]]
     ports: dict[WorkerId, Ports]
@@ -104,10 +104,10 @@ class OpenedPlan:
 
 
 def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
-    """Open the channels of ``plan``, the ports of this machine's ``workers``, and the inputs.
+    """Open the plan's channels, the ports of this machine's ``workers``, and the inputs.
 
-    Each channel gets the same share of the run's memory. The broadcast values are shared if the graph has
-    worker processes. Raises ``OSError`` if memory is short.
+    All channels get an equal share of the run's memory. Broadcast values are published if the graph has
+    worker processes. Raise ``OSError`` if memory is short.
     """
     channels = {edge.name: _open_channel(edge, plan) for edge in plan.edges}
     for name in {name for worker in plan.workers if worker.host for name in worker.inputs.values()}:
@@ -143,10 +143,10 @@ def open_ports(
     shared: SharedWithRun = SHARES_NOTHING,
     states: StateLog | None = None,
 ) -> Ports:
-    """Open the ports of one worker. ``states`` is its log of the states by key.
+    """Open the ports of one worker. ``states`` is the log of the states of its keys.
 
-    The ports of a replacement must be opened before the old ports are closed. Otherwise a channel may
-    conclude that its last writer or reader has gone.
+    Open a replacement's ports before closing the old ones. Otherwise, a channel may conclude that its last
+    writer or reader is gone.
     """
 
     def supervised(port: Any) -> Any:
@@ -174,7 +174,7 @@ def _open_channel(edge: Edge, plan: Plan) -> Channel[Any]:
         if edge.routed:
             channel._keep_numbers()
         elif edge.transport.copies:
-            # No two workers may number items alike, because an output is attributed to an item by its number.
+            # No two workers may use the same item numbers, because outputs are matched to items by number.
             channel._number_from(edge.to_worker << _NUMBER_BITS)
     channel._share = plan.share
     return channel

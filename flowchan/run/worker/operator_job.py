@@ -1,4 +1,4 @@
-"""Inputs of the operators' loops: the user's function, its options, and what to do with items that fail."""
+"""Bundle the inputs of an operator's loop: the user's function, options, and the handling of failed items."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from flowchan.run.worker.tracking import Tracking, unmarked
 
 SKIPPED: Any = object()
 FAILED_ITEM_INTERVAL_S = 0.5
-"""Minimum number of seconds between two reports of failed items from one worker."""
+"""Minimum number of seconds between reports of failed items from one worker."""
 
 
 @dataclass
 class OperatorJob:
-    """Inputs of an operator's loop apart from its ports: the function, options and failure handling."""
+    """Inputs of an operator's loop besides its ports: function, options and failure handling."""
 
     kind: str
     function: Callable[..., Any]
@@ -39,26 +39,26 @@ class OperatorJob:
     retries: int = 0
     retry_delay: float | None = None
     retry_on: tuple[type[Exception], ...] = (Exception,)
-    timeout: float | None = None  # for an async function; in a process, the function itself sets a timer
-    pace: Pace | None = None  # for an async function; any other function itself waits for its starts
+    timeout: float | None = None  # only for an async function; in a process, the function itself sets a timer
+    pace: Pace | None = None  # only for an async function; other functions wait for their starts themselves
     errors: Out[Failed[Any]] | None = None
     states: KeyedStates | None = None  # set if the stage has a state for each key
     answering: Answering | None = None  # set if items may come from ask()
-    tracking: Tracking | None = None  # set in a run that can be resumed
-    recorder: ItemRecorder | None = None  # set in a run that follows sampled items
+    tracking: Tracking | None = None  # set if the run can be resumed
+    recorder: ItemRecorder | None = None  # set if the run follows sampled items
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
     on_failed_item: Callable[[str], None] = lambda _: None
     last_report_at: float = -FAILED_ITEM_INTERVAL_S
-    on_clean_up: Callable[[], None] = lambda: None  # called when a task begins its cleanup
+    on_clean_up: Callable[[], None] = lambda: None  # called when a task begins to clean up
     unwanted: int = 0  # items whose branch lost its readers, or whose request was cancelled
-    predecessors: tuple[str, ...] = ()  # causes of death of earlier workers that processed the first item
+    predecessors: tuple[str, ...] = ()  # how earlier workers died that held the first item
     too_late: bool = False  # true if the first item has timed out too often
     is_over: Callable[[], bool] = lambda: False  # returns whether a channel of the worker is broken
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
-        """Retry ``call(item)`` after ``error`` and return its result, or fail the item and return SKIPPED."""
-        if isinstance(error, ItemFailed):  # raised for a batch member that has already failed
+        """Retry ``call(item)`` after ``error``. Return its result; if the item fails, return SKIPPED."""
+        if isinstance(error, ItemFailed):  # a batch member has already failed
             raise error
         attempts = 1
         while isinstance(error, self.retry_on) and attempts <= self.retries:
@@ -73,14 +73,14 @@ class OperatorJob:
         return SKIPPED
 
     def _pause(self) -> None:
-        """Wait before a retry. Raise ``Broken`` if the run is aborted or fails before the wait is over."""
+        """Wait before a retry. Raise ``Broken`` if the run fails or is aborted in the meantime."""
         wait_until(time.monotonic() + (self.retry_delay or 0.0), self.is_over, "retry")
 
     def without_failed(self, items: Any, results: Any) -> Any:
-        """Return the results of a batch without those of members that failed.
+        """Return the results of a batch without those of failed members.
 
-        An exception in place of a result is the failure of that member. If the results cannot be matched to
-        the members, the whole batch fails.
+        An exception in place of a result means that this member failed. If the results do not match the
+        members, the whole batch fails.
         """
         if self.tracking is not None:
             kept = self._without_failed(items, results[1])
@@ -105,9 +105,10 @@ class OperatorJob:
         return [result for result in results if not isinstance(result, Exception)]
 
     def give_up(self, item: Any, error: BaseException, attempts: int = 1) -> None:
-        """Send the failure of ``item`` to the errors stream, or to the caller of ``ask``.
+        """Send the failure of ``item`` to the ``errors`` stream or to the caller of ``ask``.
 
-        Raises :class:`ItemFailed` if the stage has no errors stream, or if ``error`` is not an ``Exception``.
+        Raise :class:`ItemFailed` if the stage lacks an ``errors`` stream, or if ``error`` is not an
+        ``Exception``.
         """
         if type(item) is Unroutable:
             item, attempts = item.item, item.deaths
@@ -139,18 +140,17 @@ class OperatorJob:
             raise ItemFailed(self.bare(item)) from error
 
     def bare(self, item: Any) -> Any:
-        """Return the item as the user's functions know it."""
+        """Return the item as the user's functions see it."""
         return bare(item) if self.tracking is None else unmarked(item)
 
     def parts(self, item: Any, elements: Iterable[Any]) -> Iterable[Any]:
-        """Return the elements that are put instead of ``item``."""
+        """Return the elements to put in place of ``item``."""
         return elements if self.tracking is None else self.tracking.parts(item, elements)
 
     def not_sent(self, out: Out[Any] | Addressed, item: Any, error: Exception) -> None:
-        """Handle an error from putting the output for ``item``.
+        """Handle an error from putting an output of ``item``.
 
-        If the error means that ``out`` has closed or broken, it is raised. Any other error is a failure of
-        the item.
+        Raise the error if it means that ``out`` has closed or broken. Otherwise, the item has failed.
         """
         if is_end_of(out, error):
             if isinstance(error, Closed):
@@ -167,14 +167,14 @@ class OperatorJob:
             raise
 
     def drop_item(self, item: Any) -> None:
-        """Drop ``item``. If it came from ``ask``, its caller receives an error."""
+        """Drop ``item``. If it came from ``ask``, send its caller an error."""
         if self.answering is not None:
             self.answering.drop_item(item)
 
     def drop_remaining(self, items: In[Any]) -> int:
         """Drop the remaining input items, whose outputs would have no reader, and return their number.
 
-        Each caller of ``ask`` whose item was dropped receives an error.
+        Send an error to each caller of ``ask`` whose item was dropped.
         """
         number = 0
         if self.answering is not None:
@@ -194,8 +194,8 @@ class OperatorJob:
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
         """Fail an item that cannot be processed, so that the following items can be processed.
 
-        Either ``item`` is an :class:`Unreadable` and ``error`` is the reason, or ``deaths`` workers have died
-        while processing the item.
+        Either ``item`` is an :class:`Unreadable` and ``error`` says why, or ``deaths`` workers died while
+        processing the item.
         """
         if self.states is not None:
             self.states.skip()
@@ -208,8 +208,8 @@ class OperatorJob:
 
 
 def is_end_of(out: Out[Any] | Addressed, error: BaseException) -> bool:
-    """Return whether ``error`` from a put into ``out`` means that the channel of ``out`` has ended.
+    """Return whether ``error``, raised by a put into ``out``, means that its channel has ended.
 
-    When an item is pickled, its own code may raise the same exceptions for another channel.
+    Code in an item that is being pickled may raise the same exceptions about another channel.
     """
     return isinstance(error, Closed | Broken) and bool(out.channel.closed)

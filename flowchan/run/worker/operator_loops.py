@@ -1,9 +1,8 @@
-"""Loops of the operators. Each loop works with ports, like a general stage that a user writes.
+"""Define the operators' loops. Each works with ports, like a general stage that a user writes.
 
-Each function is the loop of one operator and receives an :class:`OperatorJob` and its ports. It returns when
-its input is drained, or raises ``Closed`` when its output has no reader left; both are clean ends. Taking an
-item marks the previous one as finished, so a loop takes the next item only after all work for the current
-one.
+Each function is the loop of one operator, and takes an :class:`OperatorJob` and its ports. It returns when
+its input is drained, or raises ``Closed`` when its output has no readers; both are clean ends. Taking an item
+finishes the previous one, so a loop takes the next item only after all work on the current one.
 """
 
 from __future__ import annotations
@@ -70,10 +69,10 @@ def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Put every element that the function returns for each item, but only once if the item is retried."""
+    """Put all elements that the function returns for each item, each only once even after a retry."""
     function = job.function
     for item in items:
-        emitted = 0  # number of outputs that a retry must not repeat
+        emitted = 0  # outputs that a retry must not repeat
 
         def emit(item: Any) -> None:
             nonlocal emitted
@@ -122,7 +121,7 @@ def _elements(function: Callable[[Any], Iterable[Any]], item: Any) -> Iterable[A
 
 
 def _emit_outputs(job: OperatorJob, emit: Callable[[Any], Any], item: Any) -> None:
-    """Call ``emit(item)``, which puts outputs while the user's iterator is running, and handle its errors."""
+    """Call ``emit(item)``, which puts outputs while the user's iterator runs, and handle its errors."""
     try:
         emit(item)
     except OwnEnd as end:
@@ -143,7 +142,7 @@ def sink(job: OperatorJob, *, items: In[Any]) -> None:
 
 
 def collect(job: OperatorJob, *, items: In[Any], out: Out[list[Any]] | None = None) -> None:
-    """Collect all items in one list, and report the list as a result."""
+    """Collect all items in one list, and report it as a result."""
     gathered: list[Any] = []
     with contextlib.suppress(Drained):
         while True:
@@ -159,7 +158,7 @@ def collect(job: OperatorJob, *, items: In[Any], out: Out[list[Any]] | None = No
 
 
 def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> None:
-    """Fold all items into one value, and report the value as a result."""
+    """Fold all items into one value, and report it as a result."""
     total = copy.deepcopy(job.options["initial"]) if "initial" in job.options else SKIPPED
     for item in items:
         if total is SKIPPED:
@@ -202,7 +201,7 @@ def batch(job: OperatorJob, *, items: In[Any], out: Out[list[Any]]) -> None:
 
 
 def take(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Pass on the first ``n`` items, and do not take any more."""
+    """Pass on the first ``n`` items, and then take no more."""
     remaining = job.options["n"]
     if remaining == 0:
         return
@@ -219,11 +218,11 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
     for item in items:
         copies = [item] * len(branches) if job.tracking is None else job.tracking.copies(item, len(branches))
         for out, copied in zip(list(branches), copies, strict=True):
-            # each branch removes requests from its own list
+            # each branch removes requests from a separate list
             own = job.answering is not None and has_requests(item)
             try:
                 out.put(list(item) if own else copied)
-            except Closed:  # the readers of this branch have left, but other branches may have readers
+            except Closed:  # this branch has no readers left, but others may
                 branches.remove(out)
         if not branches:
             job.drop_item(item)
@@ -249,7 +248,7 @@ def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
         try:
             branches[branch].put(item)
         except Exception as error:
-            # the readers of this branch have left, but other branches may have readers
+            # this branch has no readers left, but others may
             if isinstance(error, Closed) and is_end_of(branches[branch], error):
                 job.unwanted += 1
                 job.drop_item(item)
@@ -265,10 +264,10 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio (Knuth, TAOCP 
 
 
 def route(job: OperatorJob, *, items: In[Any], out: Addressed) -> None:
-    """Put each item into the channel of a worker that processes its key.
+    """Put each item into the channel of a worker that handles its key.
 
     With ``spread=m``, the items of a key go to m consecutive workers. Multiples of the golden ratio choose
-    one of them, because these are evenly distributed over every regular series of items.
+    one of them, because they stay evenly distributed over any regular sequence of items.
     """
     function, put, workers, spread = job.function, out.put, len(out.ports), job.options["spread"]
 
@@ -290,9 +289,9 @@ def route(job: OperatorJob, *, items: In[Any], out: Addressed) -> None:
 
 
 def bucket_of(key: Any) -> int:
-    """Return an integer for ``key`` that is equal for equal keys.
+    """Return an integer for ``key`` that is the same for equal keys.
 
-    For built-in types it is the same in every process, unlike the ``hash`` of a string.
+    For built-in types it is the same in every process, unlike ``hash`` of a string.
     """
     if isinstance(key, str):
         return zlib.crc32(key.encode("utf-8", "surrogatepass"))
@@ -313,7 +312,7 @@ def bucket_of(key: Any) -> int:
 
 
 def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> None:
-    """Put tuples with one item from each input until an input ends."""
+    """Put tuples of one item from each input until an input ends."""
     ports = list(inputs.values())
     while True:
         try:
@@ -324,7 +323,7 @@ def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> N
 
 
 def allreduce(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
-    """Put the combination of one item from each input that has not ended."""
+    """Put the combination of one item from each input, leaving out inputs that have ended."""
     ports = dict(enumerate(inputs.values(), 1))
     op, to_workers = job.options.get("op", job.function), job.options["to_workers"]
     for number in itertools.count():
@@ -348,17 +347,17 @@ def allreduce(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
 
 
 def merge(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
-    """Pass on the items from one input. Each input has its own worker."""
+    """Pass on the items from one input. Each input has a separate worker."""
     (items,) = inputs.values()
     for item in items:
         job.pass_on(out, item)
 
 
 def record(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Write each item to a file, and then pass it on unchanged.
+    """Write each item to a file, and pass it on unchanged.
 
-    The worker is a thread of the program. It writes each item once, because the channels before and after it
-    deliver each item once, and a thread does not die without the program.
+    The worker is a thread of the program. It writes each item once, because both channels deliver each item
+    once, and a thread dies only with the program.
     """
     with job.options["recording"].opened() as writer:
         for item in items:

@@ -1,10 +1,10 @@
-"""Release the ports of a worker so that no reader mistakes partial output for complete output (R3).
+"""Release a worker's ports so that no reader takes partial output for complete output (R3).
 
-A closed channel means that the output is complete, so only a worker that ended cleanly may close its outputs.
-If a channel of a worker is broken, the run has failed or was aborted. The worker then breaks its other
-channels before it releases any port. For a failed worker, the supervisor closes the ports after it has broken
-the channels. These rules also apply to ports that the user's code closes. A ``with`` block that ends with an
-error does not close the port of a worker.
+A closed channel means complete output, so only a worker that ended cleanly may close its outputs. A broken
+channel means that the run has failed or was aborted. A worker that finds one therefore breaks its other
+channels before it releases any port. The supervisor closes a failed worker's ports once it has broken the
+channels. The same rules apply to ports that user code closes. A ``with`` block that an error leaves does not
+close a worker's port.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from flowchan.run.worker.opening import Ports
 
 
 class PortRelease:
-    """Release of one worker's ports.
+    """Controls the release of one worker's ports.
 
-    Before a port closes, it asks this object for permission. This ends when :meth:`done` is called.
+    Before a port closes, it asks this object for permission, until :meth:`done` is called.
     """
 
     def __init__(self, worker: WorkerId, ports: Ports, tell: Callable[[Event], None]) -> None:
@@ -38,13 +38,13 @@ class PortRelease:
             port._may_close = self._may_close
 
     def _may_close(self, _: Any, error: BaseException | None) -> bool:
-        if os.getpid() != self._pid:  # a child forked by user code; it must not use the worker's channels
+        if os.getpid() != self._pid:  # a child forked by user code, which must not use the worker's channels
             return True
         self.pass_on_break()
         return error is None or isinstance(error, Closed)
 
     def pass_on_break(self) -> None:
-        """If a channel is broken, report this to the supervisor, then break the worker's other channels."""
+        """If a channel is broken, tell the supervisor, and then break the worker's other channels."""
         broken = [channel for channel in self._channels if channel.broken]
         if self._over or not broken:
             return
@@ -62,12 +62,12 @@ class PortRelease:
             port.close()
 
     def leave_open(self) -> None:
-        """Leave the ports open when the process ends, because another process also has them."""
+        """Leave the ports open when the process ends, because another process has them as well."""
         for port in self._ports.everything():
             port._leave_open()
 
     def done(self) -> None:
-        """Stop controlling the ports, because the worker has ended and its end is reported."""
+        """Stop controlling the ports, because the worker has ended and reported its end."""
         for port in self._ports.everything():
             port._may_close = None
 

@@ -1,4 +1,4 @@
-"""Main functions of a worker process: for one run, or for the runs of a pool."""
+"""Define the main functions of worker processes, for one run and for the runs of a pool."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from flowchan.transport.device import transfer
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Message that tells a process to act as the worker ``info`` in one run, with these ports.
+    """Tells a process to act as the worker ``info`` in one run, with these ports.
 
-    The process reports to ``mail``. ``suspicion`` describes earlier deaths while processing the first item.
-    ``memberships`` are used by a worker in a gang. ``levels`` are the log levels of the program.
-    ``terminals`` are the terminals to print to during the run, for a process of a pool.
+    The process reports to ``mail``. ``suspicion`` describes earlier deaths on the first item. A worker in a
+    gang uses ``memberships``. ``levels`` are the program's log levels. ``terminals`` are the terminals that a
+    pool's process prints to during the run.
     """
 
     info: seeds.Worker
@@ -55,7 +55,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class WorkEnded:
-    """Last message from a process of a pool, with the ``error`` raised by closing its callable."""
+    """Last message from a pool's process, with the ``error`` from closing its callable."""
 
     error: Any = None  # see Failure
 
@@ -65,8 +65,8 @@ def process_main(
 ) -> None:
     """Work in one run.
 
-    ``stage`` is pickled. The process is killed when the process ``parent`` ends. ``devices`` are the GPUs
-    that it may use, and ``streams`` its standard output and error.
+    ``stage`` is the pickled stage. The process is killed when its ``parent`` process ends. ``devices`` are
+    the GPUs that it may use; ``streams`` are its standard output and error.
     """
     streams.take()
     _prepare(id, parent, devices)
@@ -84,8 +84,8 @@ def pooled_main(
 ) -> None:
     """Work in one run for each order.
 
-    The process sends ``None`` to ``reports`` when it is ready for another order. It ends after the last order
-    or after a failure. After the last run, its log records also go to ``reports``.
+    The process sends ``None`` to ``reports`` whenever it is ready for another order. It ends after the last
+    order or after a failure. After the last run, log records also go to ``reports``.
     """
     _prepare(id, parent, devices)
     pooled = PooledCallable()
@@ -94,7 +94,7 @@ def pooled_main(
     for order in orders:
         with printing_to(order.terminals):
             outcome = runs.do(order)
-        del order  # release everything that belongs to the run
+        del order  # release everything from this run
         if outcome != "done":
             break
         runs.rest()
@@ -114,26 +114,26 @@ def pooled_main(
 
 
 def _prepare(id: WorkerId, parent: int, devices: str | None) -> None:
-    """Prepare the process for its worker, before any user code is loaded."""
+    """Prepare the process for its worker, before loading any user code."""
     _core._die_with(parent)
     close_inherited()
     worker_globals.share()
     show_name(id.stage, f" {id.number}")
     see_only(devices)
-    # The terminal sends Ctrl-C to the whole process group, but only the supervisor reacts to it.
+    # The terminal sends Ctrl-C to the whole process group, but only the supervisor may react to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    # A forked process does not have OpenMP's threads, and torch would wait for them forever.
+    # A forked process lacks OpenMP's threads, and torch would wait for them forever.
     if (torch := sys.modules.get("torch")) and multiprocessing.get_start_method() == "fork":
         torch.set_num_threads(1)
 
 
 def show_name(name: str, end: str = "") -> None:
-    """Set the name of this process in ``ps``, ``top`` and debuggers: for a worker, its stage and number.
+    """Set this process's name in ``ps``, ``top`` and debuggers: a worker's stage and number.
 
-    The kernel keeps 15 bytes; ``end`` is never cut off. The command line is left unchanged, because users
-    find the processes of their program by it.
+    The kernel keeps 15 bytes; ``end`` is never cut off. The command line stays as it is, because users find
+    the processes of their program by it.
     """
     name = name.encode(errors="replace")[: 15 - len(end)].decode(errors="ignore")
     with contextlib.suppress(OSError):  # no /proc on this system
@@ -143,8 +143,8 @@ def show_name(name: str, end: str = "") -> None:
 class _Work:
     """Work of this process in one or more runs.
 
-    The stage is unpickled in the first run and then reused. If a run may use up part of it (the iterable of a
-    source, or arguments), it is unpickled for every run.
+    The stage is unpickled in the first run and then reused. If a run may use up a part of it, such as a
+    source's iterable or arguments, it is unpickled for every run.
     """
 
     def __init__(
@@ -182,5 +182,5 @@ class _Work:
         self._logs.rest()
 
     def end(self, tell: Callable[[logs.Logged], None]) -> None:
-        """Send later log records to ``tell``, because no other run follows."""
+        """Send later log records to ``tell``, because no run follows."""
         self._logs.end(tell)

@@ -1,10 +1,10 @@
 """Send requests through a running graph: ``await run.ask(stream, item)``.
 
-An item from ``ask`` is sent in a :class:`Request` with a number. A wrapper around the user's functions
-unwraps the item and wraps the result. At the end of the graph, the result is delivered to the caller with
-that number. If an item fails, the error reaches the caller as a worker event.
+An item from ``ask`` is sent in a numbered :class:`Request`. A wrapper around the user's functions unwraps the
+item and wraps the result again. At the end of the graph, the result goes to the caller with this number. If
+an item fails, a worker event carries the error to the caller.
 
-A cancelled request is marked on a board, and the next worker that takes its item drops it.
+Cancelled requests are marked on a board, and the next worker that takes such an item drops it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
 NOTHING: Any = object()
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
-"""Types whose pickles can be loaded in every process."""
+"""Types that every process can unpickle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Item sent as a request, with the request's number, ``question``, and the path of the ``board``."""
+    """Item of a request, with the request's number, ``question``, and the path of the ``board``."""
 
     question: int
     item: Any
     board: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pack the item separately, so that an item that cannot be unpickled does not hide its request."""
+        """Pack the item separately, so that an item that cannot be unpickled does not hide the request."""
         if type(self.item) in _PLAIN:
             return Request, (self.question, self.item, self.board)
         return _arrived, (self.question, pack(self.item), self.board)
@@ -67,7 +67,7 @@ def _arrived(question: int, packed: Packed, board: str) -> Request:
 
 
 class _Unknown:
-    """Placeholder for any other object while a pickle is searched for requests."""
+    """Placeholder for all other objects while a pickle is searched for requests."""
 
     def __new__(cls, *_: Any, **__: Any) -> _Unknown:
         return object.__new__(cls)
@@ -78,7 +78,7 @@ class _Unknown:
 
 
 class _Questions(pickle.Unpickler):
-    """Unpickler that builds only the requests in a pickle, so that searching it does not run other code."""
+    """Unpickler that creates only the requests in a pickle, so the search runs no other code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == (SampledItem.__module__, SampledItem.__name__):
@@ -88,7 +88,7 @@ class _Questions(pickle.Unpickler):
 
 
 def _bare(item: Any, _: Any) -> Any:
-    """Return the item inside the box of a sampled item."""
+    """Return a sampled item without its box."""
     return item
 
 
@@ -97,7 +97,7 @@ def _question(number: int, _: Any, board: str) -> Request:
 
 
 def _questions_in(item: Unreadable) -> Any:
-    """Return the contents of an unreadable item with its requests, or ``None`` if it cannot be searched."""
+    """Return the contents of an unreadable item with its requests; ``None`` if it cannot be searched."""
     try:
         return _Questions(io.BytesIO(item.data), buffers=itertools.repeat(b"")).load()
     except Exception:
@@ -118,16 +118,16 @@ class NotRead:
 
 
 class Dropped(BaseException):
-    """Signal that no caller is waiting for the result of an item."""
+    """Raised because no caller waits for an item's result."""
 
 
 # --- in the workers ---
 
 
 class Answering:
-    """Answers the requests among the items of one worker.
+    """Answers the requests among one worker's items.
 
-    ``sends`` is true if events are sent to another process.
+    ``sends`` is true if events go to another process.
     """
 
     def __init__(self, stage: Stage, worker: WorkerId, tell: Callable[[Event], None], sends: bool) -> None:
@@ -137,7 +137,7 @@ class Answering:
         self._sends = sends
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper for the user's function that passes plain items to it."""
+        """Wrap the user's function so that it receives plain items."""
         if self._stage.operator.calls != "item":
             return function
 
@@ -152,9 +152,9 @@ class Answering:
         return call_later if is_async(function) else call
 
     def _wanted_part(self, item: Any) -> Any:
-        """Return the item if its caller is still waiting; for a batch, only the members with waiting callers.
+        """Return the item if its caller still waits; for a batch, only the members with waiting callers.
 
-        Raises ``Dropped`` if nothing is left, or the error from unpickling the item.
+        Raise ``Dropped`` if nothing is left, or the error from unpickling the item.
         """
         if type(item) is Request:
             if is_cancelled(item.question, item.board):
@@ -168,13 +168,13 @@ class Answering:
         return item
 
     def _is_usable(self, member: Request) -> bool:
-        """Return whether a batch member is readable and wanted. An unreadable member is refused."""
+        """Return whether a batch member is readable and wanted. Answer an unreadable one with its error."""
         if type(member.item) is NotRead:
             self.refuse(member, member.item.error)
         return type(member.item) is not NotRead and not is_cancelled(member.question, member.board)
 
     def _forwarded(self, item: Any, result: Any) -> Any:
-        """Return the result for the next stage, and answer the requests that end in this stage."""
+        """Return the result for the next stage, and answer requests that end in this stage."""
         operator, batch = self._stage.operator, has_requests(item)
         members = [item] if type(item) is Request else item if batch else []
         if operator.one_output:
@@ -188,10 +188,10 @@ class Answering:
         return result
 
     def _wrapped(self, item: Any, result: Any) -> Any:
-        """Return the result of an operator with one output per item, wrapped in the request.
+        """Wrap the result in the request, for an operator with one output per item.
 
-        In a batch, each member's result is wrapped. If it is an exception, it is sent to the caller for that
-        member.
+        In a batch, each member's result is wrapped. A result that is an exception goes to this member's
+        caller.
         """
         if type(item) is Request:
             return Request(item.question, result, item.board)
@@ -219,15 +219,15 @@ class Answering:
         self._tell(Answered(self._worker, item.question, value, None))
 
     def refuse(self, item: Request, error: BaseException, failed: int = 0) -> None:
-        """Send ``error`` to the caller, and add ``failed`` to the stage's failed items."""
+        """Send ``error`` to the caller, and add ``failed`` to the stage's number of failed items."""
         carried: Any = Portable(error) if self._sends else error
         self._tell(Answered(self._worker, item.question, None, carried, failed))
 
     def give_up(self, item: Any, error: BaseException) -> Any:
-        """Report a failed item to its callers, and return the rest of the item, which has no caller.
+        """Report a failed item to its callers, and return the rest of the item.
 
-        The rest of a batch consists of the members without a caller. If every member has a caller, the result
-        is ``NOTHING`` and the item counts as failed once. An unreadable item is returned whole unless all its
+        The rest of a batch is its members that have no caller. If all members have callers, the result is
+        ``NOTHING`` and the item counts as failed once. An unreadable item is returned whole unless all its
         members have callers.
         """
         requests: list[Request] = []
@@ -241,7 +241,7 @@ class Answering:
         return remaining
 
     def drop_item(self, item: Any) -> None:
-        """Report to the callers that the item was dropped without an answer."""
+        """Tell the callers that the item was dropped without an answer."""
         error = LookupError(f"stage {self._stage.name!r} dropped the item, so it has no answer")
         without_requests(item, lambda one: self.refuse(one, error))
 
@@ -251,7 +251,7 @@ def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], Non
 
     Args:
         item: An item, or a batch of items.
-        settle: Function that takes the number of a request, its answer and its error.
+        settle: Takes a request's number, its answer and its error.
 
     Returns:
         The rest of the item: the members without a caller, or ``NOTHING``.
@@ -267,7 +267,7 @@ def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], Non
 
 
 def without_requests(item: Any, found: Callable[[Request], object]) -> Any:
-    """Call ``found`` with each request in an item, and return the other members or ``NOTHING``."""
+    """Call ``found`` with each request in an item. Return the other members, or ``NOTHING``."""
     if not (type(item) is Request or has_requests(item)):
         return item
     members = [item] if type(item) is Request else item
@@ -278,17 +278,17 @@ def without_requests(item: Any, found: Callable[[Request], object]) -> Any:
 
 
 def has_requests(item: Any) -> bool:
-    """Return whether the item is a batch with requests among its members."""
+    """Return whether the item is a batch with requests in it."""
     return type(item) is list and any(type(one) is Request for one in item)
 
 
 def _fits(result: Any, item: Any, batch: bool) -> bool:
-    """Return whether the item is a batch and the result has one entry for each of its members."""
+    """Return whether the item is a batch and the result has one entry for each member."""
     return batch and isinstance(result, list) and len(result) == len(item)
 
 
 def bare(item: Any) -> Any:
-    """Return the item as the program put it, without the requests around it."""
+    """Return the item as the program put it, without requests around it."""
     if type(item) is Request:
         return item.item
     return [one.item if type(one) is Request else one for one in item] if has_requests(item) else item
@@ -300,8 +300,8 @@ def bare(item: Any) -> Any:
 class Requests:
     """Unanswered requests of one run.
 
-    ``failure`` returns why the run failed, or None. ``on_cancelled`` is called with the number of each
-    cancelled request.
+    ``failure`` returns why the run failed, or None. ``on_cancelled`` receives the number of each cancelled
+    request.
     """
 
     def __init__(
@@ -324,9 +324,9 @@ class Requests:
     def begin(
         self, item: Any, stage: str, max_waiting: int | None = None
     ) -> tuple[Request, asyncio.Future[Any]]:
-        """Start a request at input ``stage``, and return it with the future for its answer.
+        """Start a request at the input ``stage``. Return it with the future for its answer.
 
-        Raises ``Full`` if ``max_waiting`` requests at that input have no answer yet.
+        Raise ``Full`` if ``max_waiting`` requests at this input are still unanswered.
         """
         import asyncio
 
@@ -348,7 +348,7 @@ class Requests:
             return Request(question, item, self._cancelled.path), future
 
     def forget(self, question: int) -> None:
-        """Cancel a request whose caller has stopped waiting."""
+        """Cancel a request whose caller no longer waits."""
         with self._lock:
             if self._take(question) is None or self._cancelled is None:
                 return
@@ -356,7 +356,7 @@ class Requests:
         self._on_cancelled(question)
 
     def settle(self, question: int, value: Any, error: BaseException | None) -> None:
-        """Deliver the first answer to a request, from any thread. Later answers are ignored."""
+        """Deliver the first answer to a request, from any thread. Ignore later answers."""
         with self._lock:
             future = self._take(question)
         if future is not None:
@@ -364,14 +364,14 @@ class Requests:
                 future.get_loop().call_soon_threadsafe(_settle, future, value, error)
 
     def _take(self, question: int) -> asyncio.Future[Any] | None:
-        """Take out an open request under the lock, and return its future."""
+        """Remove an open request under the lock, and return its future."""
         stage, future = self._open.pop(question, ("", None))
         if future is not None:
             self._waiting_at[stage] -= 1
         return future
 
     def end(self) -> None:
-        """Fail all unanswered requests at the end of the run."""
+        """Fail all unanswered requests, because the run has ended."""
         with self._lock:
             self._over = True
             remaining, board, self._cancelled = list(self._open), self._cancelled, None
@@ -389,17 +389,16 @@ def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None
         return
     if error is None:
         future.set_result(value)
-    elif isinstance(error, StopIteration):  # set_exception() does not accept StopIteration
+    elif isinstance(error, StopIteration):  # set_exception() rejects StopIteration
         future.set_exception(RuntimeError(f"the item failed with {text_of(error)}"))
     else:
         future.set_exception(error)
 
 
 def answering_ends(plan: Plan, stage: str) -> list[str]:
-    """Return the names of the results that deliver the answers to requests at input ``stage``.
+    """Return the names of the results that deliver answers to requests at the input ``stage``.
 
-    Raises ``ValueError`` if the items reach a stage that does not process single items, or if they cannot be
-    answered.
+    Raise ``ValueError`` if the items reach a stage that does not process single items, or cannot be answered.
     """
     stages = {one.name: one for one in plan.graph.stages}
     found, now, seen = [], [stage], {stage}

@@ -1,22 +1,22 @@
-"""Keep the state for each key of a keyed stage when a worker dies.
+"""Preserve the state of each key when a worker of a keyed stage dies.
 
 Algorithm. Each worker has a write-ahead log in an in-memory file of the program. Before an item's lease ends,
-the worker appends one record: the item's number, its key, and the state of the key after the item. A
-replacement reads the log. It ignores and removes the records of its first item and of later numbers.
+the worker appends a record: the item's number, its key, and the key's state after the item. A replacement
+reads the log, and removes the records of its first item and of later ones.
 
-Why this is exact. A worker takes its items in the order of their numbers, one at a time. Let n be the number
-of the first item that the replacement takes.
+This is exact, for the following reasons. A worker takes its items one at a time, in the order of their
+numbers. Let n be the number of the replacement's first item.
 
-- If the worker died before the record of n was complete, the log ends with the items before n.
-- If the worker died later, but before the lease of n ended, the record of n is removed. The replacement calls
-  the function again with the state before n, and the channel discards outputs that it already has.
-- If the lease of an item has ended, its record is in the log, because the record precedes the end of the
-  lease. The number of the item is less than n.
+- If the worker died before its record of n was complete, the log ends with the items before n.
+- If it died later, but before the lease of n ended, the record of n is removed. The replacement calls the
+  function again with the state from before n, and the channel discards outputs that it already has.
+- If an item's lease has ended, its record is in the log, because the record is written before the lease ends.
+  That item's number is less than n.
 
-Invariants. A record is valid if its checksum matches. A worker that is killed while it writes leaves at most
-one invalid record, at the end. If more than half of a log is out of date, the worker writes a copy of the
-current states into a second file. One write of eight bytes then makes this file the log. A call that raises
-does not change the state of its key.
+Invariants. A record is valid if its checksum matches. A worker that is killed while writing leaves at most
+one invalid record, at the end. When more than half of a log is out of date, the worker writes a copy of the
+current states into a second file. A single write of eight bytes then makes this file the log. A call that
+raises leaves the key's state unchanged.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from flowchan.items.program_file import ProgramFile
 from flowchan.run.policy.failures import OwnEnd
 
 MIN_COMPACTED_BYTES = 1 << 20
-"""A log with fewer bytes is not copied."""
+"""Logs below this size in bytes are not compacted."""
 _RECORD = struct.Struct("<IIQ")  # checksum, size of the contents, number of the item plus one
 _START = struct.Struct("<Q")
 
 
 class StateLog:
-    """Two files of the program, one of which holds the log of a worker."""
+    """Two files of the program, one of which is currently a worker's log."""
 
     def __init__(self) -> None:
         self.files = (ProgramFile("flowchan state"), ProgramFile("flowchan state"))
 
 
 def log_of(stage: Stage) -> StateLog | None:
-    """Return a new log for one worker of a stage, or None if the stage has no state or runs on threads."""
+    """Return a new log for one worker of a stage; None if the stage has no state or runs on threads."""
     return StateLog() if "state" in stage.options and stage.placement.own_process else None
 
 
@@ -60,14 +60,14 @@ class KeyedStates:
 
     Args:
         stage: The keyed stage.
-        log: Log of the worker; None for a thread, which does not die alone.
-        reader: Port from which the worker takes its items.
+        log: Log of the worker; None for a thread, which dies only with the program.
+        reader: Port that the worker takes its items from.
     """
 
     def __init__(self, stage: Stage, log: StateLog | None, reader: In[Any]) -> None:
         self._make, self._log, self._reader = stage.options["state"], log, reader
         self._values: dict[Hashable, Any] = {}
-        self._pickled: dict[Hashable, bytes] = {}  # the same values, with their keys
+        self._pickled: dict[Hashable, bytes] = {}  # the same values with their keys
         self._active = self._end = self._live = 0
         self._is_read = log is None
 
@@ -86,21 +86,21 @@ class KeyedStates:
             self._put(key, value, contents)
 
     def undo(self, state: KeyedState[Any]) -> None:
-        """Undo changes of a value that the function has made in place before it raised."""
+        """Undo changes in place that the function made to a value before it raised."""
         if state._used:
             self._values.pop(state.key, None)
             if state.key in self._pickled:
                 self._values[state.key] = pickle.loads(self._pickled[state.key])[1]
 
     def skip(self) -> None:
-        """Restore the states before the current item, if it is the first item of this worker."""
+        """If the current item is this worker's first one, restore the states from before it."""
         if not self._is_read:
             assert self._log is not None
             self._read_before(self._reader._number, self._log)
             self._is_read = True
 
     def _read_before(self, number: int, log: StateLog) -> None:
-        """Read the records of all items before item ``number``, and remove the others."""
+        """Read the records of all items before ``number``, and remove the others."""
         try:
             header = os.pread(log.files[0].fd, _START.size, 0)
             self._active = _START.unpack(header)[0] if header else 0
@@ -114,7 +114,7 @@ class KeyedStates:
         os.ftruncate(file, self._end)
 
     def _read(self, data: mmap.mmap, number: int) -> None:
-        """Read the valid records of the items before item ``number``."""
+        """Read the valid records of items before ``number``."""
         while self._end + _RECORD.size <= len(data):
             checksum, size, next_number = _RECORD.unpack_from(data, self._end)
             start = self._end + _RECORD.size
@@ -134,7 +134,7 @@ class KeyedStates:
             self._live += len(contents)
 
     def _append(self, log: StateLog, contents: bytes) -> None:
-        """Append the record of the current item."""
+        """Append a record for the current item."""
         live = self._live + len(self._pickled) * _RECORD.size
         if self._end > MIN_COMPACTED_BYTES and self._end > 2 * live:
             self._compact(log)
@@ -160,11 +160,11 @@ def _framed(next_number: int, contents: bytes) -> bytes:
 
 
 def _checksum(next_number: int, contents: bytes) -> int:
-    # the start value is not 0, so a record of zeros is not valid
+    # the start value is not 0, so that a record of zeros is invalid
     return zlib.crc32(contents, next_number + 1 & 0xFFFFFFFF)
 
 
 def _write(fd: int, data: bytes, offset: int) -> None:
-    """Write all bytes. Raise ``OSError`` if memory is exhausted."""
+    """Write all bytes; raise ``OSError`` if memory runs out."""
     while (written := os.pwrite(fd, data, offset)) < len(data):
         data, offset = data[written:], offset + written

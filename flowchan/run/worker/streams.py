@@ -1,4 +1,4 @@
-"""Pass the standard output and error of a process to the processes that it starts."""
+"""Pass a process's standard output and error to the processes that it starts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class Streams:
-    """Standard output and error of this process, to be passed to a process that it starts.
+    """Standard output and error of this process, for a process that it starts.
 
-    A child of Python's forkserver inherits the server's streams, which may differ from those of this process.
-    All other children inherit them directly from this process.
+    A child of Python's forkserver inherits the server's streams, which may differ from this process's. All
+    other children inherit them directly.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Streams:
         return {"_sent": {fd: reduction.DupFd(fd) for fd in (1, 2) if _is_open(fd)}}
 
     def take(self) -> None:
-        """Replace the standard output and error of this process with the streams of its parent."""
+        """Use the parent's streams as this process's standard output and error."""
         while self._sent:
             fd, sent = self._sent.popitem()
             received = sent.detach()
@@ -36,7 +36,7 @@ class Streams:
 
 
 def terminals() -> dict[int, str]:
-    """Return the terminals to which standard output and error are connected, by descriptor."""
+    """Return the terminals behind standard output and error, by descriptor."""
     found = {}
     for fd in (1, 2):
         with contextlib.suppress(OSError):
@@ -46,9 +46,9 @@ def terminals() -> dict[int, str]:
 
 @contextlib.contextmanager
 def printing_to(wanted: Mapping[int, str]) -> Iterator[None]:
-    """Redirect terminal output to the ``wanted`` terminals.
+    """Redirect terminal output to the ``wanted`` terminals during the block.
 
-    While the progress of a run is displayed, another terminal replaces the user's.
+    While a run displays its progress, another terminal takes the place of the user's.
     """
     current = terminals()
     with contextlib.ExitStack() as restored:

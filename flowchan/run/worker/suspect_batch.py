@@ -1,18 +1,17 @@
-"""Try the members of a batch one at a time, after workers have died while processing the whole batch.
+"""Try a batch's members one at a time, after workers died while processing the whole batch.
 
-A batch is one item of its stage, so a member that kills its worker would make all other members fail as well.
+A batch is one item of its stage, so a member that kills its worker would make all the others fail as well.
 When one more death would use up ``max_deaths``, a ``map`` after a ``batch`` gets the members in batches of
 one.
 
-Algorithm. The worker reports each member before it calls the function (``TriesMember``), so the member that a
-worker was processing when it died is known. The replacement skips that member and tries the others. At the
-end, the members that killed a worker fail, and the results of the others form the result of the batch. If a
-call with one member did not return a list of one result, the function is called again with all remaining
-members together.
+Algorithm. The worker reports each member before it calls the function (``TriesMember``), so it is known which
+member the worker died on. The replacement skips this member and tries the others. In the end, members that
+killed a worker fail, and the results of the others form the batch's result. If a call with one member does
+not return a list of one result, the function is called again with all remaining members.
 
-Invariant. When outputs may have been put, a further attempt must put the same outputs in the same order. The
-reason is that a replacement skips those that were already put. The worker therefore reports that all members
-were tried (``MembersTried``), and later deaths do not exclude further members.
+Invariant. Once outputs may have been put, further attempts must put the same outputs in the same order,
+because a replacement skips those already put. The worker therefore reports when all members have been tried
+(``MembersTried``). Later deaths exclude no further members.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ def can_try_members(stage: Stage) -> bool:
 
 
 class SuspectBatch:
-    """The function of a worker whose first item may be a batch that has killed other workers.
+    """Function of a worker whose first item may be a batch that killed other workers.
 
-    The steps are reported to the crew with ``tell``.
+    It reports each step to the crew with ``tell``.
     """
 
     def __init__(
@@ -97,11 +96,11 @@ class SuspectBatch:
         self._tell(MembersTried(self._worker))
         for number, how in killers.items():
             self._give_up(batch[number], how)
-        batch[:] = done  # keep only the members to which the results belong
+        batch[:] = done  # keep only the members that have results
         return result if done else SKIPPED
 
     def _give_up(self, member: Any, how: str) -> None:
-        """Fail a member that has killed a worker both in its batch and alone."""
+        """Fail a member that killed a worker both in its batch and alone."""
         tries = self._stage.max_deaths
         if self._stage.timeout is not None and how == item_timeout.exceeded(self._stage):
             error: Exception = TimeoutError(f"the worker {how}")

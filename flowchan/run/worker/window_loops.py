@@ -1,4 +1,4 @@
-"""Loops of the operators with windows: ``window`` and ``join``. Each runs in one thread of the program."""
+"""Define the loops of ``window`` and ``join``. Each runs in one thread of the program."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class Clock:
-    """Times of the items of one stream, and the latest of them.
+    """Times of the items of one stream, and the latest of these times.
 
     Args:
-        time_of: Function that returns the time of an item in seconds, or None for the time of arrival.
+        time_of: Returns the time of an item in seconds; None means its arrival time.
     """
 
     def __init__(self, time_of: Callable[[Any], float] | None) -> None:
@@ -32,7 +32,7 @@ class Clock:
         self.latest = -math.inf
 
     def time_of(self, item: Any) -> float:
-        """Return the time of an item. Times of arrival never decrease, even if the system's clock does."""
+        """Return the time of an item. Arrival times never decrease, even if the system's clock does."""
         if self._time_of is None:
             return self.now()
         seconds = float(self._time_of(item))
@@ -41,7 +41,7 @@ class Clock:
         return seconds
 
     def now(self) -> float:
-        """Return the present time, but no earlier than the latest time."""
+        """Return the current time, but no earlier than the latest item's."""
         return max(self.latest, time.time())
 
     def saw(self, seconds: float) -> None:
@@ -50,7 +50,7 @@ class Clock:
 
 
 class CountWindows:
-    """Windows of ``size`` items of each key, the first of which begins at every ``every``-th item."""
+    """Windows of ``size`` items for each key; a window begins at every ``every``-th item."""
 
     def __init__(self, size: float, every: float) -> None:
         self._size, self._every = size, every
@@ -59,7 +59,7 @@ class CountWindows:
         self._emitted: dict[Hashable, float] = {}  # ends of the last complete windows
 
     def add(self, key: Hashable, item: Any) -> Iterator[Window[Any]]:
-        """Add an item, and yield the window that it completes."""
+        """Add an item, and yield the window that it completes, if any."""
         number = self._counts.get(key, 0)
         windows = self._open.setdefault(key, deque())
         if number % self._every == 0:
@@ -72,14 +72,14 @@ class CountWindows:
             yield windows.popleft()
 
     def rest(self) -> Iterator[Window[Any]]:
-        """Yield the first open window of each key if it has items that no complete window has."""
+        """Yield each key's first open window if it has items that no complete window contains."""
         for key, windows in self._open.items():
             if windows and self._emitted.get(key, 0) < self._counts[key]:
                 yield windows[0]
 
 
 class TimeWindows:
-    """Windows of ``size`` seconds for each key, which begin at the multiples of ``every`` seconds."""
+    """Windows of ``size`` seconds for each key, which begin at multiples of ``every`` seconds."""
 
     def __init__(self, size: float, every: float) -> None:
         self._size, self._every = size, every
@@ -108,14 +108,14 @@ class TimeWindows:
         return window
 
     def close(self, until: float) -> Iterator[Window[Any]]:
-        """Yield the windows that end at a time or before, in the order of their ends."""
+        """Yield the windows that have ended by a given time, in order of their ends."""
         self._closed = max(self._closed, until)
         while self._ends and self._ends[0][0] <= until:
             yield self._open.pop(heapq.heappop(self._ends)[2])
 
     @property
     def next_end(self) -> float:
-        """Return the end of the window that ends next; infinite if no window is open."""
+        """Return the earliest end of an open window; infinite if none is open."""
         return self._ends[0][0] if self._ends else math.inf
 
 
@@ -182,12 +182,12 @@ def _late(job: OperatorJob, item: Any, seconds: float) -> None:
 
 
 def _keys(kind: str, key: Callable[[Any], Hashable] | None) -> Callable[[Any], Hashable]:
-    """Return a function that returns the key of an item; all items have the key None if ``key`` is None."""
+    """Return a function that returns an item's key; if ``key`` is None, the key of all items is None."""
     return lambda item: None if key is None else hashable(key(item), kind)
 
 
 def _tried(job: OperatorJob, call: Callable[[Any], T], item: Any) -> T | Any:
-    """Return the result of a call, or SKIPPED if the item fails."""
+    """Return the result of a call, or SKIPPED if the item failed."""
     try:
         return call(item)
     except BaseException as error:
@@ -201,7 +201,7 @@ def _put_all(out: Out[Any], outputs: Iterator[Any]) -> None:
 
 
 class _Side(Generic[T]):
-    """Items of one input of a join: by key, and in the order of their times."""
+    """Items of one input of a join, by key and in order of time."""
 
     def __init__(self, reader: In[T], key: Callable[[Any], Hashable], clock: Clock) -> None:
         self.reader, self.clock = reader, clock
@@ -212,7 +212,7 @@ class _Side(Generic[T]):
 
     @property
     def latest(self) -> float:
-        """Return the latest time of an item; infinite if no more items will come."""
+        """Return the latest item time; infinite if no more items will come."""
         channel = self.reader.channel
         return math.inf if channel.closed and not len(channel) else self.clock.latest
 
@@ -224,13 +224,13 @@ class _Side(Generic[T]):
         heapq.heappush(self._times, (at, next(self._order), key))
 
     def near(self, key: Hashable, at: float, within: float) -> Iterator[T]:
-        """Yield the items of a key whose times are at most ``within`` seconds from a time."""
+        """Yield a key's items whose times differ from ``at`` by at most ``within`` seconds."""
         for other, item in self._by_key.get(key, ()):
             if abs(other - at) <= within:
                 yield item
 
     def drop_before(self, until: float) -> None:
-        """Drop the items before a time."""
+        """Drop the items whose time is before a given one."""
         while self._times and self._times[0][0] < until:
             key = heapq.heappop(self._times)[2]
             left = [pair for pair in self._by_key.pop(key, ()) if pair[0] >= until]
@@ -239,13 +239,13 @@ class _Side(Generic[T]):
 
 
 def join(job: OperatorJob, *, left: In[Any], right: In[Any], out: Out[tuple[Any, Any]]) -> None:
-    """Put the pairs of items from both inputs with equal keys whose times are close enough."""
+    """Put the pairs of items from both inputs that have equal keys and sufficiently close times."""
     options, within, lateness = job.options, job.options["within"], job.options["allowed_lateness"]
     sides = (
         _Side(left, options["key"], Clock(options["time"])),
         _Side(right, options["other_key"], Clock(options["other_time"])),
     )
-    closed = -math.inf  # partners of items before this time may have been dropped
+    closed = -math.inf  # partners of items from before this time may have been dropped
     while True:
         try:
             selected = select([left, right])

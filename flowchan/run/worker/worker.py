@@ -1,6 +1,6 @@
-"""Run one worker: build its callable, run the operator's loop over its ports and report its end.
+"""Run one worker: build its callable, run the operator's loop over its ports, and report its end.
 
-:func:`work` is used for threads of the program and for worker processes (``process_main``).
+:func:`work` serves both the program's threads and worker processes (``process_main``).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ Outcome = Literal["done", "failed", "retired"]
 
 
 def join_ports(ports: Ports, stage: Stage) -> None:
-    """Connect the output ports of a worker to its input port, if it has only one.
+    """Connect a worker's output ports to its input port, if it has exactly one.
 
-    This keeps items in order, and lets a replacement find out which outputs of an item exist. All outputs of
-    a restartable source count as outputs of one item.
+    This keeps items in order, and lets a replacement find out which outputs of an item already exist. All
+    outputs of a restartable source count as outputs of a single item.
     """
     if not ports.inputs and stage.restartable:
         for out in ports.outputs.values():
@@ -83,11 +83,11 @@ def work(
     memberships: Memberships = NO_MEMBERSHIPS,
     build: Callable[[Function | None], AbstractContextManager[Function]] = built,
 ) -> Outcome:
-    """Run one worker until it ends, and return the event of its end.
+    """Run one worker to its end, and return the event that reports it.
 
-    This function never raises: any error is reported with ``tell`` before the ports close. ``sends`` is true
-    if events are sent to another process. ``suspicion`` describes earlier deaths while processing the first
-    item. ``memberships`` are used by a worker in a gang. ``build`` builds the callable.
+    This never raises: any error is reported with ``tell`` before the ports close. ``sends`` is true if events
+    go to another process. ``suspicion`` describes earlier deaths on the first item. A worker in a gang uses
+    ``memberships``. ``build`` builds the callable.
     """
     worker = WorkerId(info.stage, info.number)
     membership = None if stage.gang is None else GangMembership(worker, memberships, tell, ports)
@@ -119,18 +119,18 @@ def work(
     try:
         end_pinning()
         outcome = end(worker, job, ports, release, ended_by, tell, sends)
-    except BaseException as error:  # each worker must report its end, otherwise the run waits forever
+    except BaseException as error:  # each worker must report its end, or the run waits forever
         with contextlib.suppress(Closed, Broken):  # the run has ended
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
-    hears_aborts.set(None)  # since Python 3.14, a thread keeps its context after it has ended
+    hears_aborts.set(None)  # since Python 3.14, a thread keeps its context after its end
     release.done()
-    if membership is not None:  # the supervisor must learn of the end before the other members
+    if membership is not None:  # the supervisor must learn of the end before the other members do
         membership.close(ended_by)
     return outcome
 
 
 def run_body(job: OperatorJob, stage: Stage, ports: Ports, membership: GangMembership | None) -> None:
-    """Run the operator's loop once; in a gang, once for each of its groups."""
+    """Run the operator's loop once or, in a gang, once for each of its groups."""
     body, ends = stage.operator.run(), ends_of(job, stage, ports)
     if membership is None:
         body(job, **ends)
@@ -148,21 +148,21 @@ def run_body(job: OperatorJob, stage: Stage, ports: Ports, membership: GangMembe
 def ends_of(job: OperatorJob, stage: Stage, ports: Ports) -> dict[str, Any]:
     """Return the ports for the operator's loop.
 
-    The function of a general stage receives an error if it puts an item to a worker that has ended. For other
-    operators, such items are counted.
+    A general stage's function gets an error if it puts an item to a worker that has ended. For other
+    operators, such items are only counted.
     """
     return ports.by_parameter(None if stage.operator.calls == "ports" else job.count_unwanted)
 
 
 def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
-    """Report to the supervisor when this thread or task aborts a channel of the worker.
+    """Report to the supervisor whenever this thread or task aborts a channel of the worker.
 
-    Each report is sent before the channel is aborted.
+    The report is sent before the channel is aborted.
     """
     pid = os.getpid()
 
     def aborting(channel: Channel[Any], cause: BaseException | None) -> None:
-        forked = os.getpid() != pid  # in a child forked by user code, which cannot reach the supervisor
+        forked = os.getpid() != pid  # a child forked by user code cannot reach the supervisor
         if not forked and any(port.channel is channel for port in ports.everything()):
             error = Portable(cause) if sends and cause is not None else cause
             with contextlib.suppress(Closed, Broken):  # the run has ended
@@ -221,7 +221,7 @@ def job_of(
 def _try_again(
     job: OperatorJob, stage: Stage, ports: Ports, suspicion: Suspicion, tell: Callable[[Event], None]
 ) -> None:
-    """Decide whether to try the first item again, after earlier workers have died while processing it.
+    """Decide whether to try the first item again, because workers have died while processing it.
 
     An item that timed out too often fails. Its timeouts do not count as deaths. A batch is tried again as
     long as each death reveals another member that kills its worker.
@@ -249,7 +249,7 @@ def end(
     """Report how the worker ended, then close its ports."""
     end_following(job.recorder, ports)
     for reader in ports.inputs.values():
-        # The callback refers to the job, which refers to the run; this breaks the reference cycle.
+        # Breaks a reference cycle: the callback refers to the job, which refers to the run.
         reader._on_poison(0, None)
     failed = error is not None and not _clean_end(error, ports)
     if not failed and not seeds.worker().host:
@@ -260,16 +260,16 @@ def end(
         cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
         item = short(error.item, 120) if isinstance(error, ItemFailed) else None
         last = Failure(worker, Portable(cause) if sends else cause, item, os.getpid())
-    elif isinstance(error, Closed):  # all readers have left, so the current item is unwanted
+    elif isinstance(error, Closed):  # all readers are gone, so the current item is unwanted
         last = Ended(worker, job.unwanted + bool(ports.inputs), early=True)
     reported = True
     try:
         tell(last)
     except (Closed, Broken):  # the run has ended
         reported = False
-    # The supervisor closes the ports of a failed worker after it has broken the channels. If they were closed
-    # now, later stages would take the partial output for a clean end, and another worker would repeat the
-    # failed item.
+    # The supervisor closes a failed worker's ports once it has broken the channels. If it closed them now,
+    # later stages would take the partial output for complete, and another worker would repeat the failed
+    # item.
     if not (failed and reported):
         release.close()
     elif sends:
@@ -278,9 +278,9 @@ def end(
 
 
 def with_short_traceback(error: BaseException, ports: Ports) -> BaseException:
-    """Return ``error`` with its traceback shortened to the user's code, or removed after a clean end.
+    """Shorten the traceback of ``error`` to the user's code, or remove it after a clean end.
 
-    If the traceback is removed, the generator of a source is released and cleaned up at once.
+    Removing it releases a source's generator, which is then cleaned up at once.
     """
     if _clean_end(error, ports):
         if isinstance(error, ItemFailed) and error.__cause__:
@@ -293,10 +293,10 @@ def with_short_traceback(error: BaseException, ports: Ports) -> BaseException:
 
 
 def _clean_end(error: BaseException, ports: Ports) -> bool:
-    """Return whether the error only reports that one of the worker's own channels has ended.
+    """Return whether the error only means that one of the worker's own channels has ended.
 
-    flowchan cancels a task whose channels have ended. If tasks of the user's code find a channel ended, they
-    report this in an exception group.
+    flowchan cancels a task whose channels have ended. If the user's own tasks find that a channel has ended,
+    they report this in an exception group.
     """
     if isinstance(error, BaseExceptionGroup):
         return all(_clean_end(one, ports) for one in error.exceptions)

@@ -1,7 +1,7 @@
-"""Build the callable of a worker: the user's function, or an instance of a callable class.
+"""Build a worker's callable: the user's function, or an instance of a callable class.
 
-Each worker builds one instance and closes it when the worker ends. The workers of an async stage may
-share one instance.
+Each worker builds one instance, and closes it when the worker ends. The workers of an async stage may share
+one instance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def nothing() -> None:
 
 
 def _made(function: Function | None) -> tuple[Function, Callable[[], Any]]:
-    """Return the callable and the function that closes it."""
+    """Return the callable, and the function that closes it."""
     if function is None or not is_callable_class(function):
         return function or nothing, nothing
     instance = function()
@@ -34,7 +34,7 @@ def _made(function: Function | None) -> tuple[Function, Callable[[], Any]]:
 def _made_to_call(function: Function | None) -> tuple[Function, Callable[[], Any]]:
     """Return the callable as a synchronous function, and the function that closes it.
 
-    Only a worker in its own process may have an async function here.
+    Here, only a worker in a separate process may have an async function.
     """
     call, close = _made(function)
     if not is_async(call):
@@ -56,11 +56,11 @@ def built(function: Function | None) -> Iterator[Function]:
 
 
 class AsyncCallable:
-    """Callable of async workers: the first one builds it, and the last one closes it.
+    """Callable of async workers: the first one builds it, and the last closes it.
 
     Args:
         workers: Number of workers that use the callable.
-        on_close: Function to call before the callable is closed.
+        on_close: Called before the callable is closed.
     """
 
     def __init__(self, workers: int, on_close: Callable[[], None]) -> None:
@@ -83,7 +83,7 @@ class AsyncCallable:
 
 
 class PooledCallable:
-    """Callable of a worker that is used in several runs. It is built in the first one.
+    """Callable of a worker that serves several runs. The first run builds it.
 
     It is closed after the last run or after a failure.
     """

@@ -1,1 +1,1 @@
-"""Transfer of tensors between processes without leaving their device."""
+"""Transfer tensors between processes without leaving their device."""

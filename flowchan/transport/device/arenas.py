@@ -1,9 +1,9 @@
-"""Device memory that other processes can open: arenas that are exported once, and blocks lent from them.
+"""Manage device memory that other processes can open: arenas exported once, and blocks lent from them.
 
-A block returns when its last reference is dropped, perhaps by the garbage collector in any thread. Returning
-it is therefore a single append, and the next ``take`` does the bookkeeping. A block is lent again only when
-the device has finished the last write to it. Arenas are never freed while the process is alive: freeing
-device memory waits for the whole device, and another process may be reading the arena.
+A block returns when its last reference is dropped, possibly by the garbage collector in any thread. Returning
+it is therefore a single append, and the next ``take`` does the bookkeeping. A block is lent again only after
+the device has finished the last write to it. Arenas live as long as the process: freeing device memory waits
+for the whole device, and another process may be reading the arena.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 ARENA = 64 << 20
-"""Bytes in an arena. A larger tensor gets an arena of its own size."""
+"""Size of an arena in bytes. A larger tensor gets an arena of its size."""
 
 EVENTS = 512
-"""Maximum number of events that a process shares. CUDA allows a few thousand on one machine. Without an
-event, the writer waits for the device."""
+"""Maximum number of events that a process shares. CUDA allows a few thousand per machine. Without an event,
+the writer waits for the device."""
 
-# events made at a time: drivers before 460 may deadlock if an event is made while others are in use
+# number of events made at once: drivers before 460 may deadlock if an event is made while others are in use
 AT_ONCE = 16
 
 # handles refer to whole pages of this size, so an arena must not share a page with other memory
@@ -29,11 +29,11 @@ UNIT = 512
 
 
 class ArenaFull(Exception):
-    """No device memory can be shared, so the tensor is sent through host memory."""
+    """No device memory can be shared, so the tensor is copied through host memory."""
 
 
 class Device(Protocol):
-    """Kind of device memory.
+    """A kind of device memory.
 
     A device is identified by a text that is the same in every process. Copies and events are enqueued on the
     calling thread's current stream of that device. Only ``finish`` waits for the device.
@@ -48,13 +48,16 @@ class Device(Protocol):
         """Return the identity of a tensor's device."""
 
     def allocate(self, device: str, size: int) -> tuple[Any, bytes]:
-        """Allocate memory, and return it with its handle for other processes. Raises :class:`ArenaFull`."""
+        """Allocate memory, and return it with its handle for other processes.
+
+        Raise :class:`ArenaFull` on failure.
+        """
 
     def open(self, device: str, handle: bytes, size: int) -> Any:
-        """Open memory from a handle that another process exported. Raises ``OSError``."""
+        """Open memory by a handle that another process exported. Raise ``OSError`` on failure."""
 
     def close(self, device: str, memory: Any) -> None:
-        """Close memory that ``open`` returned. This may wait for the device."""
+        """Close memory from ``open``. This may wait for the device."""
 
     def copy_in(self, tensor: Any, memory: Any, offset: int, size: int) -> None:
         """Enqueue a copy of a tensor to ``offset`` in the memory."""
@@ -63,25 +66,25 @@ class Device(Protocol):
         """Enqueue a copy from the memory into a new tensor of the given form, and return the tensor."""
 
     def share_event(self, device: str) -> tuple[Any, bytes]:
-        """Make an event that other processes can wait for, and return the event with its handle."""
+        """Make an event for which other processes can wait, and return it with its handle."""
 
     def open_event(self, device: str, handle: bytes) -> Any:
-        """Open an event from a handle that another process exported."""
+        """Open an event for which this process can wait, by a handle that another process exported."""
 
     def event(self, device: str) -> Any:
-        """Make an event for this process only."""
+        """Make an event for this process alone."""
 
     def record(self, event: Any, device: str) -> None:
         """Enqueue the event."""
 
     def wait(self, event: Any, device: str) -> None:
-        """Make later work on the stream wait until the event's latest record is reached."""
+        """Make later work on the stream wait for the event's latest record."""
 
     def done(self, event: Any) -> bool:
         """Return whether the device has reached all records of the event."""
 
     def finish(self, device: str) -> None:
-        """Wait until the device has done all work that this thread has enqueued."""
+        """Wait until the device has done all work that this thread enqueued."""
 
     def to_host(self, tensor: Any) -> Any:
         """Copy a tensor to host memory that a channel can carry."""
@@ -98,7 +101,7 @@ class Arena:
         self.free = [(0, size)]
 
     def take(self, size: int) -> int | None:
-        """Take ``size`` bytes, and return their offset, or None if no range is large enough."""
+        """Take ``size`` bytes, and return their offset; None if no range is large enough."""
         for index, (offset, free_size) in enumerate(self.free):
             if free_size >= size:
                 self.free[index : index + 1] = [(offset + size, free_size - size)] if free_size > size else []
@@ -117,7 +120,7 @@ class Arena:
 
 
 class SharedEvent:
-    """Event of this process that other processes wait for."""
+    """An event of this process for which other processes can wait."""
 
     def __init__(self, event: Any, handle: bytes) -> None:
         self.event, self.handle = event, handle
@@ -140,7 +143,7 @@ class Block:
 class ArenaPool:
     """Arenas of one kind of device.
 
-    Calls from several threads must not overlap, but blocks may be returned in any thread at any time.
+    Calls from several threads must not overlap, but blocks may return in any thread at any time.
     """
 
     def __init__(self, device: Device, shortage: Callable[[], None]) -> None:
@@ -152,7 +155,7 @@ class ArenaPool:
         self._back: deque[tuple[Arena, int, int, SharedEvent | None]] = deque()
 
     def take(self, device: str, size: int) -> Block:
-        """Take a block from the free memory or a new arena. Raises :class:`ArenaFull`."""
+        """Take a block from free memory or a new arena. Raise :class:`ArenaFull` on failure."""
         size = (size + UNIT - 1) // UNIT * UNIT
         found = self._find(device, size)
         if found is None:

@@ -1,9 +1,9 @@
-"""CUDA tensors of torch, for ``transfer.py``.
+"""Handle torch's CUDA tensors for ``transfer.py``.
 
 Copies, streams and events use torch. Shared memory uses the driver directly, with functions that every driver
 since CUDA 9 has. The allocator of torch may return memory without a handle, such as expandable segments. The
-sharing of storages in torch keeps separate reference counts in files. Each call is made in the device's
-primary context, which torch also uses.
+sharing of storages in torch keeps its reference counts in files. Each call uses the device's primary context,
+like torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class IpcHandle(ctypes.Structure):
 
 
 class Driver:
-    """Call the functions in ``libcuda`` that torch lacks. A call that fails raises ``OSError``."""
+    """Calls those functions of ``libcuda`` that torch lacks. A failed call raises ``OSError``."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         calls = self._calls = ctypes.CDLL(library)
@@ -91,7 +91,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _device(self, index: int) -> Iterator[None]:
-        """Make the primary context of the device current. It is retained once, and never released."""
+        """Make the device's primary context current. It is retained once and never released."""
         if index not in self._contexts:
             device, context = ctypes.c_int(), ctypes.c_void_p()
             self._do("cuDeviceGet", ctypes.byref(device), index)
@@ -130,10 +130,10 @@ def read(memory: Any, offset: int, size: int, form: Any) -> Any:
 
 
 class TorchDevice:
-    """CUDA devices that this process can use.
+    """CUDA devices available to this process.
 
-    A device is identified by its UUID, because its number depends on ``CUDA_VISIBLE_DEVICES``. Device memory
-    is represented by a tensor of all its bytes.
+    A device is identified by its UUID, because its number depends on ``CUDA_VISIBLE_DEVICES``. A tensor of
+    all bytes represents device memory.
     """
 
     name = "cuda"
@@ -190,7 +190,7 @@ class TorchDevice:
 
     def copy_in(self, tensor: Any, memory: Any, offset: int, size: int) -> None:
         write(tensor, memory, offset, size)
-        # keeps the tensor's memory from being reused before the copy is done
+        # prevents the tensor's memory from being reused before the copy is done
         tensor.record_stream(cuda.current_stream(tensor.device))
 
     def copy_out(self, device: str, memory: Any, offset: int, size: int, form: Any) -> Any:

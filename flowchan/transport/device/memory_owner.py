@@ -12,7 +12,7 @@ from flowchan.transport.pidfd import open_pidfd
 
 
 class Owner:
-    """Another process, and its memory and events that are open in this process."""
+    """Another process, and its memory and events that this process has opened."""
 
     def __init__(self, pid: int) -> None:
         self.arenas: dict[tuple[str, int], tuple[Device, str, Any]] = {}

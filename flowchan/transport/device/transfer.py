@@ -1,32 +1,32 @@
-"""Transfer of tensors between processes on one host without leaving the device.
+"""Transfer tensors between processes on one host without leaving the device.
 
-*Put.* The contents are copied, on the device and on the current stream, into a block from a pool of shared
+*Put.* The contents are copied, on the device and in the current stream, into a block from a pool of shared
 memory. The item contains a handle of the allocation, an offset, and an event that marks the end of the copy.
-The sender does not wait, and neither does the receiver: only its stream waits for the event. *Get.* The
-receiver opens the allocation once, and closes it only when its owner has ended. It copies the contents into
-new memory. An item is therefore a copy, as it always is between processes. The sender may write to its tensor
-immediately. The received tensor belongs to the receiver, which may write to it and keep it, even after the
-sender has ended. If an item returns to the channel because a worker died, it is intact, even if that worker
-changed its copy. The cost is two copies at the speed of device memory, and as much memory as is in flight.
+Neither the sender nor the receiver waits: only the receiver's stream waits for the event. *Get.* The receiver
+opens the allocation once, and closes it only when its owner has ended. It copies the contents into new
+memory. An item is therefore a copy, as always between processes, and the sender may write to its tensor
+immediately. The receiver owns the received tensor: it may write to the tensor and keep it, even after the
+sender has ended. An item that returns to the channel because a worker died is intact, even if that worker
+changed its copy. The cost is two copies at the speed of device memory, and memory for the contents of all
+items in flight.
 
-*Lifetime of a block.* A block is kept until its item has ended and the receiver's copy is made. The item is
-PINNED (frame.hpp): it has an id, and the channel knows which ids exist. A receiver holds the item through a
-view (``keep``) until its copy is made. This also works for receivers that are killed, because the channel
-itself detects their death. A process that exits waits until it keeps no more blocks, or until no process can
-read them. If nothing has been read for ``FLOWCHAN_CUDA_EXIT_WAIT`` seconds (60), it prints a message and
-gives up. If a process is killed or calls ``os._exit``, the contents of its items are lost, and getting them
-raises ``ChannelError``.
+*Lifetime of a block.* A block is kept until its item has ended and the receiver's copy is complete. The item
+is PINNED (frame.hpp): it has an id, and the channel knows which ids exist. A receiver holds the item by a
+view (``keep``) until its copy is complete. This works even if a receiver is killed, because the channel
+detects the death. A process that exits waits until it keeps no more blocks, or until no process can read
+them. If nothing is read for ``FLOWCHAN_CUDA_EXIT_WAIT`` seconds (60), it prints a message and gives up. If a
+process is killed or calls ``os._exit``, the contents of its items are lost, and getting them raises
+``ChannelError``.
 
-*Host memory instead.* Some tensors are sent through host memory:
+*Host memory instead.* These tensors are copied through host memory:
 
 - Tensors for another host, where they arrive on the device with the same number.
-- All tensors that a process puts while ``FLOWCHAN_CUDA_IPC=0`` is set in its environment.
-- Any tensor that finds no free shared device memory.
+- All tensors that a process puts with ``FLOWCHAN_CUDA_IPC=0`` in its environment.
+- Tensors for which no shared device memory is free.
 
-Tensors in expandable segments need no such detour, because the blocks do not come from torch's allocator.
+Tensors in expandable segments can be shared like others, because blocks do not come from torch's allocator.
 
-Each kind of device is represented by a :class:`Device`. For CUDA tensors it is ``cuda``; tests use a fake
-one.
+A :class:`Device` represents each kind of device. It is ``cuda`` for CUDA tensors; tests use a fake one.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from flowchan.transport.device.memory_owner import Owner
 SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
 MAGIC = b"flowchan device memory\0"
-EVERY_FEW = 16  # number of items to keep before the first query which of them still exist
-# seconds between checks for running copies; checking stops after this many checks in a row find none
+EVERY_FEW = 16  # number of items to keep before the first check of which still exist
+# seconds between checks for running copies; checks stop after this many in a row have found none
 POLL_INTERVAL_S, IDLE_POLLS = 0.02, 25
 
 
@@ -73,7 +73,7 @@ class DeviceKind(NamedTuple):
 
 
 class Ticket(bytes):
-    """Buffer that contains a pickled :class:`DeviceKind`. At the sender, it also holds the block."""
+    """Buffer with a pickled :class:`DeviceKind`. At the sender, it also has the block."""
 
     block: Block
 
@@ -88,7 +88,7 @@ class Arrived(bytes):
 
 
 class DeviceParcel:
-    """Blocks of one item. Called with the channel once the item is in that channel."""
+    """Blocks of one item. Called with the channel once the item is in it."""
 
     def __init__(self, id: int, blocks: list[Block]) -> None:
         self.id, self.blocks = id, blocks
@@ -98,7 +98,7 @@ class DeviceParcel:
 
 
 class KeptExport:
-    """Blocks that are kept for the items of one channel, by id."""
+    """Blocks kept for the items of one channel, by id."""
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
@@ -114,18 +114,18 @@ class KeptExport:
 
 
 class TransferState:
-    """State of device transfers in one process. A forked child begins with an empty one."""
+    """State of device transfers in one process. A forked child begins with a new one."""
 
     def __init__(self) -> None:
-        # Reentrant, because a garbage collection while the lock is held may run a finaliser that puts a
-        # tensor.
+        # reentrant, because a garbage collection while the lock is held may run a finaliser that puts a
+        # tensor
         self.lock = threading.RLock()
         self.devices: dict[str, Device] = {}
         self.owner = os.urandom(16)
         self.ids = itertools.count(int.from_bytes(os.urandom(8), "little"))
         self.pools: dict[str, ArenaPool] = {}
         self.kept: dict[int, KeptExport] = {}
-        self.ported: weakref.WeakSet[Any] = weakref.WeakSet()  # channels that are read only through ports
+        self.ported: weakref.WeakSet[Any] = weakref.WeakSet()  # channels read only through ports
         self.owners: dict[bytes, Owner] = {}
         self.copies: deque[Copy] = deque()
         self.settling = False
@@ -139,7 +139,7 @@ class TransferState:
 
     def pool(self, device: Device) -> ArenaPool:
         if device.name not in self.pools:
-            # a negative priority runs after the children are joined, because they may be the receivers
+            # a negative priority runs after children are joined, because they may be the receivers
             if not self.pools:
                 util.Finalize(None, _wait_at_exit, exitpriority=-100)
             self.pools[device.name] = ArenaPool(device, self.sweep)
@@ -153,7 +153,7 @@ class TransferState:
                 kept.sweep()
 
     def sweep(self) -> None:
-        """Release the blocks that no item needs, and all blocks of a channel that no process can read."""
+        """Release blocks that no item needs, and all blocks of a channel that no process can read."""
         with self.lock:
             for key, kept in list(self.kept.items()):
                 kept.sweep()
@@ -163,14 +163,14 @@ class TransferState:
 
 
 def use(device: Device) -> None:
-    """Use ``device`` for the transfer of tensors of the kind ``device.name``."""
+    """Use ``device`` to transfer tensors of the kind ``device.name``."""
     _state.devices[device.name] = device
 
 
 def reduce(tensor: Any, form: Any, size: int, kind: str) -> tuple[Any, ...]:
-    """Reduce a dense tensor of ``size`` bytes on a device of the kind ``kind``.
+    """Pickle a dense tensor of ``size`` bytes on a device of the kind ``kind``.
 
-    ``form`` holds everything else that is needed to rebuild the tensor.
+    ``form`` has everything else that is needed to rebuild the tensor.
     """
     device = _state.device(kind)
     identity = device.identity(tensor)
@@ -213,7 +213,7 @@ def _ticket(tensor: Any, size: int, device: Device, identity: str) -> Ticket:
 
 
 def parcel(buffers: list[pickle.PickleBuffer]) -> DeviceParcel | None:
-    """Return the blocks that an item's buffers refer to, or None."""
+    """Return the blocks that an item's buffers refer to; None if there are none."""
     if not _state.pools:
         return None
     tickets = [buffer for buffer in map(_exporter, buffers) if type(buffer) is Ticket]
@@ -231,7 +231,7 @@ def _exporter(buffer: pickle.PickleBuffer) -> object:
 
 
 class Copy(NamedTuple):
-    """Copy that a receiver's device is making, and the view that keeps the item alive until then."""
+    """Copy in progress on a receiver's device, and the view that keeps the item alive until it is done."""
 
     device: Device
     event: Any
@@ -276,7 +276,7 @@ def _rebuild_from_host(kind: str, identity: str, pid: int, host: Any, form: Any)
 
 
 def _rebuild_from_host_memory(kind: str, identity: str, number: int, host: Any, form: Any) -> Any:
-    """Make the tensor on the same device if it is visible, or else on the device with the same number."""
+    """Make the tensor on the same device if it is visible; otherwise on the device with the same number."""
     device = _state.device(kind)
     seen = device.visible()
     if identity in seen:
@@ -301,7 +301,7 @@ def _visible(kind: str, identity: str, pid: int) -> Device:
 
 
 def _open(device: Device, place: DeviceKind) -> tuple[Any, Any]:
-    """Return the memory with an item's contents, and the event that marks them as complete, or None."""
+    """Return the memory with an item's contents, and the event that marks them complete, if any."""
     with _state.lock:
         if place.owner == _state.owner:  # a process cannot open its own handles
             pool = _state.pools[place.kind]
@@ -332,7 +332,10 @@ def _open_owner(place: DeviceKind) -> Owner:
 
 
 def _close_ended() -> None:
-    """Close the memory of processes that have ended. Call this rarely, because it may wait for the device."""
+    """Close the memory of processes that have ended.
+
+    Callers rarely do this, because it may wait for the device.
+    """
     busy = {copy.owner for copy in _state.copies}
     for token, owner in _state.owners.items():
         if token not in busy and owner.has_ended():
@@ -348,7 +351,7 @@ def _contents_lost(place: DeviceKind, why: str) -> ChannelError:
 
 
 def settle() -> None:
-    """Release the items whose copies have been made."""
+    """Release the items whose copies are complete."""
     copies = _state.copies
     for _ in range(len(copies)):
         try:
@@ -358,13 +361,13 @@ def settle() -> None:
         try:
             if not copy.device.done(copy.event):
                 copies.append(copy)
-        # a failed device does not finish its copies; the next use of the device reports the failure
+        # a failed device does not finish its copies; its next use raises an error
         except RuntimeError:
             continue
 
 
 def _settle_in_background() -> None:
-    """Release items in the background for a while, because this process may not get another item."""
+    """Release items in the background for a while, because this process may not receive another item."""
     with _state.lock:
         if not _state.settling:
             _state.settling = True
@@ -388,9 +391,9 @@ def _settle_loop() -> None:
 
 
 def _wait_at_exit() -> None:
-    """Wait until other processes have read this process's memory, or until no process can read it.
+    """Wait until other processes have read this process's memory, or no process can read it any more.
 
-    During a run, the wait has no time limit, because the supervisor ends this process when the run is over.
+    During a run, this can take any time, because the supervisor ends this process when the run is over.
     """
     limit, pause, next_check = float(os.environ.get(EXIT_WAIT, "60")), 0.0005, 0.02
     began = since = time.monotonic()
@@ -424,13 +427,13 @@ def _wait_at_exit() -> None:
 def only_ports_read(channels: Iterable[Any]) -> None:
     """Declare that these channels are read only through ports.
 
-    At exit, this process does not keep items for such a channel if the channel has no reading port left.
+    At exit, this process then drops items of such a channel if it has no reading port left.
     """
     _state.ported.update(channels)
 
 
 def _may_be_read(channel: Any) -> bool:
-    """Return whether a process can still read the channel."""
+    """Return whether any process can still read the channel."""
     return _has_ports(channel) if channel in _state.ported else _is_open_in_other_process(channel)
 
 
