@@ -246,7 +246,8 @@ class RunTrace:
         match event:
             case Decided():
                 self._see_decided(event, now)
-            case Started(worker):
+            case Started(worker, host=host):
+                self._events.started(worker.stage, worker.number, host)
                 self._starting.setdefault(worker, now)
             case Began(worker):
                 self._begin(worker, now)
