@@ -30,6 +30,8 @@ LABELS: dict[SpanKind, str] = {
 }
 MOST_ITEMS = 50_000
 """Number of item spans after which the share of samples that are drawn is halved."""
+STEP_NS = 10
+"""Minimum time between two steps of an arrow, because Perfetto may exchange steps at the same time."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -120,8 +122,8 @@ class TraceEvents:
         for stage, worker, taken, _ in item.spans:
             tid, begin, end = self._drawn.get((stage, worker, taken), (0, 0, -1))
             if end >= at:
-                at = max(at, begin)
-                steps.append((stage, tid, at))
+                steps.append((stage, tid, max(at, begin)))
+                at = steps[-1][2] + STEP_NS
         if len(steps) < 2:
             return
         flow, last, name = next(self._flows), len(steps) - 1, f"item {self._number(item.number)}"
