@@ -30,9 +30,6 @@ LABELS: dict[SpanKind, str] = {
 }
 MOST_ITEMS = 50_000
 """Number of item spans after which the share of samples that are drawn is halved."""
-STEP_NS = 10
-"""Minimum time between two steps of an arrow, because Perfetto may exchange steps at the same time."""
-
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -51,8 +48,8 @@ class TraceEvents:
         self._hosts: dict[tuple[str, int], str] = {}  # by worker: name of its host
         self._tids: dict[tuple[str, int, str, bool], int] = {}
         self._item_end: dict[int, int] = {}  # by thread: end of the last item span
-        # By stage, worker and the time when it took the item, in seconds: thread, begin and end of the span.
-        self._drawn: dict[tuple[str, int, float], tuple[int, int, int]] = {}
+        # By stage, worker and the time when it took the item, in seconds: thread and begin of the span.
+        self._drawn: dict[tuple[str, int, float], tuple[int, int]] = {}
         self._numbers, self._flows = count(1), count(1)
         self._names: dict[int, int] = {}  # by mark: sample number
         self._item_spans, self._every = 0, 1
@@ -98,7 +95,7 @@ class TraceEvents:
         tid = yield from self._tid(stage, worker, True)
         taken, begin = begin / 1e9, max(begin, self._item_end.get(tid, begin))
         self._item_end[tid] = end = max(end, begin + 1000)
-        self._drawn[stage, worker, taken] = tid, begin, end
+        self._drawn[stage, worker, taken] = tid, begin
         if len(self._drawn) > MOST_ITEMS:
             del self._drawn[next(iter(self._drawn))]
         name = ("item " if len(drawn) == 1 else "items ") + ", ".join(map(str, drawn[:5]))
@@ -112,18 +109,16 @@ class TraceEvents:
     def flow(self, item: ItemTraced) -> Iterator[str]:
         """Connect the spans of a sampled item along its path.
 
-        A span may have been drawn later than its item was taken. If the error of a host's clock makes a span
-        end before the previous span begins, the arrow skips it, because viewers ignore arrows that go back.
+        Viewers turn an arrow round if its second span begins first. A host's clock is not exact, so this may
+        happen; the arrow then skips the second span.
         """
         if not self._is_drawn(item.number):
             return
         steps: list[tuple[str, int, int]] = []
-        at = 0
         for stage, worker, taken, _ in item.spans:
-            tid, begin, end = self._drawn.get((stage, worker, taken), (0, 0, -1))
-            if end >= at:
-                steps.append((stage, tid, max(at, begin)))
-                at = steps[-1][2] + STEP_NS
+            tid, begin = self._drawn.get((stage, worker, taken), (0, -1))
+            if begin > (steps[-1][2] if steps else -1):
+                steps.append((stage, tid, begin))
         if len(steps) < 2:
             return
         flow, last, name = next(self._flows), len(steps) - 1, f"item {self._number(item.number)}"
