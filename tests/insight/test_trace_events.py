@@ -50,16 +50,11 @@ def test_arrow_meets_span_that_clock_correction_has_moved() -> None:
     ]
 
 
-def test_arrow_skips_span_that_ends_before_previous_span_begins() -> None:
-    assert arrow(item_events(("a", 100, 101), ("b", 70, 90), ("c", 110, 111))) == [
+def test_arrow_skips_span_that_begins_before_previous_span() -> None:
+    assert arrow(item_events(("a", 100, 101), ("b", 70, 105), ("c", 110, 111))) == [
         ("s", "a", 100),
         ("f", "c", 110),
     ]
-
-
-def test_arrow_has_a_different_time_for_each_step() -> None:
-    steps = arrow(item_events(("a", 100, 101), ("b", 90, 110), ("c", 100, 111)))
-    assert [time for _, _, time in steps] == pytest.approx([100, 100 + 1e-5, 100 + 2e-5], abs=1e-7)
 
 
 def test_arrow_with_a_single_span_is_not_drawn() -> None:
