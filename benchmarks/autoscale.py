@@ -13,12 +13,12 @@ from benchmarks.harness import Case, Effort, Report, Row, at_least, at_most, in_
 from flowchan import Graph, auto
 
 ISOLATES = (
-    "Two stages sleep 17 and 21 ms per item and share 8 workers; the best fixed split is 4 and 4. Times count "
-    "from the first result, so the start of Ray does not count. The rate counts the results from 10 to 15 s. "
-    "The time to 95 % ends when the results within one second reach 95 % of the rate of the fixed split. Ray "
-    "Data runs the same functions in two pools of 1 to "
-    "8 actors on 8 CPUs, with 10 items per block. For the changing load, the program puts 40, 150 and 60 "
-    "items per second, for 25 s each. The table counts the items that are finished after 75 s."
+    "Two stages sleep 17 and 21 ms per item and share 8 workers; the best fixed split is 4 and 4. Times "
+    "begin at the first result, so the start of Ray does not count. The rate counts the results from 10 "
+    "to 15 s. The time to 95 % ends when the results within one second reach 95 % of the rate of the "
+    "fixed split. Ray Data runs the same functions in two pools of 1 to 8 actors on 8 CPUs, with 10 "
+    "items per block. For the changing load, the program puts 40, 150 and 60 items per second, for 25 s "
+    "each. The table counts the items that are finished after 75 s."
 )
 
 SLOTS = 8

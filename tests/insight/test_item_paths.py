@@ -64,7 +64,7 @@ def test_item_path_follows_graph_if_host_clock_is_behind() -> None:
     assert item.path == ("source", "here", "there", "end")
 
 
-def test_item_path_includes_host_whose_clock_is_ahead() -> None:
+def test_item_path_includes_host_with_clock_ahead() -> None:
     reports = [
         spans("source", ((MARK,), 10, 10)),
         spans("show", ((MARK,), 80, 90)),  # in fact 20 to 30

@@ -395,7 +395,8 @@ def test_trace_path_that_cannot_be_opened_is_refused_before_start(tmp_path: Path
     graph = Graph()
     graph.source(range(3)).sink(started.append)
     with pytest.raises(
-        FileNotFoundError, match=r"trace='.*missing.*' could not be opened: .*; choose another"
+        FileNotFoundError,
+        match=r"trace='.*missing.*' could not be opened: No such file or directory; choose another",
     ):
         graph.run(trace=tmp_path / "missing" / "out.json")
     assert started == []

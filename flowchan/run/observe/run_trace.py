@@ -128,7 +128,7 @@ class RunTrace:
         try:
             self._file: _TraceFile | None = _TraceFile(self.path)
         except OSError as error:
-            text = f"run: trace={self.path!r} could not be opened: {text_of(error)}; choose another path"
+            text = f"run: trace={self.path!r} could not be opened: {error.strerror}; choose another path"
             raise type(error)(error.errno, text) from None
         self._lock = threading.Lock()
         self._over = threading.Event()

@@ -48,7 +48,7 @@ class TraceEvents:
         self._hosts: dict[tuple[str, int], str] = {}  # by worker: name of its host
         self._tids: dict[tuple[str, int, str, bool], int] = {}
         self._item_end: dict[int, int] = {}  # by thread: end of the last item span
-        # By stage, worker and the time when it took the item, in seconds: thread and begin of the span.
+        # Thread and begin of each item span, by stage, worker and the time of the get in seconds.
         self._drawn: dict[tuple[str, int, float], tuple[int, int]] = {}
         self._numbers, self._flows = count(1), count(1)
         self._names: dict[int, int] = {}  # by mark: sample number
