@@ -13,11 +13,12 @@ from benchmarks.harness import Case, Effort, Report, Row, at_least, at_most, in_
 from flowchan import Graph, auto
 
 ISOLATES = (
-    "Two stages sleep 17 and 21 ms per item and share 8 workers; the best fixed split is 4 and 4. The rate "
-    "counts the results from 10 to 15 s after the start. The time to 95 % ends when the results within one "
-    "second reach 95 % of the rate of the fixed split. Ray Data runs the same functions in two pools of 1 to "
-    "8 actors on 8 CPUs, with 10 items per block. For the changing load, the program puts 40, 150 and 60 "
-    "items per second, for 25 s each. The table counts the items that are finished after 75 s."
+    "Two stages sleep 17 and 21 ms per item and share 8 workers; the best fixed split is 4 and 4. Times "
+    "begin at the first result, so the start of Ray does not count. The rate counts the results from 10 "
+    "to 15 s. The time to 95 % ends when the results within one second reach 95 % of the rate of the "
+    "fixed split. Ray Data runs the same functions in two pools of 1 to 8 actors on 8 CPUs, with 10 "
+    "items per block. For the changing load, the program puts 40, 150 and 60 items per second, for 25 s "
+    "each. The table counts the items that are finished after 75 s."
 )
 
 SLOTS = 8
@@ -76,11 +77,13 @@ class _Graph:
 
 
 def _arrivals(items: Iterable[Any], seconds: float) -> list[float]:
-    """Return when each item arrived, in seconds from the start."""
-    began, times = time.perf_counter(), []
-    iterator = iter(items)
+    """Return when each item arrived, in seconds after the first."""
+    times: list[float] = []
+    iterator, began = iter(items), None
     for _ in iterator:
-        times.append(time.perf_counter() - began)
+        now = time.perf_counter()
+        began = now if began is None else began
+        times.append(now - began)
         if times[-1] > seconds:
             break
     if isinstance(iterator, Iterator) and hasattr(iterator, "close"):
@@ -128,8 +131,8 @@ def _ray() -> Iterable[Any] | None:
             ray.init(num_cpus=SLOTS, include_dashboard=False, log_to_driver=False)
             try:
                 rows = ray.data.range(100_000, override_num_blocks=10_000)
-                pools = {"concurrency": (1, SLOTS), "num_cpus": 1}
-                yield from rows.map(First, **pools).map(Second, **pools).iter_rows()
+                pool = {"compute": ray.data.ActorPoolStrategy(min_size=1, max_size=SLOTS), "num_cpus": 1}
+                yield from rows.map(First, **pool).map(Second, **pool).iter_rows()
             finally:
                 ray.shutdown()
 

@@ -348,7 +348,8 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a passed test that leaves a child process, thread, descriptor or shared-memory mapping behind."""
     before = holdings()
     yield
-    lasting = "two_nodes" in request.fixturenames  # these resources are released at the end of the file
+    # these resources are released at the end of the file
+    lasting = {"two_nodes", "watched_run"} & {*request.fixturenames}
     if lasting or not request.node.stash.get(PASSED, False) or not leftovers(before):
         return
     gc.collect()  # an exception kept by pytest.raises forms a cycle that holds the test's locals

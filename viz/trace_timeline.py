@@ -105,11 +105,20 @@ def timeline(path: str | os.PathLike[str]) -> str:
 def _events(path: Path) -> list[dict[str, Any]]:
     data = path.read_bytes()
     try:
-        # gzip.decompress() requires the checksum at the end, which an incomplete file lacks
-        text = zlib.decompressobj(zlib.MAX_WBITS + 16).decompress(data) if path.suffix == ".gz" else data
+        text = _decompressed(data) if path.suffix == ".gz" else data
         return _parsed(text.decode(errors="replace"))
     except (ValueError, zlib.error) as error:
         raise ValueError(f"timeline: {str(path)!r} must be a trace in JSON: {error}") from None
+
+
+def _decompressed(data: bytes) -> bytes:
+    """Decompress a gzip file whose last member may be incomplete, which ``gzip.decompress`` refuses."""
+    text = b""
+    while data:
+        member = zlib.decompressobj(zlib.MAX_WBITS + 16)
+        text += member.decompress(data)
+        data = member.unused_data
+    return text
 
 
 def _parsed(text: str) -> list[dict[str, Any]]:

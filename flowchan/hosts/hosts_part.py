@@ -236,6 +236,8 @@ class HostsPart:
                 agent.echoed = number
             case ClockReading():
                 agent.clock.answered(message)
+                if agent.clock.is_rough:
+                    agent.hint(ClockReading(time.monotonic_ns()))
             case ItemSpans():
                 agent.hint(ClockReading(time.monotonic_ns()))
                 self._report(message.shifted(-agent.clock.ahead))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowchan.hosts.agent_messages import ClockReading
-from flowchan.hosts.host_clock import HostClock
+from flowchan.hosts.host_clock import FIRST_READINGS, HostClock
 
 
 def test_host_clock_assumes_answer_at_midpoint_of_round_trip() -> None:
@@ -21,3 +21,12 @@ def test_host_clock_keeps_answer_with_shortest_round_trip() -> None:
 
 def test_host_clock_has_no_precision_before_first_comparison() -> None:
     assert HostClock().precision is None
+
+
+def test_host_clock_is_rough_until_it_has_several_answers() -> None:
+    clock = HostClock()
+    for number in range(FIRST_READINGS):
+        assert clock.is_rough
+        clock.answered(ClockReading(number, number), now=number + 10)
+    assert not clock.is_rough
+    assert clock.precision == 5

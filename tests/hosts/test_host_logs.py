@@ -16,11 +16,13 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 def work(number: int) -> int:
     log = logging.getLogger("mine.parts")
     log.debug("not asked for")
-    log.info("item %d", number, extra={"size": 3, "odd": object()})
+    me = worker()
+    where = f"{me.stage} {me.number} on {me.host}"
+    log.info("item %d", number, extra={"size": 3, "odd": object(), "where": where})
     try:
         1 / (number - 1)
     except ZeroDivisionError:
-        log.exception("at %s", worker().host)
+        log.exception("at %s", me.host, extra={"where": where})
     return number
 
 
@@ -33,12 +35,11 @@ def test_log_records_of_remote_workers_reach_the_program(caplog: pytest.LogCaptu
     infos = [record for record in records if record.levelno == logging.INFO]
     assert sorted(record.getMessage() for record in infos) == [f"item {n}" for n in range(4)]
     assert all(record.funcName == "work" and vars(record)["size"] == 3 for record in infos)
-    places = {("local-1", "far 1"), ("local-2", "far 2")}
     for record in records:
-        host = vars(record)["host"]
-        (who,) = (who for where, who in places if where == host)
+        # which host a worker gets depends on the hosts' speeds, if another test has measured them
+        assert vars(record)["host"] in ("local-1", "local-2")
         assert record.processName is not None
-        assert record.processName.endswith(f"logged/{who} on {host}")
+        assert record.processName.endswith("logged/" + vars(record)["where"])
     (failed,) = (record for record in records if record.levelno == logging.ERROR)
     assert failed.getMessage() == f"at {vars(failed)['host']}"
     assert failed.exc_text is not None

@@ -51,6 +51,29 @@ def test_item_path_lists_all_stages_in_time_order() -> None:
     )
 
 
+def test_item_path_follows_graph_if_host_clock_is_behind() -> None:
+    graph = Graph()
+    graph.source([1]).map(str, name="here").map(len, name="there").sink(print, name="end")
+    reports = [
+        spans("source", ((MARK,), 10, 10)),
+        spans("here", ((MARK,), 20, 30)),
+        spans("there", ((MARK,), 5, 15)),  # in fact 40 to 50
+        spans("end", ((MARK,), 60, 70)),
+    ]
+    (item,) = path_of(plan(graph, 0, 1000), reports)
+    assert item.path == ("source", "here", "there", "end")
+
+
+def test_item_path_includes_host_with_clock_ahead() -> None:
+    reports = [
+        spans("source", ((MARK,), 10, 10)),
+        spans("show", ((MARK,), 80, 90)),  # in fact 20 to 30
+        spans("end", ((MARK,), 60, 70)),
+    ]
+    (item,) = path_of(chain(), reports)
+    assert item.path == ("source", "show", "end")
+
+
 def test_item_with_a_missing_span_is_left_out() -> None:
     reports = [spans("source", ((MARK,), 0, 0)), spans("end", ((MARK,), 3 * SECOND, 4 * SECOND))]
     assert path_of(chain(), reports) == []

@@ -18,7 +18,7 @@ from support.waiting import wait_until
 from support.worker_latch import Gate
 from trace_files import check_trace, names_of, read_trace, seconds_of
 
-from flowchan import Graph, GraphError, Run, RunError, Stream, hosts
+from flowchan import Graph, GraphError, Run, RunError, Stream
 from flowchan.items.sampled_item import SampledItem
 from flowchan.run.policy.events import ItemTraced
 from flowchan.run.worker import item_recorder
@@ -92,7 +92,8 @@ def test_trace_file_is_valid_and_shows_each_worker(tmp_path: Path, name: str) ->
     shown = {(processes[event["pid"]], threads[event["tid"]]) for event in events if event["ph"] == "X"}
     workers = {("source", "worker 1"), ("double", "worker 1"), ("double", "worker 2"), ("end", "worker 1")}
     assert workers <= shown
-    assert {event["name"] for event in events if event["ph"] == "C"} == {
+    counters = [event for event in events if event["ph"] == "C"]
+    assert {" ".join([event["name"], *event["args"]]) for event in counters} == {
         f"{edge.name}: {value}" for edge in graph.edges for value in ("items inside", "items per second")
     }
 
@@ -226,19 +227,6 @@ def test_added_worker_has_its_own_track(path: Path) -> None:
     check_trace(events)
     assert "worker 2" in names_of(events)[1].values()
     assert "double: workers=2" in [event["name"] for event in events]
-
-
-def test_spans_of_worker_on_host_use_driver_clock(path: Path, every_item: None) -> None:
-    graph = Graph()
-    graph.source(range(20)).map(twice, on=hosts.local(1), name="there").sink(str)
-    run = graph.start(trace=path)
-    items = traced_items(run)
-    check_trace(read_trace(path))
-    remote = [item for item in items if "there" in item.path]
-    assert remote
-    for item in remote:
-        times = [time for span in item.spans for time in span[2:]]
-        assert all(later >= earlier - 0.05 for earlier, later in itertools.pairwise(times))
 
 
 # --- the items ---
@@ -407,7 +395,8 @@ def test_trace_path_that_cannot_be_opened_is_refused_before_start(tmp_path: Path
     graph = Graph()
     graph.source(range(3)).sink(started.append)
     with pytest.raises(
-        FileNotFoundError, match=r"trace='.*missing.*' could not be opened: .*; choose another"
+        FileNotFoundError,
+        match=r"trace='.*missing.*' could not be opened: No such file or directory; choose another",
     ):
         graph.run(trace=tmp_path / "missing" / "out.json")
     assert started == []

@@ -62,6 +62,7 @@ def test_predicted_range_of_an_ordered_stage_includes_the_current_rate() -> None
         ({"workers": 1}, "one more worker"),
         ({"workers": 3}, "3 more workers"),
         ({"workers": -1}, "one fewer worker"),
+        ({"workers": 0}, "no change"),
         ({"faster": 2.0}, "twice as fast"),
         ({"faster": 1.5}, "1.5 times as fast"),
         ({"workers": 1, "faster": 2.0}, "one more worker and twice as fast"),

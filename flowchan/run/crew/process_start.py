@@ -8,10 +8,12 @@ process in the frames of the error's traceback.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -24,11 +26,26 @@ def start_process(process: BaseProcess) -> None:
     if process._start_method == "forkserver":  # type: ignore[attr-defined]
         _leave_the_parents_server()
         _share_imports()
+    elif process._start_method == "fork":  # type: ignore[attr-defined]
+        process._bootstrap = functools.partial(_run_child, type(process)._bootstrap, process)  # type: ignore[attr-defined]
     try:
         process.start()
     except BaseException as error:
         _undo_launch(error)
         raise
+    finally:
+        process.__dict__.pop("_bootstrap", None)  # it refers to the process
+
+
+def _run_child(bootstrap: Callable[..., int], process: BaseProcess, **options: Any) -> int:
+    """Replace ``sys.stdin`` in a forked child, and run the child.
+
+    ``multiprocessing`` closes the child's ``sys.stdin``. If another thread of the program was reading it, its
+    lock would never be released in the child. ``sys.__stdin__`` keeps the object, so it is not closed.
+    """
+    if sys.stdin is sys.__stdin__ is not None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    return bootstrap(process, **options)
 
 
 def start_server() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +46,8 @@ class ItemPaths:
         self._tell = tell
         self._names = [stage.name for stage in plan.graph.stages]
         self._before = _stages_before(plan)
+        # by stage: greater than the ranks of all stages before it, apart from the other stages of its loop
+        self._rank = {stage: len(before) for stage, before in self._before.items()}
         self._writers = _writers(plan)
         self._ends = plan.ends
         self._items: OrderedDict[int, _Item] = OrderedDict()
@@ -97,12 +99,35 @@ class ItemPaths:
         return first == item.source and all(self._writers[stage] & {*item.path} for stage in others)
 
     def _path(self, mark: int, item: _Item, last: _Placed) -> ItemTraced:
-        """Return the path of an item up to its last span. Spans of a dead worker may be missing."""
-        before = self._before[last[0]]
-        spans = [span for span in item.spans if span[0] in before and span[3] <= last[3]]
-        ordered = [*sorted({*spans}, key=lambda span: span[2:]), last]
+        """Return the path of an item up to its last span. The spans of a dead worker may be missing."""
+        before, counts = self._before[last[0]], Counter(span[0] for span in item.spans)
+
+        def is_earlier(span: _Placed) -> bool:
+            # if the item was in each of the two stages once, the order follows from the graph
+            return span[3] <= last[3] or counts[span[0]] == counts[last[0]] == 1
+
+        spans = {span for span in item.spans if span[0] in before and is_earlier(span)}
+        ordered = [*self._ordered(spans), last]
         placed = tuple((stage, worker, taken / 1e9, put / 1e9) for stage, worker, taken, put in ordered)
         return ItemTraced(item.source, mark, placed)
+
+    def _ordered(self, spans: set[_Placed]) -> list[_Placed]:
+        """Sort spans by time, but never put a stage before a stage that its items come from.
+
+        The clocks of hosts are not exact, so an item may seem to leave a host before it arrives there.
+        """
+        rank = self._rank
+        keys: dict[_Placed, tuple[int, ...]] = {}
+        latest: dict[str, int] = {}  # by stage
+        for span in sorted(spans, key=lambda span: (rank[span[0]], *span[2:])):
+            stage, _, taken, put = span
+            earlier = [
+                at for one, at in latest.items() if one in self._before[stage] and rank[one] < rank[stage]
+            ]
+            at = max([taken, *earlier])
+            latest[stage] = max(at, latest.get(stage, at))
+            keys[span] = (at, rank[stage], taken, put)
+        return sorted(spans, key=keys.__getitem__)
 
 
 def _writers(plan: Plan) -> dict[str, set[str]]:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gzip
 import logging
 import os
 import stat
 import threading
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -85,19 +85,19 @@ class _TraceFile:
         except BaseException:
             os.close(self._file)
             raise
-        self._gzip = zlib.compressobj(1, wbits=31) if path.endswith(".gz") else None
+        self._compresses = path.endswith(".gz")
 
-    def write(self, text: str, flush: int = zlib.Z_SYNC_FLUSH) -> None:
+    def write(self, text: str) -> None:
         data = text.encode("ascii")
-        if self._gzip is not None:
-            data = self._gzip.compress(data) + self._gzip.flush(flush)
+        if self._compresses:  # as a gzip member, because viewers do not open a file with an incomplete member
+            data = gzip.compress(data, compresslevel=1)
         while data:
             data = data[os.write(self._file, data) :]
 
     def end(self, text: str) -> None:
         """Write the end of the trace, and close the file."""
         try:
-            self.write(text, zlib.Z_FINISH)
+            self.write(text)
         finally:
             self.close()
 
@@ -129,7 +129,7 @@ class RunTrace:
         try:
             self._file: _TraceFile | None = _TraceFile(self.path)
         except OSError as error:
-            text = f"run: trace={self.path!r} could not be opened: {text_of(error)}; choose another path"
+            text = f"run: trace={self.path!r} could not be opened: {error.strerror}; choose another path"
             raise type(error)(error.errno, text) from None
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -250,7 +250,8 @@ class RunTrace:
         match event:
             case Decided():
                 self._see_decided(event, now)
-            case Started(worker):
+            case Started(worker, host=host):
+                self._events.started(worker.stage, worker.number, host)
                 self._starting.setdefault(worker, now)
             case Began(worker):
                 self._begin(worker, now)

@@ -28,8 +28,7 @@ LABELS: dict[SpanKind, str] = {
     "turn": "waits for its turn",
 }
 MOST_ITEMS = 50_000
-"""Number of item spans after which the share of drawn samples is halved."""
-
+"""Number of item spans after which the share of samples that are drawn is halved."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -45,8 +44,11 @@ class TraceEvents:
     def __init__(self, graph: str, stages: tuple[str, ...], start: int) -> None:
         self.graph, self._start = graph, start
         self._pids = {stage: FIRST_STAGE_PID + place for place, stage in enumerate(stages)}
-        self._tids: dict[tuple[str, int, bool], int] = {}
+        self._hosts: dict[tuple[str, int], str] = {}  # by worker: name of its host
+        self._tids: dict[tuple[str, int, str, bool], int] = {}
         self._item_end: dict[int, int] = {}  # by thread: end of the last item span
+        # Thread and begin of each item span, by stage, worker and the time of the get in seconds.
+        self._drawn: dict[tuple[str, int, float], tuple[int, int]] = {}
         self._numbers, self._flows = count(1), count(1)
         self._names: dict[int, int] = {}  # by mark: sample number
         self._item_spans, self._every = 0, 1
@@ -58,6 +60,10 @@ class TraceEvents:
         for stage, pid in self._pids.items():
             yield _meta("process_name", pid, 0, name=stage)
             yield _meta("process_sort_index", pid, 0, sort_index=pid)
+
+    def started(self, stage: str, worker: int, host: str) -> None:
+        """Show the worker's next spans on tracks that name its host. ``host`` is empty for this machine."""
+        self._hosts[stage, worker] = host
 
     def span(self, stage: str, worker: int, name: str, begin: int, end: int) -> Iterator[str]:
         """Show what a worker did in an interval."""
@@ -76,7 +82,9 @@ class TraceEvents:
 
     def counter(self, name: str, at: int, value: float) -> str:
         """Show that a counter has this value from time ``at`` on."""
-        return _line(ph="C", pid=RUN_PID, tid=RUN_PID, name=name, ts=self._us(at), args={"value": value})
+        # Perfetto shows the event's name, a space and the argument's name, so the last word is the argument.
+        name, _, last = name.rpartition(" ")
+        return _line(ph="C", pid=RUN_PID, tid=RUN_PID, name=name, ts=self._us(at), args={last: value})
 
     def items(self, stage: str, worker: int, marks: tuple[int, ...], begin: int, end: int) -> Iterator[str]:
         """Show that a worker processed sampled items."""
@@ -84,8 +92,11 @@ class TraceEvents:
         if not drawn:
             return
         tid = yield from self._tid(stage, worker, True)
-        begin = max(begin, self._item_end.get(tid, begin))
+        taken, begin = begin / 1e9, max(begin, self._item_end.get(tid, begin))
         self._item_end[tid] = end = max(end, begin + 1000)
+        self._drawn[stage, worker, taken] = tid, begin
+        if len(self._drawn) > MOST_ITEMS:
+            del self._drawn[next(iter(self._drawn))]
         name = ("item " if len(drawn) == 1 else "items ") + ", ".join(map(str, drawn[:5]))
         name += f" and {len(drawn) - 5} more" if len(drawn) > 5 else ""
         yield self._slice(self._pids[stage], tid, name, begin, end)
@@ -95,16 +106,25 @@ class TraceEvents:
             yield self.run_instant(f"from here on, only 1 of {self._every} sampled items is drawn", end)
 
     def flow(self, item: ItemTraced) -> Iterator[str]:
-        """Connect the spans of a sampled item along its path."""
-        if not self._is_drawn(item.number) or len(item.spans) < 2:
+        """Connect the spans of a sampled item along its path.
+
+        Viewers turn an arrow round if its second span begins first. A host's clock is not exact, so this may
+        happen; the arrow then skips the second span.
+        """
+        if not self._is_drawn(item.number):
             return
-        flow, last = next(self._flows), len(item.spans) - 1
-        name = f"item {self._number(item.number)}"
-        for place, (stage, worker, taken, _) in enumerate(item.spans):
-            tid = yield from self._tid(stage, worker, True)
+        steps: list[tuple[str, int, int]] = []
+        for stage, worker, taken, _ in item.spans:
+            tid, begin = self._drawn.get((stage, worker, taken), (0, -1))
+            if begin > (steps[-1][2] if steps else -1):
+                steps.append((stage, tid, begin))
+        if len(steps) < 2:
+            return
+        flow, last, name = next(self._flows), len(steps) - 1, f"item {self._number(item.number)}"
+        for place, (stage, tid, at) in enumerate(steps):
             kind = {"ph": "s"} if place == 0 else {"ph": "t" if place < last else "f", "bp": "e"}
-            at = self._us(round(taken * 1e9))
-            yield _line(**kind, id=flow, cat="item", pid=self._pids[stage], tid=tid, name=name, ts=at)
+            pid, ts = self._pids[stage], self._us(at)
+            yield _line(**kind, id=flow, cat="item", pid=pid, tid=tid, name=name, ts=ts)
 
     def _is_drawn(self, mark: int) -> bool:
         return mark % self._every == 0
@@ -119,11 +139,13 @@ class TraceEvents:
         return number
 
     def _tid(self, stage: str, worker: int, items: bool) -> Generator[str, None, int]:
-        """Return a worker's thread id. On first use, yield the lines that name the thread."""
-        tid = self._tids.get((stage, worker, items))
+        """Return the thread ID of a worker. On first use, yield the lines that name the thread."""
+        host = self._hosts.get((stage, worker), "")
+        tid = self._tids.get((stage, worker, host, items))
         if tid is None:
-            tid = self._tids[stage, worker, items] = FIRST_TID + len(self._tids)
+            tid = self._tids[stage, worker, host, items] = FIRST_TID + len(self._tids)
             pid, name = self._pids[stage], f"worker {worker}" if worker else "program"
+            name += f" on {host}" if host else ""
             yield _meta("thread_name", pid, tid, name=f"{name}: sampled items" if items else name)
             yield _meta("thread_sort_index", pid, tid, sort_index=2 * worker + items)
         return tid

@@ -181,7 +181,7 @@ def _described(change: Change, stage: StageStats) -> str:
         words.append(f"{number} {'more' if more > 0 else 'fewer'} worker{'s' * (abs(more) > 1)}")
     if faster != 1.0:
         words.append("twice as fast" if faster == 2 else f"{faster:g} times as fast")
-    return " and ".join(words)
+    return " and ".join(words) or "no change"
 
 
 def _why(model: Model, change: Change, limit: str) -> str:

@@ -1,0 +1,48 @@
+"""Test that worker processes start while another thread of the program is reading standard input."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from flowchan import Graph
+
+def strip(line: str) -> str:
+    flag = Path(sys.argv[1])
+    if line == "die\\n" and not flag.exists():
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return f"{line.strip()} {sys.stdin.read()!r}"
+
+if __name__ == "__main__":
+    graph = Graph("lines")
+    lines = graph.source(sys.stdin, name="stdin").map(strip, on="process", name="strip").collect()
+    with graph.start() as run:
+        for line in run.iter(lines):
+            print(line, flush=True)
+            run.scale("strip", 2)
+"""
+
+
+@pytest.fixture
+def arguments(tmp_path) -> list[str]:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "flag")]
+
+
+def test_dead_worker_is_replaced_while_source_reads_stdin(arguments: list[str]) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(arguments, **pipes) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        for line in ("a", "die", "b", "c"):
+            program.stdin.write(line + "\n")
+            program.stdin.flush()
+            assert program.stdout.readline() == f"{line} ''\n"  # the workers' own stdin is empty
+        program.stdin.close()
+    assert program.returncode == 0
