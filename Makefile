@@ -25,17 +25,16 @@ demo: .venv/installed
 	mkdir -p out
 	$(BIN)/flowchan viz examples/wordcount.py -o out/wordcount.svg || $(BIN)/flowchan viz examples/wordcount.py -o out/wordcount.mmd
 
-# Several processes share the test files; a test that fails runs once more, alone (see tools/run_tests.py).
+# Several processes share the test files, and those that load torch have processes of their own; a test that fails runs once more, alone (see tools/run_tests.py).
 RUN_TESTS := $(BIN)/python tools/run_tests.py
 
 # What tests/native runs, so that no test waits for a compiler.
 NATIVE := $(MAKE) --no-print-directory --silent --jobs=$(shell nproc) --file=tests/native/Makefile
 
-# Twice: processes that have not loaded torch are forked at a quarter of the cost.
 test: .venv/installed-test
 	$(NATIVE)
 	$(BIN)/python -c "from flowchan_torch import native; native.load(); native.load(native.COMMANDS)"
-	$(RUN_TESTS) --part="--large without" --part="--large with"
+	$(RUN_TESTS)
 
 # Without the native module, as on macOS: the contract suite on channels between threads, and graphs of threads.
 test-pure: .venv/installed-test
@@ -90,7 +89,7 @@ NATIVES ?= tests/native
 SKIP ?=
 soak: .venv/installed-test
 	$(if $(NATIVES),$(NATIVE) sanitized)
-	$(RUN_TESTS) --part="--large without" --part="--large with" --long --only-long --timeout 1200 --durations 12 \
+	$(RUN_TESTS) --long --only-long --timeout 1200 --durations 12 \
 	    --frames $(FRAMES) $(if $(SKIP),-k "not ($(SKIP))") $(if $(MODELS),,--ignore=tests/model) \
 	    $(if $(NATIVES),,--ignore=tests/native)
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target soak-graphs soak-hosts

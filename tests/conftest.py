@@ -12,7 +12,7 @@ same time.
 *Skipped.* The last lines list the skipped tests, grouped by the reason, which names the missing requirement.
 
 *Large libraries.* A fork costs four times as much once the process has loaded torch, and most tests fork.
-``make test`` therefore runs the files that load such libraries last, in separate processes.
+``tools/run_tests.py`` therefore runs the files that load such libraries last, in separate processes.
 
 *Outcomes.* A run with ``--outcomes`` writes its outcomes to a file for ``tools/run_tests.py``.
 """
@@ -23,10 +23,8 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import importlib
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
@@ -42,30 +40,23 @@ import pytest_timeout
 from support import combinations, scripts
 from support.child_processes import children_of, descendants
 from support.long_files import LONG_FILES
-from support.optional_packages import LARGE, LOADED, optional
+from support.optional_packages import LARGE, PIPES, loads_large, optional
 from support.outcomes import Outcomes
 from support.peers import LaunchedElsewhere
-from support.preloaded_programs import TORCH, OurTemplate, SharedTemplate, Template
+from support.preloaded_programs import TORCH, OurTemplate, Template
 from support.waiting import wait_until
+from support.watchdog import Watchdog
 
-GRACE = 20.0  # seconds from pytest-timeout's limit until faulthandler ends the process
 REAL_HOSTS = Path(__file__).parent / "hosts_real"
-PIPES = Path(__file__).parent / "sequential"
-NAMES = "|".join(LARGE)
-LOADS = re.compile(
-    rf"^\s*(?:import|from) (?:{NAMES})\b|(?:importorskip|optional)\(.(?:{NAMES})\b|one_compute_thread",
-    re.MULTILINE,
-)
-"""Lines with which a file loads a large library into the process that runs the file."""
-PROGRAM = re.compile(r'"""(?:[^"\\]|"(?!"")|\\.)*"""', re.DOTALL)
-"""A string of several lines. It may be a program, which runs its imports in another process."""
 ENDING = ("thread ", "process ")
 """Kinds of leftovers that may end a moment after a test; descriptors and mappings have owners."""
 PORT_END_S = 5.0
 """Seconds to wait for the rings of a dropped remote channel, which end after the owner's reply."""
 PASSED = pytest.StashKey[bool]()
 STDERR = pytest.StashKey[int]()
-SHARED = pytest.StashKey[SharedTemplate]()
+WATCHDOG = pytest.StashKey[Watchdog]()
+HELD = pytest.StashKey[set[str] | None]()
+"""Resources after the last test, if nothing has acquired any since then."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -90,6 +81,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["with", "without"],
         help="run only the test files that load large libraries (with), or only those that do not (without)",
     )
+    parser.addoption("--torch-programs", help="address of the template that several pytest processes share")
     parser.addoption("--outcomes", help="file to write the outcome of the run to (see tools/run_tests.py)")
 
 
@@ -104,39 +96,7 @@ def ignored(collection_path: Path, config: pytest.Config) -> bool:
     if large == "without" and collection_path == PIPES:  # the folder's conftest.py also loads torch
         return True
     is_test = collection_path.match("test_*.py")
-    return bool(large and is_test and loads_much(collection_path) != (large == "with"))
-
-
-def loads_much(file: Path) -> bool:
-    return PIPES in file.parents or LOADS.search(PROGRAM.sub("", file.read_text())) is not None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """Import the test files before collection, in a different order in each worker of pytest-xdist.
-
-    All workers collect the files in the same order at the same time. If the import orders
-    differ, one worker compiles a file that the others then load.
-    """
-    shares = getattr(session.config, "workerinput", None)
-    if shares is None:
-        return
-    files = files_of(session.config)
-    first = len(files) * int(shares["workerid"].removeprefix("gw")) // shares["workercount"]
-    for file in files[first:] + files[:first]:
-        folder = str(file.parent)
-        sys.path[:] = [folder, *(other for other in sys.path if other != folder)]
-        # collecting the file reports the error
-        with contextlib.suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):
-            importlib.import_module(file.stem)
-
-
-def files_of(config: pytest.Config) -> list[Path]:
-    """Return the test files that are collected."""
-    given = [config.invocation_params.dir / argument.split("::")[0] for argument in config.args]
-    found = {file for one in given for file in ([one] if one.is_file() else one.rglob("test_*.py"))}
-    real = set() if config.getoption("--hosts") else {REAL_HOSTS}
-    return sorted(file for file in found if file.parent not in real and not ignored(file, config))
+    return bool(large and is_test and loads_large(collection_path) != (large == "with"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -167,16 +127,21 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in combinations.MARKERS:
         config.addinivalue_line("markers", f"{marker}: few combinations of parameters; all with --long")
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
+    config.stash[WATCHDOG] = Watchdog(config.stash[STDERR])
     faulthandler.register(signal.SIGUSR1, file=config.stash[STDERR], all_threads=True)
     outcomes = config.getoption("--outcomes")
-    if outcomes and not hasattr(config, "workerinput"):
+    if outcomes:
         config.pluginmanager.register(Outcomes(Path(outcomes)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exclude all objects that exist before the first test from garbage collection, which makes collections
     cheap."""
-    session.config.stash[LOADED] = [name for name in LARGE if name in sys.modules]
+    loaded = [name for name in LARGE if name in sys.modules]
+    if loaded and session.config.getoption("--large") == "without":
+        raise pytest.UsageError(
+            f"a file loads {', '.join(loaded)}, but its imports do not show it (optional_packages.py)"
+        )
     gc.collect()
     gc.freeze()
 
@@ -184,24 +149,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
     """Arm the watchdog for one test, in place of pytest-timeout's own timer."""
-    stderr = item.config.stash[STDERR]
-    timer = threading.Timer(settings.timeout, end_hang, (item, settings))
-    timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(settings.timeout + GRACE, exit=True, file=stderr)
-
-    def cancel() -> None:
-        faulthandler.cancel_dump_traceback_later()
-        timer.cancel()
-        timer.join()
-
-    item.cancel_timeout = cancel  # type: ignore[attr-defined]
+    watchdog = item.config.stash[WATCHDOG]
+    if watchdog.begin(settings.timeout, lambda: end_hang(item, settings)):
+        item.config.stash[HELD] = None
+    item.cancel_timeout = watchdog.pause  # type: ignore[attr-defined]
     return True
 
 
 def end_hang(item: pytest.Item, settings: Any) -> None:
     """Dump the stacks of every process in the test run, kill the children, and exit."""
-    stderr = item.config.stash[STDERR]  # pytest captures the usual stderr, and a worker of xdist discards it
+    stderr = item.config.stash[STDERR]  # pytest captures the usual stderr
     parents = [psutil.Process(), *map(psutil.Process, OurTemplate.pids)]
     children = [child for parent in parents for child in parent.children(recursive=True)]
     for child in children:
@@ -234,6 +191,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     fixtures, module = getattr(item, "fixturenames", ()), getattr(item, "module", None)
     if "spawn_peer" in fixtures or hasattr(module, "HostPeer") or hasattr(module, "PEERS"):
         LaunchedElsewhere.begin()
+        item.config.stash[HELD] = None
 
 
 @pytest.hookimpl(trylast=True)
@@ -292,23 +250,12 @@ def no_agent_stays() -> Iterator[None]:
     assert not agents()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Share one template between the workers of pytest-xdist."""
-    config.stash[SHARED] = SharedTemplate(*TORCH)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    node.workerinput["torch programs"] = node.config.stash[SHARED].name
-
-
 @pytest.fixture(scope="module")
 def torch_programs(pytestconfig: pytest.Config) -> Iterator[Template]:
     """Provide the template that runs a file's programs with torch. It starts before the check for
     leftovers."""
-    shared = getattr(pytestconfig, "workerinput", {}).get("torch programs")
-    template = OurTemplate(shared) if shared else Template(*TORCH)
+    shared = pytestconfig.getoption("--torch-programs")
+    template = OurTemplate(bytes.fromhex(shared)) if shared else Template(*TORCH)
     yield template
     template.close()
 
@@ -343,14 +290,26 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    """Let the next test list the resources again, because a fixture of several tests may acquire some."""
+    if fixturedef.scope != "function":
+        request.config.stash[HELD] = None
+
+
 @pytest.fixture(autouse=True)
 def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a passed test that leaves a child process, thread, descriptor or shared-memory mapping behind."""
-    before = holdings()
+    stash = request.config.stash
+    before, stash[HELD] = stash.get(HELD, None) or holdings(), None
     yield
     # these resources are released at the end of the file
     lasting = {"two_nodes", "watched_run"} & {*request.fixturenames}
-    if lasting or not request.node.stash.get(PASSED, False) or not leftovers(before):
+    if lasting or not request.node.stash.get(PASSED, False):
+        return
+    after = holdings()
+    if not leftovers(before, after):
+        stash[HELD] = after
         return
     gc.collect()  # an exception kept by pytest.raises forms a cycle that holds the test's locals
     with contextlib.suppress(AssertionError):  # the check below reports anything that has not ended
@@ -373,11 +332,14 @@ def holdings() -> set[str]:
     return tasks | descriptors() | mappings() | children()
 
 
-def leftovers(before: set[str]) -> set[str]:
+def leftovers(before: set[str], after: set[str] | None = None) -> set[str]:
     """Return the resources that this process has acquired since ``before``. The threads of Polars' allocator,
     which start at any time and stay, and the helpers shared by all processes do not count."""
+    acquired = (after or holdings()) - before
+    if not acquired:
+        return acquired
     helpers = helpers_of_all()
-    return {one for one in holdings() - before if not is_an_allocators(one) and not one.startswith(helpers)}
+    return {one for one in acquired if not is_an_allocators(one) and not one.startswith(helpers)}
 
 
 def helpers_of_all() -> tuple[str, ...]:
@@ -446,19 +408,15 @@ def children() -> set[str]:
     return {f"process {child}" for child in found}
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Accept that the second half has no tests if torch is missing."""
-    if session.config.getoption("--large") == "with" and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-        session.exitstatus = pytest.ExitCode.OK
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if shared := config.stash.get(SHARED, None):
-        shared.close()
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End the watchdog, because no further test begins."""
+    session.config.stash[WATCHDOG].close()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """List the skipped tests in the last lines."""
+    """List the skipped tests in the last lines; ``tools/run_tests.py`` lists those of all processes."""
+    if terminalreporter.config.getoption("--outcomes"):
+        return
     reasons = Counter(
         report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())
     )

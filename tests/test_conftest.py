@@ -10,11 +10,11 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from support.long_files import LONG_FILES
-from support.optional_packages import LOADED
 from support.preloaded_programs import OurTemplate, SharedTemplate
 
 from flowchan import Channel
@@ -112,11 +112,6 @@ def test_summary_lists_skipped_tests_with_counts(tmp_path: Path) -> None:
     assert (many, one) == ("skipped 3: needs a tool: apt-get install tool", "skipped 1: needs another")
 
 
-def test_files_with_large_imports_are_recognised(pytestconfig: pytest.Config) -> None:
-    """Otherwise all tests in the first half of ``make test`` would fork at four times the cost."""
-    assert pytestconfig.getoption("--large") != "without" or pytestconfig.stash[LOADED] == []
-
-
 RERUNS = """
 import pathlib, pytest
 
@@ -132,13 +127,12 @@ def test_fails_once():
 
 def test_passes(): ...
 """
-LARGE = "'''\n" + "import torch\n" + "'''\ndef test_passes_too(): ..."
 
 
-def run_all(folder: Path, *options: str) -> tuple[int, list[str]]:
+def run_all(folder: Path, *options: str, files: Sequence[str] = ("--files", ".")) -> tuple[int, list[str]]:
     """Run the files in the folder with tools/run_tests.py; return its exit status and the lines it prints."""
     done = subprocess.run(
-        [sys.executable, RUN_TESTS, "-n1", "-p", "conftest", f"--rootdir={folder}", "-q", *options],
+        [sys.executable, RUN_TESTS, "-p", "conftest", f"--rootdir={folder}", "-q", *options, *files],
         env={**os.environ, "PYTHONPATH": str(HERE)},
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -150,8 +144,7 @@ def run_all(folder: Path, *options: str) -> tuple[int, list[str]]:
 
 def test_failed_tests_are_rerun_one_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "test_small.py").write_text(RERUNS)
-    (tmp_path / "test_large.py").write_text(LARGE)
-    status, said = run_all(tmp_path, "--part=--large without", "--part=--large with")
+    status, said = run_all(tmp_path)
     assert status == 1
     at = r"\d+\.\d s at load \d+\.\d"
     assert [re.sub(at, "AT", line) for line in said[-5:-1]] == [
@@ -160,7 +153,7 @@ def test_failed_tests_are_rerun_one_at_a_time(tmp_path: Path) -> None:
         "failed next to other tests and alone:",
         "  test_small.py::test_always_fails: AT; alone AT",
     ]
-    assert re.fullmatch(r"1 failed, 3 passed in \d+\.\d\ds \(0:00:\d\d\)", said[-1])
+    assert re.fullmatch(r"1 failed, 2 passed in \d+\.\d\ds \(\d:\d\d:\d\d\)", said[-1])
     assert [line.split(maxsplit=1)[1] for line in said if line.startswith("E ")] == [
         "assert False",
         "Failed: for the first time",
@@ -173,18 +166,22 @@ def test_test_that_passes_when_rerun_does_not_fail_the_run(tmp_path: Path) -> No
     status, said = run_all(tmp_path, "-k", "not always")
     assert status == 0
     assert said[-3] == "failed next to other tests, but passed alone:"
-    assert re.fullmatch(r"2 passed in \d+\.\d\ds \(0:00:\d\d\)", said[-1])
+    assert re.fullmatch(r"2 passed in \d+\.\d\ds \(\d:\d\d:\d\d\)", said[-1])
 
 
-DIES_ONCE = """
-import os, pathlib
+def test_file_that_hides_a_large_import_fails_the_run(tmp_path: Path) -> None:
+    """Otherwise all tests of its process would fork at four times the cost."""
+    (tmp_path / "test_small.py").write_text("__import__('PIL')\ndef test_it(): ...\n")
+    status, said = run_all(tmp_path)
+    assert status == 1
+    assert "a file loads PIL, but its imports do not show it" in "\n".join(said)
 
-def test_dies_once():
-    here = pathlib.Path(__file__)
-    before = here.with_name("before")
-    if not before.exists():
-        before.touch()
-        os._exit(3)
+
+DIES = """
+import os
+
+def test_dies():
+    os._exit(3)
 """
 HANGS = """
 import signal
@@ -194,18 +191,16 @@ def test_hangs():
 """
 
 
-def test_crashed_worker_fails_the_run_although_its_test_passes_later(tmp_path: Path) -> None:
-    (tmp_path / "test_small.py").write_text(DIES_ONCE)
+def test_crashed_process_fails_the_run(tmp_path: Path) -> None:
+    (tmp_path / "test_small.py").write_text(DIES)
     status, said = run_all(tmp_path)
     assert status == 1
-    assert "failed next to other tests, but passed alone:" in said
-    assert "a worker crashed" in "\n".join(said[said.index("not all tests have run:") :])
-    assert said[-1].startswith("1 passed in")
+    assert said[-2] == "  pytest ended with status 3 before all tests had run"
 
 
 def test_pytest_that_is_killed_fails_the_run(tmp_path: Path) -> None:
     (tmp_path / "test_small.py").write_text(HANGS)
-    status, said = run_all(tmp_path, "-n0", "--timeout=1")
+    status, said = run_all(tmp_path, "--timeout=1")
     assert status == 1
     assert "hang in test_small.py::test_hangs" in "\n".join(said)
     assert said[-2] == "  pytest ended with status 1 before all tests had run"
@@ -218,9 +213,8 @@ def test_file_that_cannot_be_collected_fails_the_run(tmp_path: Path) -> None:
     assert "  test_small.py could not be collected" in said
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_hanging_test_ends_with_stack_traces(tmp_path: Path, workers: int) -> None:
-    said = run_tests(tmp_path, HANGS, "--timeout=1", f"-n{workers}", "--max-worker-restart=0")
+def test_hanging_test_ends_with_stack_traces(tmp_path: Path) -> None:
+    said = run_tests(tmp_path, HANGS, "--timeout=1")
     assert "hang in test_small.py::test_hangs" in said
     assert re.search(r'test_small.py", line \d+ in test_hangs', said)
 
@@ -330,7 +324,46 @@ def test_every_long_file_exists() -> None:
 def test_explicitly_named_combination_runs(tmp_path: Path) -> None:
     (tmp_path / "test_small.py").write_text(COMBINES)
     for method in ("forkserver", "spawn"):
-        assert run_all(tmp_path, "--files", f"test_small.py::test_method[{method}]")[0] == 0
+        assert run_all(tmp_path, files=("--files", f"test_small.py::test_method[{method}]"))[0] == 0
+
+
+PROCESS = """
+import os, pathlib
+
+def test_process():
+    here = pathlib.Path(__file__)
+    here.with_suffix(".pid").write_text(str(os.getpid()))
+"""
+
+
+def test_each_file_runs_once_and_large_ones_apart(tmp_path: Path) -> None:
+    """A long file has its own process; small ones share a process, but not with those that load torch."""
+    for name in ("a", "b", "large", "random_breaks"):
+        (tmp_path / f"test_{name}.py").write_text(PROCESS)
+    (tmp_path / "test_large.py").write_text(PROCESS + "if False:\n    import torch\n")
+    ignored = tmp_path / "ignored"
+    ignored.mkdir()
+    (ignored / "test_ignored.py").write_text(PROCESS)
+    status, said = run_all(tmp_path, f"--ignore={ignored}")
+    assert (status, said[-1].split(" in ")[0]) == (0, "4 passed")
+    pids = {file.stem: file.read_text() for file in tmp_path.rglob("*.pid")}
+    assert pids.keys() == {"test_a", "test_b", "test_large", "test_random_breaks"}
+    assert pids["test_a"] == pids["test_b"]
+    assert len(set(pids.values())) == 3
+
+
+def test_run_that_selects_no_test_fails(tmp_path: Path) -> None:
+    (tmp_path / "test_small.py").write_text("def test_it(): ...")
+    status, said = run_all(tmp_path, "-k", "misspelt")
+    assert status == 1
+    assert "  no tests were selected" in said
+
+
+def test_run_lists_skipped_tests_of_all_processes(tmp_path: Path) -> None:
+    for name in ("a", "random_breaks"):
+        (tmp_path / f"test_{name}.py").write_text(SKIPS)
+    _, said = run_all(tmp_path)
+    assert said[-3:-1] == ["skipped 6: needs a tool: apt-get install tool", "skipped 2: needs another"]
 
 
 def test_names_of_test_files_are_unique() -> None:
@@ -343,46 +376,3 @@ def test_longer_soak_tests_use_the_long_walk_fixture() -> None:
     """Otherwise ``--only-long`` would leave them out."""
     looks = [path.name for path in HERE.rglob("test_*.py") if "getoption(" + '"--long"' in path.read_text()]
     assert looks == []
-
-
-BEGINS = """
-import os, pathlib
-
-here = pathlib.Path(__file__)
-with open(here.with_name(os.environ["PYTEST_XDIST_WORKER"]), "a") as order:
-    order.write(here.stem[-1])
-
-def test_nothing():
-    pass
-"""
-
-
-def test_xdist_workers_import_test_files_in_different_order(tmp_path: Path) -> None:
-    """If the order were the same, each worker would compile the same files."""
-    for name in "abcd":
-        (tmp_path / f"test_{name}.py").write_text(BEGINS)
-    assert "4 passed" in run_tests(tmp_path, "", "-n", "2")
-    assert [(tmp_path / worker).read_text() for worker in ("gw0", "gw1")] == ["abcd", "cdab"]
-
-
-MARKS = """
-def pytest_configure(config):
-    config.addinivalue_line("markers", "ours: known once the folder's conftest.py is")
-"""
-MARKED = """
-import pytest
-
-pytestmark = pytest.mark.ours
-
-def test_nothing():
-    pass
-"""
-
-
-def test_file_that_needs_conftest_can_be_collected(tmp_path: Path) -> None:
-    """The import before the collection fails without consequences."""
-    folder = tmp_path / "tests" / "folder"
-    folder.mkdir(parents=True)
-    (folder / "conftest.py").write_text(MARKS)
-    (folder / "test_marked.py").write_text(MARKED)
-    assert "1 passed" in run_tests(tmp_path, "", "-n", "2", "--strict-markers")

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 STUB = ROOT / "flowchan" / "_core.pyi"
 ACCEPT = "to accept a change of the native module, write it into flowchan/_core.pyi and commit that"
 
-PUBLIC = [name for name in flowchan.__all__ if not name.startswith("__")]
+PUBLIC = {name: getattr(flowchan, name) for name in flowchan.__all__ if not name.startswith("__")}
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -85,36 +85,32 @@ def test_dunder_all_has_no_duplicates_and_only_existing_names():
     assert all(hasattr(flowchan, name) for name in flowchan.__all__)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_has_a_docstring(name):
+def test_every_public_name_has_a_docstring() -> None:
     """A class needs its own docstring, not an inherited one."""
-    value = getattr(flowchan, name)
-    if inspect.isclass(value):
-        assert value.__dict__.get("__doc__"), f"flowchan.{name} has no docstring of its own"
-    assert inspect.getdoc(value), f"flowchan.{name} has no docstring"
+    for name, value in PUBLIC.items():
+        if inspect.isclass(value):
+            assert value.__dict__.get("__doc__"), f"flowchan.{name} has no docstring of its own"
+        assert inspect.getdoc(value), f"flowchan.{name} has no docstring"
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_has_flowchan_as_its_module(name):
+def test_every_public_name_has_flowchan_as_its_module() -> None:
     """Messages and tracebacks show ``flowchan.X``, no matter which file defines X."""
-    value = getattr(flowchan, name)
-    if not inspect.ismodule(value):
-        assert value.__module__ == "flowchan", f"set flowchan.{name}.__module__ to 'flowchan'"
+    named = {name: value for name, value in PUBLIC.items() if not inspect.ismodule(value)}
+    assert [name for name, value in named.items() if value.__module__ != "flowchan"] == []
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_method_has_a_docstring(name):
-    value = getattr(flowchan, name)
-    if not inspect.isclass(value) or issubclass(value, BaseException):
-        return
-    bare = [
-        method
-        for method, member in vars(value).items()
-        if not method.startswith("_")
-        and (callable(member) or isinstance(member, property))
-        and not member.__doc__
-    ]
-    assert not bare, f"without a docstring: {', '.join(f'{name}.{method}' for method in bare)}"
+def test_every_public_method_has_a_docstring() -> None:
+    for name, value in PUBLIC.items():
+        if not inspect.isclass(value) or issubclass(value, BaseException):
+            continue
+        bare = [
+            f"{name}.{method}"
+            for method, member in vars(value).items()
+            if not method.startswith("_")
+            and (callable(member) or isinstance(member, property))
+            and not member.__doc__
+        ]
+        assert bare == []
 
 
 # The stub
@@ -218,28 +214,26 @@ def test_stub_names_match_the_native_module():
     assert plain(stub) == plain(vars(native)), ACCEPT
 
 
-def classes() -> list[str]:
-    return [name for name, node in declared(stub_tree().body).items() if isinstance(node, ast.ClassDef)]
-
-
-@pytest.mark.parametrize("name", classes())
-def test_stub_classes_have_exactly_the_native_members(name):
-    node = declared(stub_tree().body)[name]
-    assert isinstance(node, ast.ClassDef)
-    stub = declared(node.body)
-    members = vars(getattr(native, name))
-    assert plain(stub) == plain(members), ACCEPT
+def test_stub_classes_have_exactly_the_native_members() -> None:
     # since 3.12, Python shows the last of these methods
     unseen = {"__init__", "__new__", "__hash__", "__buffer__"}
-    special = {member for member in stub if member.startswith("__")} - unseen
-    assert special <= set(dir(getattr(native, name))), ACCEPT
+    classes = {
+        name: node for name, node in declared(stub_tree().body).items() if isinstance(node, ast.ClassDef)
+    }
+    assert classes
+    for name, node in classes.items():
+        stub = declared(node.body)
+        assert plain(stub) == plain(vars(getattr(native, name))), f"{name}: {ACCEPT}"
+        special = {member for member in stub if member.startswith("__")} - unseen
+        assert special <= set(dir(getattr(native, name))), f"{name}: {ACCEPT}"
 
 
-@pytest.mark.parametrize("name", functions())
-def test_stub_signatures_match_the_native_signatures(name):
-    node, function = functions()[name]
-    assert function is not None, ACCEPT
-    assert stub_signature(node) == native_signature(function), ACCEPT
+def test_stub_signatures_match_the_native_signatures() -> None:
+    found = functions()
+    assert found
+    for name, (node, function) in found.items():
+        assert function is not None, f"{name}: {ACCEPT}"
+        assert stub_signature(node) == native_signature(function), f"{name}: {ACCEPT}"
 
 
 def documented() -> dict[str, tuple[str | None, str | None]]:
@@ -263,11 +257,12 @@ def native_text(value: Any) -> str | None:
     return None if text is None or text.startswith("(self)") else text
 
 
-@pytest.mark.parametrize("name", documented())
-def test_stub_docstrings_match_the_native_docstrings(name):
-    """Editors show the stub's docstrings. Line breaks may differ."""
-    stub, module = documented()[name]
-    assert (stub or "").split() == (module or "").split(), ACCEPT
+def test_stub_docstrings_match_the_native_docstrings() -> None:
+    """Editors show the stub's docstrings. Lines may break at different words."""
+    found = documented()
+    assert found
+    for name, (stub, module) in found.items():
+        assert (stub or "").split() == (module or "").split(), f"{name}: {ACCEPT}"
 
 
 def test_package_contains_licences_of_bundled_code() -> None:

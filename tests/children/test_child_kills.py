@@ -59,7 +59,7 @@ def test_k1_random_kills_leave_nothing_and_raise_child_died(long_walk: bool) -> 
     """A failure names its seed. The same seed kills the same process again, but the timing may differ."""
     family = None
     try:
-        for seed in range(504 if long_walk else 24):
+        for seed in range(504 if long_walk else len(DEEDS)):
             if family is None or family.program.poll() is not None:
                 if family is not None:
                     family.close()

@@ -47,9 +47,7 @@ def kill_one(run: Run, rng: random.Random) -> None:
             os.kill(rng.choice(pids), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_kills_during_random_scaling_lose_nothing(seed: int, ordered: bool) -> None:
     rng = random.Random(seed)

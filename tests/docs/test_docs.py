@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import os
 import re
 import shutil
@@ -25,15 +26,22 @@ import flowchan
 ROOT = Path(__file__).parents[2]
 EXECUTE = Path(__file__).parent / "execute.py"
 DOCS = ROOT / "docs"
-TOGETHER = {name: sorted((DOCS / name).glob("*.md")) for name in ("howto", "from", "explanation", "appendix")}
+
+
+def has_code(page: Path) -> bool:
+    return any(block.language in ("python", "sh") for block in blocks(page.read_text()))
+
+
+FOLDERS = ("howto", "from", "explanation", "appendix", "groups", "sequential")
+TOGETHER = {name: sorted((DOCS / name).glob("*.md")) for name in FOLDERS}
 """Short pages; those in one folder run in the same process."""
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(DOCS.glob("*.md")),
-    *(page for name in ("groups", "sequential") for page in sorted((DOCS / name).glob("*.md"))),
 ]
 ALL = [*PAGES, *(page for pages in TOGETHER.values() for page in pages)]
-RUNS = {page.relative_to(ROOT).as_posix(): [page] for page in PAGES} | TOGETHER
+RUNS = {page.relative_to(ROOT).as_posix(): [page] for page in PAGES if has_code(page)} | TOGETHER
+TARGET = re.compile(r"\]\(([^)\s]+)|src=\"([^\"]+)\"")
 STARTS = re.compile(r"\.(run|start|pool|trainer|join)\(|\b(Sequential|TaskPool|BackgroundTask|dataset)\(")
 """Calls that start workers in a sample."""
 PUBLIC = {
@@ -84,12 +92,12 @@ def test_page_with_failing_code_or_wrong_output_is_rejected(
     assert execute(torch_programs, tmp_path, tmp_path / "page.md").returncode != 0
 
 
-@pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
-def test_sample_that_starts_processes_has_a_main_guard(page: Path) -> None:
+def test_samples_that_start_processes_have_a_main_guard() -> None:
     """New processes of spawn and forkserver import the script, but a notebook has none that they could
     import."""
     unguarded = [
-        block.line
+        f"{page.name}:{block.line}"
+        for page in ALL
         for block in blocks(page.read_text())
         if 'on="process"' in block.text
         and STARTS.search(block.text)
@@ -100,10 +108,10 @@ def test_sample_that_starts_processes_has_a_main_guard(page: Path) -> None:
     assert unguarded == []
 
 
-@pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
-def test_targets_of_links_and_pictures_exist(page: Path) -> None:
-    text = FENCE.sub("", page.read_text())
-    for left, right in re.findall(r"\]\(([^)\s]+)|src=\"([^\"]+)\"", text):
+def test_targets_of_links_and_pictures_exist() -> None:
+    targets = [(page, *found) for page in ALL for found in TARGET.findall(FENCE.sub("", page.read_text()))]
+    assert targets
+    for page, left, right in targets:
         target, _, anchor = (left or right).partition("#")
         if target.startswith("https://"):
             continue
@@ -112,6 +120,7 @@ def test_targets_of_links_and_pictures_exist(page: Path) -> None:
         assert not anchor or anchor in anchors(found), f"{page.name}: {target}#{anchor}"
 
 
+@functools.cache
 def anchors(page: Path) -> set[str]:
     """Return the anchors on a page: ``<a id>``, and those that GitHub and the site create for headings."""
     text = FENCE.sub("", page.read_text())

@@ -6,6 +6,7 @@ The tests compare its output with a sequential computation.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import subprocess
 import sys
@@ -145,34 +146,38 @@ def test_duplicates_hosts_finds_duplicates_and_reports_work_per_host(tmp_path: P
     assert sum(int(number) for _, _, number, _ in hashed) == 20
 
 
+KINDS = ("svg", "mmd", "dot")
 CHECK_AND_VIZ = """
 import sys
 from flowchan.cli.commands import main
-file, picture = sys.argv[1:]
-for command in (["check", file], ["viz", file, "-o", picture]):
-    try:
-        main(command)
-    except SystemExit as end:
-        assert not end.code, command
+files = sys.argv[1:]
+for file, picture in zip(files[::2], files[1::2]):
+    for command in (["check", file], ["viz", file, "-o", picture]):
+        try:
+            main(command)
+        except SystemExit as end:
+            assert not end.code, command
 """
-"""A program that runs ``flowchan check`` and ``flowchan viz``."""
-
-PICTURES = [(example, ("svg", "mmd", "dot")[number % 3]) for number, example in enumerate(ALL)]
-"""Each example with one of the formats; tests/viz tests all formats."""
+"""A program that runs ``flowchan check`` and ``flowchan viz`` on several files."""
 
 
-@pytest.mark.parametrize(("example", "kind"), PICTURES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_example_can_be_checked_and_drawn_without_running(
-    torch_programs: Template, example: str, kind: str, tmp_path: Path
+    torch_programs: Template, kind: str, tmp_path: Path
 ) -> None:
-    picture = tmp_path / f"picture.{kind}"
-    done = torch_programs.run("-c", CHECK_AND_VIZ, EXAMPLES / example, picture)
+    """Each example is drawn in one of the formats; tests/viz tests all formats."""
+    pictures = {EXAMPLES / one: tmp_path / f"{one}.{kind}" for one in ALL[KINDS.index(kind) :: len(KINDS)]}
+    files = itertools.chain.from_iterable(pictures.items())
+    done = torch_programs.run("-c", CHECK_AND_VIZ, *files)
     assert done.returncode == 0, done.stderr
-    checked, threads, drawn = done.stdout.splitlines()
-    assert "all clear" in checked
-    assert threads.startswith("threads ")
-    assert drawn.startswith(f"{picture}: ")
-    assert example in picture.read_text()  # the label of a stage names the file of its function
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 * len(pictures)
+    for number, (example, picture) in enumerate(pictures.items()):
+        checked, threads, drawn = lines[3 * number : 3 * number + 3]
+        assert "all clear" in checked
+        assert threads.startswith("threads ")
+        assert drawn.startswith(f"{picture}: ")
+        assert example.name in picture.read_text()  # the label of a stage names the file of its function
 
 
 @pytest.mark.parametrize("example", ["wordcount.py", "duplicates.py"])

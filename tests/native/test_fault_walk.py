@@ -1,7 +1,7 @@
 """Check C11: a process killed at any instruction, with any lock, never blocks or corrupts the others.
 
 ``walk.cpp`` kills a process at every fault point of every operation on a ring. It also kills a second process
-while the others recover: at every fault point with ``--long``, otherwise at every 16th. The chosen points
+while the others recover: at every fault point with ``--long``, otherwise at every 48th. The chosen points
 differ between steps, so that each point is tested at some step. Each time, the others take the lock, check
 every invariant of the ring, and read the ring to its end. Each item is read exactly once and in order, or not
 at all if its operation had not taken effect.
@@ -164,7 +164,7 @@ class Walked:
 
 @pytest.fixture(scope="module")
 def walked(walk: Path, long_walk: bool) -> Walked:
-    return Walked(walk, every=1 if long_walk else 16)
+    return Walked(walk, every=1 if long_walk else 48)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -7,7 +7,6 @@ import ast
 import inspect
 from pathlib import Path
 
-import pytest
 from support.optional_packages import optional
 
 import flowchan
@@ -18,20 +17,20 @@ optional("torch")  # start torch's threads now and not during a test
 SOURCES = sorted((Path(__file__).parents[2] / "pipelines").rglob("*.py"))
 
 
-@pytest.mark.parametrize("name", pipelines.__all__)
-def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
-    value = getattr(pipelines, name)
-    assert value.__doc__
-    assert value.__module__ == "flowchan.pipelines"
-    if inspect.isclass(value):
-        bare = [
-            method
-            for method, member in vars(value).items()
-            if not method.startswith("_")
-            and (callable(member) or isinstance(member, property))
-            and not member.__doc__
-        ]
-        assert not bare
+def test_every_public_name_and_method_has_a_docstring() -> None:
+    for name in pipelines.__all__:
+        value = getattr(pipelines, name)
+        assert value.__doc__, name
+        assert value.__module__ == "flowchan.pipelines", name
+        if inspect.isclass(value):
+            bare = [
+                method
+                for method, member in vars(value).items()
+                if not method.startswith("_")
+                and (callable(member) or isinstance(member, property))
+                and not member.__doc__
+            ]
+            assert not bare, name
 
 
 # Modules that patterns may use in addition to the public names. They cover options, placements, argument
@@ -85,11 +84,12 @@ def imported(source: Path) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_patterns_import_only_public_names_of_flowchan(source: Path) -> None:
-    native = NATIVE.get(source.name, set())
-    for module, names in imported(source).items():
-        if module in ("flowchan", "flowchan._core"):
-            assert names <= {*flowchan.__all__, *native}
-        else:
-            assert module.startswith("flowchan.pipelines.") or module in SHARED
+def test_patterns_import_only_public_names_of_flowchan() -> None:
+    assert SOURCES
+    for source in SOURCES:
+        native = NATIVE.get(source.name, set())
+        for module, names in imported(source).items():
+            if module in ("flowchan", "flowchan._core"):
+                assert names <= {*flowchan.__all__, *native}, source
+            else:
+                assert module.startswith("flowchan.pipelines.") or module in SHARED, source

@@ -153,6 +153,12 @@ def exception(name: str) -> Any:
     return pkgutil.resolve_name(name)
 
 
+def wrong_errors(one: Documented) -> set[str]:
+    """Return the names in a ``Raises`` section that are not exceptions, and the errors that it lacks."""
+    others = {name for name in one.raises() if not issubclass(exception(name), BaseException)}
+    return others | undocumented_errors(one)
+
+
 def undocumented_errors(one: Documented) -> set[str]:
     """Return the exceptions that a public function raises by name but does not document."""
     function: Any = vars(one.value).get("__init__") if inspect.isclass(one.value) else one.value

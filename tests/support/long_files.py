@@ -1,7 +1,7 @@
 """Names of the test files that take the longest time.
 
-They run first, so that at the end of a run, no process works alone. ``--durations`` shows when the list needs
-a change.
+They run first, one in each process, so that no process works alone at the end of a run.
+``--durations`` shows when to change the list.
 """
 
 LONG_FILES = frozenset(
@@ -14,13 +14,6 @@ LONG_FILES = frozenset(
         "test_protocol_model.py",
         "test_refused_calls.py",
         "test_start_methods.py",
-        # in make test, with torch
-        "test_autograd.py",
-        "test_module.py",
-        "test_torch_backend.py",
-        "test_tracing.py",
-        "test_training.py",
-        "test_training_state.py",
         # in make soak
         "test_new_transport.py",
         "test_fault_walk.py",

@@ -7,13 +7,28 @@ much.
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 LARGE = ("torch", "sklearn", "polars", "pyarrow", "PIL")
-LOADED = pytest.StashKey[list[str]]()
-"""Large packages that are loaded after the tests have been collected."""
+PIPES = Path(__file__).parents[1] / "sequential"
+"""Folder whose conftest.py loads torch."""
+NAMES = "|".join(LARGE)
+LOADS = re.compile(
+    rf"^\s*(?:import|from) (?:{NAMES})\b|(?:importorskip|optional)\(.(?:{NAMES})\b|one_compute_thread",
+    re.MULTILINE,
+)
+"""Lines with which a file loads a large library into the process that runs the file."""
+PROGRAM = re.compile(r'"""(?:[^"\\]|"(?!"")|\\.)*"""', re.DOTALL)
+"""A string of several lines. It may be a program, which runs its imports in another process."""
+
+
+def loads_large(file: Path) -> bool:
+    """Return whether the file loads a large library when it is collected."""
+    return PIPES in file.resolve().parents or LOADS.search(PROGRAM.sub("", file.read_text())) is not None
 
 
 class _Missing:

@@ -27,13 +27,18 @@ def wait_until(
     """Wait until ``condition()`` is true. After the limit, raise an AssertionError that shows ``what()``."""
     tick = threading.Event()
     began = time.monotonic()
-    while not condition():
-        waited = time.monotonic() - began
+    while True:
+        checked = time.monotonic()
+        if condition():
+            return
+        now = time.monotonic()
+        waited = now - began
         if waited > peer_timeout:
             raise AssertionError(
                 f"waited {peer_timeout:g} s in vain; last seen: {what() if what else condition}"
             )
-        tick.wait(min(0.001 + waited / 10, 0.01))  # lets other threads and processes run
+        # lets other threads and processes run; a condition that takes long is checked less often
+        tick.wait(max(min(0.001 + waited / 10, 0.01), 4 * (now - checked)))
 
 
 def wait_freed(reference: weakref.ref[Any]) -> None:
