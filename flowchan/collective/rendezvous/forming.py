@@ -177,11 +177,11 @@ def this_host() -> str:
     """Identify the boot of the machine, and the namespaces and the user of this process.
 
     Processes can share memory only if all of these are equal. A Unix socket can be reached only in its
-    network namespace, and a process ID is valid only in its PID namespace. A user cannot open another user's
-    memory.
+    network namespace, and a process ID is valid only in its PID namespace. Another time namespace shows other
+    start times of processes, which identify them. A user cannot open another user's memory.
     """
     with open("/proc/sys/kernel/random/boot_id") as boot:
-        paths = (f"/proc/self/ns/{kind}" for kind in ("net", "pid", "user"))
+        paths = (f"/proc/self/ns/{kind}" for kind in ("net", "pid", "user", "time"))
         # without one kind of namespace in the kernel, all processes share one
         spaces = (os.stat(path).st_ino if os.path.exists(path) else 0 for path in paths)
         return "/".join([boot.read().strip(), *map(str, spaces), str(os.getuid())])
