@@ -488,7 +488,7 @@ def _launch(
             failure, interrupted = launch(count or each or 1, script, tell, pin)
     if failure and not interrupted:
         click.echo(f"flowchan: {failure}", err=True)
-    return INTERRUPTED if interrupted else FAILED if failure else DONE
+    return 128 + interrupted if interrupted else FAILED if failure else DONE
 
 
 @main.group()

@@ -23,6 +23,7 @@ import click
 
 from flowchan.run.crew.at_exit import die_with
 from flowchan.run.crew.process_exit import signal_name
+from flowchan.transport.interrupts import interrupts_deferred, signal_of, terminate_as_interrupt
 from flowchan.transport.tcp import joined, listen
 
 KILL_DELAY_S = 5.0  # seconds from asking a rank to end until SIGKILL
@@ -62,34 +63,35 @@ class Logs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[tuple[int, bool], TextIO] = {}
-        self._open = contextlib.ExitStack()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise self._refused(error) from None
+            raise _refused(error, folder) from None
 
     def __call__(self, rank: int, line: str, is_error: bool) -> None:
-        """Write a line to the file of its rank and stream."""
+        """Write a line to the file for its rank and stream."""
+        path = self._folder / str(rank) / ("stderr.log" if is_error else "stdout.log")
         try:
             if (rank, is_error) not in self._files:
-                place = self._folder / str(rank)
-                place.mkdir(exist_ok=True)
-                name = "stderr.log" if is_error else "stdout.log"
-                file = (place / name).open("w", buffering=1, encoding="utf-8")
-                self._files[rank, is_error] = self._open.enter_context(file)
+                path.parent.mkdir(exist_ok=True)
+                self._files[rank, is_error] = path.open("w", buffering=1, encoding="utf-8")
             self._files[rank, is_error].write(line + "\n")
         except OSError as error:
-            raise self._refused(error) from None
-
-    def _refused(self, error: OSError) -> click.BadParameter:
-        where = error.filename or str(self._folder)
-        return click.BadParameter(f"can't write {where}: {error.strerror}", param_hint="--log-dir")
+            raise _refused(error, path) from None
 
     def __enter__(self) -> Logs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        for file in self._files.values():
+            # only a line whose failure has been reported is still unwritten
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+def _refused(error: OSError, path: Path) -> click.BadParameter:
+    where = error.filename or str(path)
+    return click.BadParameter(f"can't write {where}: {error.strerror}", param_hint="--log-dir")
 
 
 def cores_for(local: int, count: int) -> list[int]:
@@ -218,7 +220,7 @@ class LaunchJob:
         pin: bool,
         first: int = 0,
     ) -> None:
-        self.interrupts = 0
+        self.interrupted_by = 0  # number of the first signal
         # ranks that failed before any rank was asked to end, in the order of detection
         self._failed: list[Rank] = []
         self._end_by = float("inf")
@@ -229,10 +231,11 @@ class LaunchJob:
         try:
             for local in range(count):
                 cores = cores_for(local, count) if pin else []
-                self.ranks.append(
-                    Rank(first + local, command, environ | {"LOCAL_RANK": str(local)}, tell, cores)
-                )
-                self._guard.tell(self.ranks[-1].process.pid)
+                with interrupts_deferred():  # else a rank could be unknown to both this process and the guard
+                    self.ranks.append(
+                        Rank(first + local, command, environ | {"LOCAL_RANK": str(local)}, tell, cores)
+                    )
+                    self._guard.tell(self.ranks[-1].process.pid)
         except BaseException:
             self.close()
             raise
@@ -251,8 +254,8 @@ class LaunchJob:
         while self.goes_on():
             try:
                 self.poll()
-            except KeyboardInterrupt:
-                self.interrupt()
+            except KeyboardInterrupt as interrupt:
+                self.interrupt(signal_of(interrupt))
 
     def goes_on(self) -> bool:
         """Return whether a rank still runs, or some of its output has not been passed on."""
@@ -287,10 +290,10 @@ class LaunchJob:
         if now > self._kill_by:
             self._end(signal.SIGKILL, now)
 
-    def interrupt(self) -> None:
-        """Interrupt the ranks like Ctrl-C; a second call kills them."""
-        self.interrupts += 1
-        self._end(signal.SIGINT if self.interrupts == 1 else signal.SIGKILL, time.monotonic())
+    def interrupt(self, number: int) -> None:
+        """Send the signal, SIGINT or SIGTERM, to the ranks; the second call kills them."""
+        self._end(signal.SIGKILL if self.interrupted_by else number, time.monotonic())
+        self.interrupted_by = self.interrupted_by or number
 
     def _end(self, number: int, now: float) -> None:
         self._end_by, self._kill_by = float("inf"), now + KILL_DELAY_S
@@ -341,15 +344,17 @@ def free_address(host: str) -> str:
         return listener.address
 
 
-def launch(count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, bool]:
+def launch(count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, int]:
     """Run all ranks of a script, or of a module after ``-m``, until they end.
 
-    Return a description of the first failure (empty if none), and whether an interrupt arrived.
+    Return a description of the first failure (empty if none failed), and the number of the signal that
+    interrupted the job (0 if none did).
     """
     environ = variables(count, count, free_address("127.0.0.1"), secrets.token_hex(8))
-    job = LaunchJob(count, [sys.executable, *script], environ, tell, pin)
-    try:
-        job.run()
-    finally:
-        job.close()
-    return job.first_failure, bool(job.interrupts)
+    with terminate_as_interrupt():
+        job = LaunchJob(count, [sys.executable, *script], environ, tell, pin)
+        try:
+            job.run()
+        finally:
+            job.close()
+    return job.first_failure, job.interrupted_by

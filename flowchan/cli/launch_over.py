@@ -84,8 +84,7 @@ def run_ranks(share: Share, script: Sequence[str], pin: bool, orders: In[Any], m
         while job.goes_on():
             job.poll()
             with contextlib.suppress(Empty):
-                orders.get_nowait()
-                job.interrupt()
+                job.interrupt(orders.get_nowait())
     finally:
         job.close()
     failure = job.first_failure
@@ -97,9 +96,9 @@ class HostLauncher:
 
     def __init__(self, pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> None:
         self._tell = tell
-        self.interrupts = 0
+        self.interrupted_by = 0  # number of the first signal
         self.failures: list[str] = []
-        self._later = threading.Timer(LATER, self._end)
+        self._later = threading.Timer(LATER, self._end, (signal.SIGTERM,))
         names = pool.hosts[:count]
         self._remaining = len(names)
         graph = Graph("launch")
@@ -131,25 +130,25 @@ class HostLauncher:
     def _host_ended(self, word: RankEnded) -> None:
         self._remaining -= 1
         if word.failure:
-            if not self.failures and not self.interrupts:
+            if not self.failures and not self.interrupted_by:
                 self._later.start()
             self.failures.append(word.failure)
         if not self._remaining:
             self._later.cancel()
             self._orders.close()
 
-    def _end(self) -> None:
+    def _end(self, number: int) -> None:
         with contextlib.suppress(ChannelError, ValueError):  # all hosts have ended
-            self._orders.put_nowait("end")
+            self._orders.put_nowait(number)
 
-    def interrupt(self, *_: object) -> None:
-        """Interrupt the ranks like Ctrl-C; a second call kills them."""
-        self.interrupts += 1
-        self._end()
+    def interrupt(self, number: int, _: object) -> None:
+        """Send the signal to the ranks; the second call kills them."""
+        self.interrupted_by = self.interrupted_by or number
+        self._end(number)
 
 
-def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, bool]:
-    """Launch the ranks on a pool's hosts, as ``launch`` does on this host.
+def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, int]:
+    """Launch the ranks on the hosts of a pool, as ``launch`` does on this host.
 
     Args:
         pool: Hosts to use.
@@ -172,4 +171,4 @@ def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: 
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return first_of(launcher.failures), bool(launcher.interrupts)
+    return first_of(launcher.failures), launcher.interrupted_by

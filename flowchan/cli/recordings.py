@@ -48,7 +48,7 @@ def summary(path: str) -> str:
         f"{recording.graph!r}, {Path(path).stat().st_size:,} bytes"
     )
     if not recording.complete:
-        line += "\nit is incomplete, because its program was killed or is still running"
+        line += "\nit is incomplete, because its program was killed or is still running, or its disk was full"
     if recording.stopped:
         line += f"\nthe recording ended before the channel: {recording.stopped}"
     return line

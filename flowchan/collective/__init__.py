@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import itertools
 import os
 from collections import defaultdict
@@ -120,9 +121,10 @@ def _launched(launched: Launched, name: str, timeout: float) -> Group:
         return meet(f"{launched.job}\n{number}", launched.rank, launched.size, timeout, name)
     at, secret = os.environ.get("FLOWCHAN_AT"), os.environ.get("FLOWCHAN_SECRET")
     if at and secret:
-        return meet_at(
-            at, secret_bytes("FLOWCHAN_SECRET", secret.encode()), launched.rank, launched.size, timeout, name
-        )
+        key = secret_bytes("FLOWCHAN_SECRET", secret.encode())
+        if launched.launcher == "Slurm":  # two jobs may read one secret; their members must not mix
+            key = hmac.digest(key, launched.job.encode(), "sha256")
+        return meet_at(at, key, launched.rank, launched.size, timeout, name)
     if launched.launcher == "torchrun":
         from flowchan.collective.rendezvous.store import meet_by_torchrun
 

@@ -104,6 +104,9 @@ class RecordingWriter:
         text = json.dumps(about).encode()
         try:
             self._write([_HEAD.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text])
+        except OSError as error:
+            self._release()
+            raise OSError(error.errno, error.strerror, options.path) from None
         except BaseException:
             self._release()
             raise
@@ -215,8 +218,9 @@ class Recording:
         graph: Name of the graph.
         channel: Name of the channel.
         flowchan: Version of flowchan that wrote the file.
-        complete: False if the program was killed before it completed the file, or is still writing it.
-        stopped: Why the recording ended before the channel, such as a limit; empty if it did not.
+        complete: False if the program was killed before it completed the file, is still running, or had no
+            space on the disk.
+        stopped: Reason why the recording ended before the channel, such as a limit; empty if it did not.
 
     Raises:
         OSError: The file cannot be read.

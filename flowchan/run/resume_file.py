@@ -83,7 +83,8 @@ class ResumeFile:
                 self._release()
                 raise
         except (OSError, _Refused) as error:
-            reason = str(error) if isinstance(error, _Refused) else f"could not be used: {text_of(error)}"
+            unusable = f"could not be used: {text_of(error)}; use a path where this program can write"
+            reason = str(error) if isinstance(error, _Refused) else unusable
             message = f"the file at resume={os.fsdecode(self.path)!r} {reason}"
             problem = Problem("resume", "", graph.stages[0].where, message)
             raise GraphError(graph.name, [problem]) from None

@@ -248,7 +248,7 @@ class Supervisor:
             source = min(self.plan.sources)
             error = StageError(
                 f"the finished items of source {source!r} could not be recorded in resume="
-                f"{self.recording.path!r}: {text_of(reason)}",
+                f"{self.recording.path!r}: {text_of(reason)}; free space there and run the graph again",
                 stage=source,
                 worker="",
             )

@@ -13,9 +13,12 @@ import os
 import select
 import socket
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from flowchan.transport.interrupts import unless_interrupted
+from flowchan.transport.name_lookup import Resolved, resolve
 
 UNSENT = 256 * 1024
 """Maximum unsent bytes in a connection. More would not fit into the CPU cache, and would delay small frames.
@@ -35,6 +38,8 @@ _TIMEOUTS = {
 }
 TIMEOUTS = {getattr(socket, name): limit for name, limit in _TIMEOUTS.items() if hasattr(socket, name)}
 BACKLOG = 256
+HEAD_START_S = 0.25
+"""Seconds in which only one of several IP addresses of a host is tried."""
 ENDED_EARLY = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM}
 """Errors of accept() for a connection that ended before it was accepted. The next call of ``accept`` may
 succeed."""
@@ -135,10 +140,13 @@ class Listener:
         self.close()
 
 
-def listen(address: str) -> Listener:
-    """Listen on ``address`` only. Raise ``ValueError`` or ``OSError`` on failure."""
+def listen(address: str, timeout: float | None = None) -> Listener:
+    """Listen on ``address`` only. Raises ``ValueError`` or ``OSError``.
+
+    If the address contains a name, it must be resolved within ``timeout`` seconds (default: no limit).
+    """
     host, port = split(address)
-    family, _, _, _, name = resolve(host, port, address)[0]
+    family, _, _, _, name = resolve(host, port, address, timeout)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -156,31 +164,75 @@ def listen(address: str) -> Listener:
 def dial(address: str, timeout: float) -> socket.socket:
     """Connect to ``address`` in one attempt.
 
-    Raise ``ValueError``, ``TimeoutError``, or another ``OSError`` whose message contains the address.
+    If the host has several IP addresses and one does not answer, the next one is also tried after
+    ``HEAD_START_S`` (RFC 8305).
+
+    Raises ``ValueError``, ``TimeoutError``, or another ``OSError`` whose message contains the address.
     """
     host, port = split(address)
     give_up = time.monotonic() + timeout
+    resolved = resolve(host, port, address, timeout)
+    try:
+        return _first_connection(resolved, give_up)
+    except unless_interrupted(OSError) as error:
+        if isinstance(error, TimeoutError):
+            raise TimeoutError(f"{address} did not answer within {timeout:g} s") from None
+        raise OSError(error.errno, f"can't reach {address}: {error.strerror}") from None
+
+
+def _first_connection(resolved: Sequence[Resolved], give_up: float) -> socket.socket:
+    """Return a connection to the first of the addresses that accepts one; raise the last error."""
     failure = OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
-    for family, _, _, _, name in resolve(host, port, address):
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            prepare(sock, name[0])
-            sock.settimeout(max(0.001, give_up - time.monotonic()))
-            sock.connect(name)
-            # the socket has connected to itself, at a free port of this host
-            if sock.getsockname() == sock.getpeername():
-                raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            sock.settimeout(None)
-            return sock
-        except unless_interrupted(OSError) as error:
+    untried, waiting = deque(resolved), select.poll()
+    attempts: dict[int, socket.socket] = {}
+    try:
+        while untried or attempts:
+            if untried:
+                family, _, _, _, name = untried.popleft()
+                sock = socket.socket(family, socket.SOCK_STREAM)
+                attempts[sock.fileno()] = sock
+                waiting.register(sock, select.POLLOUT)
+                try:
+                    _begin(sock, name)
+                except unless_interrupted(OSError) as error:
+                    failure = error
+                    waiting.unregister(sock)
+                    attempts.pop(sock.fileno()).close()
+                    continue
+            remaining = max(0.0, give_up - time.monotonic())
+            for fd, _ in waiting.poll((min(HEAD_START_S, remaining) if untried else remaining) * 1000):
+                try:
+                    _check(attempts[fd])
+                    return attempts.pop(fd)
+                except unless_interrupted(OSError) as error:
+                    failure = error
+                    waiting.unregister(fd)
+                    attempts.pop(fd).close()
+            if attempts and time.monotonic() >= give_up:
+                raise TimeoutError
+    finally:
+        for sock in attempts.values():
             sock.close()
-            failure = error
-        except BaseException:
-            sock.close()
-            raise
-    if isinstance(failure, TimeoutError):
-        raise TimeoutError(f"{address} did not answer within {timeout:g} s")
-    raise OSError(failure.errno, f"can't reach {address}: {failure.strerror}")
+    raise failure
+
+
+def _begin(sock: socket.socket, name: tuple[str, int]) -> None:
+    """Begin to connect."""
+    prepare(sock, name[0])
+    sock.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        sock.connect(name)
+
+
+def _check(sock: socket.socket) -> None:
+    """Raise the error of a connection that could not be made."""
+    failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    # the socket may have connected to itself, at a free port on this host
+    if not failed and sock.getsockname() == sock.getpeername():
+        failed = errno.ECONNREFUSED
+    if failed:
+        raise OSError(failed, os.strerror(failed))
+    sock.setblocking(True)
 
 
 def prepare(sock: socket.socket, peer: str) -> None:
@@ -200,26 +252,17 @@ def prepare(sock: socket.socket, peer: str) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def route_to(peer: str) -> str:
+def route_to(peer: str, timeout: float | None = None) -> str:
     """Return this host's source address for packets to ``peer``, without a port.
 
-    ``peer``, a host's name or address, can reach this host at the returned address. The address follows from
-    the kernel's routes; nothing is sent. Raise ``OSError`` on failure.
+    ``peer`` is the name or address of a host, and can reach this host at the returned address. The address
+    follows from the kernel's routes; only the lookup of a name sends packets, and may take ``timeout``
+    seconds (default: no limit). Raises ``OSError``.
     """
-    family, _, _, _, name = resolve(peer, 9, peer)[0]
+    family, _, _, _, name = resolve(peer, 9, peer, timeout)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect(name)
         except OSError as error:
             raise OSError(error.errno, f"this host has no route to {peer}: {error.strerror}") from None
         return str(sock.getsockname()[0])
-
-
-def resolve(host: str, port: int, requested: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
-    """Resolve a host name."""
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)  # type: ignore[return-value]
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        of_it = "" if requested == host else f"{requested}: "
-        raise OSError(errno.EADDRNOTAVAIL, f"{of_it}the host {host!r} can't be resolved ({reason})") from None

@@ -196,16 +196,27 @@ def test_unwritable_log_dir_is_reported_in_one_line(tmp_path: Path, taken: str) 
     assert f"--log-dir: can't write {tmp_path / taken}" in errors.splitlines()[-1]
 
 
+@pytest.mark.parametrize("where", [[], ["--hosts", "local:1"]], ids=["here", "on hosts"])
+def test_full_disk_of_log_dir_is_reported_with_the_file(tmp_path: Path, where: list[str]) -> None:
+    log = tmp_path / "logs" / "0" / "stdout.log"
+    log.parent.mkdir(parents=True)
+    log.symlink_to("/dev/full")
+    with started(tmp_path, CORES, "-n", "1", *where, "--log-dir", str(tmp_path / "logs")) as launcher:
+        out, errors = launcher.communicate(timeout=100)
+    assert (out, launcher.returncode) == ("", 2)
+    assert f"--log-dir: can't write {log}: No space left on device" in errors.splitlines()[-1]
+
+
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:2"]], ids=["here", "on hosts"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_launcher_leaves_no_process_behind(tmp_path: Path, number: int, where: list[str]) -> None:
-    """After Ctrl-C or SIGKILL, no rank and no child of a rank is left."""
+    """After Ctrl-C, SIGTERM or SIGKILL, no rank and no child of a rank is left."""
     with started(tmp_path, WAITS, "-n", "2", *where) as launcher:
         assert launcher.stdout is not None
         grandchildren = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
         ranks = [psutil.Process(pid).ppid() for pid in grandchildren]
         launcher.send_signal(number)
-        assert launcher.wait(timeout=100) == (130 if number == signal.SIGINT else -number)
+        assert launcher.wait(timeout=100) == (-number if number == signal.SIGKILL else 128 + number)
         wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
         wait_until(lambda: not any(map(psutil.pid_exists, grandchildren)))
 
@@ -218,8 +229,8 @@ def test_process_group_is_not_signalled_after_its_rank_is_reaped(
     monkeypatch.setattr(os, "killpg", lambda pid, _: found.append(psutil.pid_exists(pid)))
     job = launch.LaunchJob(2, [sys.executable, "-c", ""], dict(os.environ), launch.show, False)
     job.run()
-    job.interrupt()
-    job.interrupt()
+    job.interrupt(signal.SIGINT)
+    job.interrupt(signal.SIGINT)
     job.close()
     assert found == [True] * 4
 

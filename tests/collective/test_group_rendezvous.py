@@ -29,6 +29,7 @@ from flowchan.collective.one_host import SharedGroup
 from flowchan.collective.rendezvous.address import meet_at
 from flowchan.collective.rendezvous.folder import meet_in
 from flowchan.collective.rendezvous.host import meet
+from flowchan.transport import tcp
 from flowchan.transport.rendezvous import Coordinator, Participant
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -189,6 +190,52 @@ def test_missing_slurm_file_raises_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(GroupError, match=r"rank 0 cannot write \S+/file/x: .*; set FLOWCHAN_FOLDER"):
         meet_in(tmp_path / "file", "x", "127.0.0.1", 0, 2, 10, "")
+
+
+FULL = """
+import resource
+from flowchan import GroupError, collective
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+try:
+    collective.group()
+except GroupError as error:
+    print(error)
+"""
+
+
+def test_slurm_file_on_a_full_disk_raises_and_goes(tmp_path: Path) -> None:
+    said = scripts.run_python("-c", FULL, env=on_two_nodes(0, tmp_path))
+    assert said.startswith(f"group: rank 0 cannot write {tmp_path}/slurm-0-7.0.0.0: File too large; ")
+    assert list(tmp_path.iterdir()) == []
+
+
+ONE_JOB = """
+import sys
+from flowchan import collective
+try:
+    with collective.group(timeout=float(sys.argv[1])) as g:
+        print(g.allgather(sys.argv[2]))
+except TimeoutError as error:
+    print(error)
+"""
+
+
+def test_slurm_jobs_with_the_same_address_and_secret_stay_separate(tmp_path: Path) -> None:
+    shared = {"FLOWCHAN_AT": free_address(), "FLOWCHAN_SECRET": "sixteen letters."}
+
+    def task(job: str, rank: int, timeout: float) -> subprocess.Popen[str]:
+        env = on_two_nodes(rank, tmp_path) | shared | {"SLURM_JOB_ID": job}
+        return scripts.start("-c", ONE_JOB, str(timeout), f"job {job}", env=env)
+
+    def listens() -> bool:
+        with contextlib.suppress(ConnectionRefusedError), tcp.dial(shared["FLOWCHAN_AT"], 60):
+            return True
+        return False
+
+    first = task("7", 0, 60)
+    wait_until(listens)
+    assert "perhaps the secrets differ" in ended([task("8", 1, 1)])[0]
+    assert ended([first, task("7", 1, 60)]) == ["['job 7', 'job 7']"] * 2
 
 
 def test_slurm_file_that_others_can_write_is_refused(tmp_path: Path) -> None:

@@ -256,10 +256,12 @@ def test_repr_hides_the_group_secret() -> None:
     assert SECRET.decode() not in repr([slot, CONNECTOR])
 
 
-def separate_hosts() -> tuple[str, str]:
-    """Return the identity of this host, and the identity of a container that shares only its network."""
-    alone, user = 0x20000000, 0x10000000  # CLONE_NEWPID, CLONE_NEWUSER
-    if ctypes.CDLL(None).unshare(alone | (user if os.geteuid() else 0)):
+PID, TIME, USER = 0x20000000, 0x80, 0x10000000  # CLONE_NEWPID, CLONE_NEWTIME, CLONE_NEWUSER
+
+
+def separate_hosts(namespace: int) -> tuple[str, str]:
+    """Return the identity of this host, and the identity of a container with its own namespace."""
+    if ctypes.CDLL(None).unshare(namespace | (USER if os.geteuid() else 0)):
         return "", ""
     reader_end, writer_end = os.pipe()
     if not (child := os.fork()):
@@ -269,15 +271,17 @@ def separate_hosts() -> tuple[str, str]:
     return this_host(), os.read(reader_end, 1000).decode()
 
 
-def test_processes_in_different_namespaces_count_as_different_hosts() -> None:
-    """In the containers of one pod, a process ID may belong to a different process or to none."""
-    local, remote = ProcessPeer(separate_hosts).result()
+@pytest.mark.parametrize(("namespace", "place"), [(PID, 2), (TIME, 4)], ids=["pid", "time"])
+def test_processes_in_different_namespaces_count_as_different_hosts(namespace: int, place: int) -> None:
+    """In the containers of one pod, a process ID may belong to a different process or to none. In another
+    time namespace, a process seems to have started at another time."""
+    local, remote = ProcessPeer(separate_hosts, namespace).result()
     if not local:
-        pytest.skip("this system does not allow new PID namespaces")
+        pytest.skip("this system does not allow new PID or time namespaces")
     assert local == this_host()
-    (boot, net, pid, *_), (remote_boot, remote_network, remote_pid, *_) = local.split("/"), remote.split("/")
-    assert (boot, net) == (remote_boot, remote_network)
-    assert pid != remote_pid
+    here, there = local.split("/"), remote.split("/")
+    assert here[:2] == there[:2]
+    assert here[place] != there[place]
 
 
 def test_processes_of_two_users_count_as_two_hosts() -> None:

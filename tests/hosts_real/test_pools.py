@@ -80,6 +80,39 @@ def test_agent_is_replaced_when_its_job_step_is_cancelled(tmp_path):
     assert sum(host.agents for host in run.stats().hosts) == 3
 
 
+CANCELLED = """
+import os
+from flowchan import Graph, RunError
+from flowchan.hosts import slurm
+
+def work(item):
+    import signal
+    print("agent", os.getppid(), flush=True)
+    signal.pause()
+
+graph = Graph("cancelled")
+graph.source(range(2)).map(work, on=slurm(), workers=2).collect()
+try:
+    graph.run()
+except RunError as error:
+    print(*error.exceptions)
+"""
+
+
+def test_cancelled_job_fails_the_run_with_the_reason(allocation):
+    command = (sys.executable, "-c", CANCELLED)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as program:
+        words = [program.stderr.readline().split() for _ in range(2)]
+        agents = [psutil.Process(int(word[-1])) for word in words]
+        subprocess.run(("scancel", allocation), check=True)
+        said, _ = program.communicate(timeout=100)
+    assert "no host is left for worker" in said
+    assert "node1: " in said
+    assert "node2: " in said
+    wait_until(lambda: not any(agent.is_running() for agent in agents))
+
+
 FILE = """
 from flowchan import Graph, worker
 

@@ -317,6 +317,26 @@ def test_full_disk_ends_the_recording_but_not_the_run(tmp_path: Path) -> None:
     assert big == "0 item 0 could not be written: File too large"
 
 
+def test_recording_that_cannot_begin_names_its_file(tmp_path: Path) -> None:
+    program = script(
+        tmp_path,
+        """
+        import resource
+        from flowchan import Graph, RunError
+
+        graph = Graph()
+        graph.source([1], name="data").sink(abs)
+        graph.record("data", "data.rec")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        try:
+            graph.run()
+        except RunError as error:
+            print(error.exceptions[0])
+        """,
+    )
+    assert f"File too large: '{tmp_path}/data.rec'" in run_python(program, cwd=tmp_path)
+
+
 def test_unreadable_item_fails_a_run_that_records_it(path: Path) -> None:
     """The program unpickles each item, so it cannot pass on an item that it cannot unpickle."""
 

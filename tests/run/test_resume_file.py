@@ -170,7 +170,9 @@ def test_r14_run_fails_if_the_file_cannot_be_written(
         with pytest.raises(RunError) as raised:
             graph.run(resume=path)
     (error,) = raised.value.exceptions
-    assert re.search(r"'source' could not be recorded in resume='.*': .*No space left", str(error))
+    assert re.search(
+        r"'source' could not be recorded in resume='.*': .*No space left.*; free space", str(error)
+    )
 
 
 # --- what is refused ---

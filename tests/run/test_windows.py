@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 from collections.abc import Iterator
+from time import time as real_time
 from typing import Any
 
 import pytest
@@ -305,3 +308,65 @@ def test_key_that_cannot_be_hashed_raises_with_the_remedy(kind: str) -> None:
         graph.run()
     message = f"{kind}: key must return hashable values such as str or tuple, got [1] (list)"
     assert message in str(raised.value.exceptions[0])
+
+
+# --- a clock that is set back ---
+
+HOUR = 3600
+
+
+@pytest.fixture
+def set_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return an event; once it is set, the system's clock is one hour behind."""
+    happened = threading.Event()
+    monkeypatch.setattr("time.time", lambda: real_time() - HOUR * happened.is_set())
+    return happened
+
+
+def test_windows_still_end_after_the_clock_is_set_back(set_back: threading.Event) -> None:
+    arrived, ended = threading.Event(), threading.Event()
+
+    def numbers() -> Iterator[int]:
+        yield from (0, 1)
+        arrived.wait()
+        set_back.set()
+        yield from itertools.takewhile(lambda _: not ended.wait(0.01), itertools.count(2))
+
+    def key(number: int) -> None:
+        if number == 1:  # the time of number 0 has been taken
+            arrived.set()
+
+    def note(window: Window[int]) -> Window[int]:
+        if window.items[0] > 1:  # the window began after the clock was set back
+            ended.set()
+        return window
+
+    graph = Graph()
+    windows = graph.source(numbers).window(seconds=0.1, key=key).map(note).collect()
+    found = graph.run()[windows]
+    assert [window.start for window in found] == sorted({window.start for window in found})
+    inside = [number for window in found for number in window.items]
+    assert inside == list(range(len(inside)))
+
+
+def test_join_pairs_arrivals_after_the_clock_is_set_back(set_back: threading.Event) -> None:
+    arrived = threading.Event()
+
+    def left() -> Iterator[str]:
+        yield "before"
+        arrived.wait()
+        set_back.set()
+        yield "after"
+
+    def right() -> Iterator[str]:
+        set_back.wait()
+        yield "right"
+
+    graph = Graph()
+    joined = (
+        graph.source(left, name="left")
+        .map(lambda word: (arrived.set(), word)[1])
+        .join(graph.source(right, name="right"), key=lambda _: 0, other_key=lambda _: 0, within=HOUR / 2)
+        .collect()
+    )
+    assert set(graph.run()[joined]) == {("before", "right"), ("after", "right")}

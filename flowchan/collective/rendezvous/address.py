@@ -35,7 +35,7 @@ from flowchan.transport.dial import reach
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.rendezvous import Coordinator, Participant, RendezvousEnded
-from flowchan.transport.tcp import Listener, listen, route_to, split
+from flowchan.transport.tcp import Listener, listen, split
 
 REJOIN_TIMEOUT_S = 10.0
 """Seconds to wait for missing survivors before rank 0 tries to connect to them. Also the time limit for the
@@ -65,7 +65,7 @@ def meet_at(
     ``host`` identifies the host (default: detected). Rank 0 calls ``publish`` once it listens. Raise
     ``ValueError`` if the other members cannot learn the port.
     """
-    where, port = split(at)
+    _, port = split(at)
     if port == 0 and size > 1 and (rank != 0 or publish is None):
         remedy = "pass the address that rank 0 publishes" if rank != 0 else "pass publish=, or a free port"
         raise ValueError(f"group: at must have a port that all members know, got {at!r}; {remedy}")
@@ -75,7 +75,8 @@ def meet_at(
         return meet_by(gather, own, connector, remaining() or 0.0, name, host)
 
     try:
-        if (first := _first_listener(rank, at)) is not None:
+        if (first := _first_listener(rank, at, timeout)) is not None:
+            ours = split(first.address)[0]
             with contextlib.closing(Coordinator(size, time.monotonic() + timeout)) as coordinator:
                 with AuthenticatedListener(first, secret, {"rank": 0}) as listener:
                     at = listener.address if port == 0 else at
@@ -83,24 +84,25 @@ def meet_at(
                     if publish is not None:
                         publish(at)
                     coordinator.assemble(listener.accept)
-                met = form(coordinator.gather, 0, Connector(secret, where))
+                met = form(coordinator.gather, 0, Connector(secret, ours))
         else:
-            sock = _reached(at, secret, rank, size, timeout)
+            sock = _reached(at, secret, rank, size, remaining() or 0.0)
+            ours = sock.getsockname()[0]
             sock.settimeout(max(0.001, remaining() or 0.0))
             with contextlib.closing(Participant(sock, "rank 0")) as participant:
                 own = participant.receive() if rank is None else rank
-                met = form(participant.gather, own, Connector(secret, route_to(where)))
+                met = form(participant.gather, own, Connector(secret, ours))
     except RendezvousEnded as ended:
         raise GroupError(str(ended)) from None
     return Place(at, secret, host).of(met)
 
 
-def _first_listener(rank: int | None, at: str) -> Listener | None:
+def _first_listener(rank: int | None, at: str, timeout: float) -> Listener | None:
     """Return the listener of rank 0, or ``None`` on the other members."""
     if rank is not None:
-        return listen(at) if rank == 0 else None
+        return listen(at, timeout) if rank == 0 else None
     try:
-        return listen(at)
+        return listen(at, timeout)
     except OSError as error:
         # another member or another host is listening
         if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
@@ -163,6 +165,7 @@ def _lead(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: flo
     came: dict[int, socket.socket] = {}
     try:
         with AuthenticatedListener(_listener(old, place.at), secret, {"rank": 0}) as listener:
+            ours = split(listener.address)[0]
             _let_in(old, listener, came, give_up)
         survivors = sorted([0, *came])
         within = _rejoin_timeout(give_up)
@@ -170,7 +173,7 @@ def _lead(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: flo
         for rank, sock in came.items():
             coordinator.come(survivors.index(rank), sock)
         coordinator.tell(survivors)
-        connector = Connector(secret, split(place.at)[0])
+        connector = Connector(secret, ours)
         return meet_by(coordinator.gather, 0, connector, within, name, place.host)
     finally:
         for sock in came.values():
@@ -255,6 +258,7 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
                 raise TimeoutError(f"shrink of {old._title()} timed out: {error}") from None
             if not late:
                 raise GroupError(f"{error}; {REMEDY}") from None
+    ours = sock.getsockname()[0]
     with contextlib.closing(Participant(sock, "rank 0")) as participant:
         # Rank 0 may wait for late members without limit; if it dies, the connection ends.
         sock.settimeout(None if give_up == math.inf else max(0.001, give_up - time.monotonic()))
@@ -264,5 +268,5 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
             raise TimeoutError(f"shrink of {old._title()} timed out: {error}") from None
         within = _rejoin_timeout(give_up)
         sock.settimeout(max(0.001, min(2 * REJOIN_TIMEOUT_S, give_up - time.monotonic())))
-        connector = Connector(secret, route_to(split(place.at)[0]))
+        connector = Connector(secret, ours)
         return meet_by(participant.gather, survivors.index(old.rank), connector, within, name, place.host)

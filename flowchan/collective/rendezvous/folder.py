@@ -73,6 +73,8 @@ def _write(path: Path, text: str) -> None:
             file.write(text)
         new.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink()
         raise GroupError(f"group: rank 0 cannot write {path}: {error.strerror}; {REMEDY}") from None
 
 

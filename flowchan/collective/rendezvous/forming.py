@@ -175,12 +175,12 @@ def _connected(
 def this_host() -> str:
     """Identify the current boot of this machine, and the namespaces and user of this process.
 
-    Processes can share memory only if all of these are the same. A Unix socket can be reached only within its
-    network namespace, and a process id is valid only within its PID namespace. A user cannot open other
-    users' memory.
+    Processes can share memory only if all of these are equal. A Unix socket can be reached only in its
+    network namespace, and a process ID is valid only in its PID namespace. Another time namespace shows other
+    start times of processes, which identify them. A user cannot open another user's memory.
     """
     with open("/proc/sys/kernel/random/boot_id") as boot:
-        paths = (f"/proc/self/ns/{kind}" for kind in ("net", "pid", "user"))
-        # if the kernel lacks a certain kind of namespace, all processes share it
+        paths = (f"/proc/self/ns/{kind}" for kind in ("net", "pid", "user", "time"))
+        # without one kind of namespace in the kernel, all processes share one
         spaces = (os.stat(path).st_ino if os.path.exists(path) else 0 for path in paths)
         return "/".join([boot.read().strip(), *map(str, spaces), str(os.getuid())])

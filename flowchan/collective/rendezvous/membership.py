@@ -62,7 +62,7 @@ class Membership:
         hello = {"group": self.group, "rank": self.rank}
         sock, _ = reach(self.at, self.secret, hello, why=why, within=WITHIN, tls=self.tls)
         secret = hmac.digest(self.secret, f"group {self.group}".encode(), "sha256")
-        connector = Connector(secret, route_to(split(self.at)[0]), self.tls)
+        connector = Connector(secret, route_to(split(self.at)[0], WITHIN), self.tls)
         with contextlib.ExitStack() as stack:
             participant = stack.enter_context(contextlib.closing(Participant(sock, "the driver")))
             try:

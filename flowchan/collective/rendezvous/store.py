@@ -40,7 +40,8 @@ def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = 
             store.delete_key(f"flowchan/{number}/{rank}")
 
     (secret, *_) = gather(secrets.token_hex(32))
-    connector = Connector(bytes.fromhex(secret), route_to(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    connector = Connector(bytes.fromhex(secret), route_to(master, timeout))
     group = meet_by(gather, rank, connector, timeout, name)
     try:
         group.barrier()  # after this, all members have read the last values

@@ -20,29 +20,43 @@ from flowchan.run.worker.operator_job import SKIPPED, OperatorJob
 T = TypeVar("T")
 
 
+class ArrivalClock:
+    """Clock for times of arrival, which shows the system's time but never goes back.
+
+    If the system's clock is set back, this clock continues as before, so that open windows still end.
+    """
+
+    def __init__(self) -> None:
+        self._ahead = -math.inf  # seconds by which this clock is ahead of the monotonic clock
+
+    def now(self) -> float:
+        """Return the present time."""
+        wall, steady = time.time(), time.monotonic()  # in this order, a pause between the two does no harm
+        self._ahead = max(self._ahead, wall - steady)
+        return self._ahead + steady
+
+
 class Clock:
     """Times of the items of one stream, and the latest of these times.
 
     Args:
-        time_of: Returns the time of an item in seconds; None means its arrival time.
+        time_of: Function that returns the time of an item in seconds, or None for the time of arrival.
+        arrivals: Clock for times of arrival. Streams that are compared share it.
     """
 
-    def __init__(self, time_of: Callable[[Any], float] | None) -> None:
+    def __init__(self, time_of: Callable[[Any], float] | None, arrivals: ArrivalClock) -> None:
         self._time_of = time_of
+        self._arrivals = arrivals
         self.latest = -math.inf
 
     def time_of(self, item: Any) -> float:
-        """Return the time of an item. Arrival times never decrease, even if the system's clock does."""
+        """Return the time of an item."""
         if self._time_of is None:
-            return self.now()
+            return self._arrivals.now()
         seconds = float(self._time_of(item))
         if not math.isfinite(seconds):
             raise ValueError(f"time must return a finite number of seconds, got {seconds}")
         return seconds
-
-    def now(self) -> float:
-        """Return the current time, but no earlier than the latest item's."""
-        return max(self.latest, time.time())
 
     def saw(self, seconds: float) -> None:
         """Note the time of an item."""
@@ -140,18 +154,19 @@ def _window_by_count(job: OperatorJob, items: In[Any], out: Out[Window[Any]]) ->
 
 def _window_by_time(job: OperatorJob, items: In[Any], out: Out[Window[Any]]) -> None:
     options, arrives = job.options, job.options["time"] is None
-    windows, clock = TimeWindows(options["seconds"], options["every"]), Clock(options["time"])
+    windows, arrivals = TimeWindows(options["seconds"], options["every"]), ArrivalClock()
+    clock = Clock(options["time"], arrivals)
     keys, lateness = _keys(job.kind, options["key"]), options["allowed_lateness"]
 
     def key_and_time(item: Any) -> tuple[Hashable, float]:
         return keys(item), clock.time_of(item)
 
     while True:
-        wait = max(0.0, windows.next_end - time.time()) if arrives and windows.next_end < math.inf else None
+        waits = arrives and windows.next_end < math.inf
         try:
-            item = items.get(wait)
+            item = items.get(max(0.0, windows.next_end - arrivals.now()) if waits else None)
         except Empty:
-            _put_all(out, windows.close(clock.now()))
+            _put_all(out, windows.close(arrivals.now()))
             continue
         except Drained:
             break
@@ -241,9 +256,10 @@ class _Side(Generic[T]):
 def join(job: OperatorJob, *, left: In[Any], right: In[Any], out: Out[tuple[Any, Any]]) -> None:
     """Put the pairs of items from both inputs that have equal keys and sufficiently close times."""
     options, within, lateness = job.options, job.options["within"], job.options["allowed_lateness"]
+    arrivals = ArrivalClock()
     sides = (
-        _Side(left, options["key"], Clock(options["time"])),
-        _Side(right, options["other_key"], Clock(options["other_time"])),
+        _Side(left, options["key"], Clock(options["time"], arrivals)),
+        _Side(right, options["other_key"], Clock(options["other_time"], arrivals)),
     )
     closed = -math.inf  # partners of items from before this time may have been dropped
     while True:

@@ -1,0 +1,110 @@
+"""Test names that resolve late, never, or to an address that does not answer.
+
+The programs run in a network namespace with its own name server, whose answers take longer than the tests.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ends import SECRET
+
+NAMESPACE = """
+set -e
+printf 'nameserver 127.0.0.1\\noptions timeout:30 attempts:5\\n' > resolv.conf
+mount --bind resolv.conf /etc/resolv.conf
+printf 'hosts: files dns\\n' > nsswitch.conf
+mount --bind nsswitch.conf /etc/nsswitch.conf
+printf 'fd00::9 two.addresses\\n127.0.0.1 two.addresses\\n' > hosts
+mount --bind hosts /etc/hosts
+ip link set lo up
+ip link add near type veth peer name far
+ip link set near up
+ip link set far up
+ip -6 addr add fd00::1/64 dev near nodad
+ip -6 neigh add fd00::9 lladdr 02:00:00:00:00:09 dev near nud permanent
+echo ready
+exec "$@"
+"""
+
+BEGIN = f"""
+import os, signal, socket, threading
+from flowchan import HostError, collective
+from flowchan.transport import connect, listen
+silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+silent.bind(("127.0.0.1", 53))  # a name server that never answers
+secret = {SECRET!r}
+"""
+
+CONNECT = """
+try:
+    connect("silent.example:4711", secret, timeout=0.2)
+except HostError as error:
+    print(error)
+"""
+
+GROUP = """
+for rank in (0, 1):
+    try:
+        collective.group(rank=rank, size=2, at="silent.example:4711", secret=secret, timeout=0.2)
+    except OSError as error:
+        print(error)
+"""
+
+CTRL_C = """
+def interrupt():
+    silent.recv(512)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+try:
+    listen("silent.example:4711", secret)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+TWO_ADDRESSES = """
+print(*(one[4][0] for one in socket.getaddrinfo("two.addresses", 1, type=socket.SOCK_STREAM)))
+with listen("127.0.0.1:0", secret) as listener:
+    server = threading.Thread(target=lambda: listener.accept().close())
+    server.start()
+    connect("two.addresses:" + listener.address.partition(":")[2], secret, timeout=60).close()
+    server.join()
+"""
+
+
+def printed(program: str, folder: Path) -> list[str]:
+    """Return the lines that a program prints in the namespace."""
+    if not (shutil.which("unshare") and shutil.which("ip")):
+        pytest.skip("unshare or ip is not installed: apt-get install util-linux iproute2")
+    namespace = ("unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", NAMESPACE, "sh")
+    done = subprocess.run(
+        [*namespace, sys.executable, "-c", BEGIN + program],
+        cwd=folder, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    if not done.stdout.startswith("ready"):
+        pytest.skip(f"this system does not allow network namespaces: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[1:]
+
+
+def test_connect_ends_in_time_if_the_name_server_is_silent(tmp_path: Path) -> None:
+    (line,) = printed(CONNECT, tmp_path)
+    assert "the host 'silent.example' can't be resolved (no answer within 0.2 s)" in line
+
+
+def test_group_ends_in_time_if_the_name_server_is_silent(tmp_path: Path) -> None:
+    lines = printed(GROUP, tmp_path)
+    assert len(lines) == 2
+    assert all("'silent.example' can't be resolved (no answer within 0.2 s)" in line for line in lines)
+
+
+def test_ctrl_c_interrupts_the_lookup_of_a_name(tmp_path: Path) -> None:
+    assert printed(CTRL_C, tmp_path) == ["interrupted"]
+
+
+def test_connect_reaches_the_second_address_if_the_first_is_silent(tmp_path: Path) -> None:
+    assert printed(TWO_ADDRESSES, tmp_path) == ["fd00::9 127.0.0.1"]
