@@ -68,7 +68,8 @@ struct Names {
              *sites = name("sites"), *codes = name("codes"), *offsets = name("offsets"),
              *buffer = name("buffer"), *idle = name("idle"), *wake = name("wake"), *flush = name("flush"),
              *refs = name("refs"), *freed = name("freed"), *shape = name("shape"), *stride = name("stride"),
-             *offset = name("offset"), *dtype = name("dtype"), *device = name("device");
+             *offset = name("offset"), *dtype = name("dtype"), *device = name("device"), *conj = name("conj"),
+             *neg = name("neg");
 };
 Names* names = nullptr;
 PyTypeObject* tensor_type = nullptr;
@@ -141,6 +142,7 @@ struct Layout {
     size_t bytes = 0;
     caffe2::TypeMeta dtype;
     std::optional<c10::Device> device;
+    bool conj = false, neg = false;
 
     explicit Layout(Object given) : meta(std::move(given)) {
         auto numbers = [&](PyObject* key, auto& into) {
@@ -154,6 +156,8 @@ struct Layout {
         dtype = c10::scalarTypeToTypeMeta(
             reinterpret_cast<THPDtype*>(attribute(meta.it, names->dtype).it)->scalar_type);
         device = reinterpret_cast<THPDevice*>(attribute(meta.it, names->device).it)->device;
+        conj = attribute(meta.it, names->conj).it == Py_True;
+        neg = attribute(meta.it, names->neg).it == Py_True;
         bytes =
             at::detail::computeStorageNbytes(sizes, strides, dtype.itemsize(), static_cast<size_t>(offset));
     }
@@ -164,8 +168,11 @@ struct Layout {
                              c10::GetAllocator(c10::kMeta), true);
         auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage),
                                                              DispatchKeySet(DispatchKey::PrivateUse1), dtype);
-        made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
-        made.unsafeGetTensorImpl()->set_python_dispatch(true);
+        auto* impl = made.unsafeGetTensorImpl();
+        impl->set_sizes_and_strides(sizes, strides, offset);
+        impl->set_python_dispatch(true);
+        if (conj) impl->_set_conj(true);
+        if (neg) impl->_set_neg(true);
         return checked(THPVariable_Wrap(made, tensor_type));
     }
 };

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 Batch = tuple[int, list[Any], list[int]]
 """Position of the batch in the client's stream of numbers, the commands, and the ids to free after them."""
 
@@ -82,6 +84,33 @@ class TemplateSpec(NamedTuple):
     def size(self) -> int:
         """Number of values in a command."""
         return 2 + self.outputs + self.inputs + self.scalars
+
+
+class TensorForm(NamedTuple):
+    """Metadata of a strided tensor.
+
+    Attributes:
+        shape: Sizes of the dimensions.
+        stride: Strides of the dimensions.
+        offset: Offset in the storage.
+        dtype: Data type.
+        conj: torch's conjugate bit.
+        neg: torch's negative bit.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conj: bool
+    neg: bool
+
+
+def form_of(tensor: torch.Tensor) -> TensorForm:
+    """Return the metadata of a tensor."""
+    offset = int(tensor.storage_offset())
+    bits = tensor.is_conj(), tensor.is_neg()
+    return TensorForm(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, *bits)
 
 
 class NodeReply(NamedTuple):

@@ -32,6 +32,7 @@ import torch
 from flowchan import Channel, ChannelError, _core
 from flowchan.pipelines.children.child_state import released
 from flowchan.pipelines.remote_tensors import device_table, remote_device
+from flowchan.pipelines.remote_tensors.command_format import TensorForm
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
 from flowchan.pipelines.remote_tensors.node_copies import NodePlace
 from flowchan.pipelines.remote_tensors.remote_errors import RemoteError
@@ -136,10 +137,9 @@ def reduced(tensor: Any) -> Any:
     token = next(export.tokens)
     client.send("export", tensor._h.id, export.name, token)
     client.route.commands.flush()
-    form = meta.shape, meta.stride, meta.offset, meta.dtype
     is_parameter = getattr(tensor, "_is_param", False)
     marks = tensor.requires_grad, is_parameter
-    return arrive, (export.route, export.lease, export.name, token, form, marks)
+    return arrive, (export.route, export.lease, export.name, token, tuple(meta.form), marks)
 
 
 def arrive(
@@ -155,7 +155,7 @@ def arrive(
         client.route.commands.flush()
     # so that a worker that exits after this item does not lose operations on the tensor
     _core._when_finished(functools.partial(_sent, client))
-    tensor: Any = new_tensor(interned(client, *form), id)
+    tensor: Any = new_tensor(interned(client, TensorForm(*form)), id)
     requires_grad, is_parameter = marks
     if is_parameter:
         tensor._is_param = True

@@ -29,6 +29,7 @@ from flowchan.pipelines.remote_tensors.command_format import (
     Slot,
     TemplateSpec,
     flat_results,
+    form_of,
     unpack_batch,
 )
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
@@ -56,13 +57,8 @@ def _zeros(size: Sequence[int], **options: Any) -> torch.Tensor:
     return torch.zeros(size, **options)
 
 
-def _view_as_real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor.resolve_conj())
-
-
 NODE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aten::_efficientzerotensor": _zeros,  # an efficient zero tensor has no storage and cannot be sent
-    "aten::view_as_real": _view_as_real,  # only the node knows that a tensor is a conjugate view
 }
 """Functions that nodes run instead of operators."""
 
@@ -396,12 +392,7 @@ class Node:
     def answer_metadata(self, client: str, table: ClientTable, ids: list[int]) -> list[Any]:
         """Return the metadata of tensors, None for failures. Tests compare it with the client's metadata."""
         found = [table.tensors[id] for id in ids]
-        return [
-            (tuple(one.shape), one.stride(), one.storage_offset(), one.dtype)
-            if isinstance(one, torch.Tensor)
-            else None
-            for one in found
-        ]
+        return [tuple(form_of(one)) if isinstance(one, torch.Tensor) else None for one in found]
 
     def answer_ping(self, client: str, table: ClientTable) -> None:
         """Return when all earlier commands have run."""
@@ -446,15 +437,15 @@ class Node:
     def _described(self, table: ClientTable, number: int, result: Any, inputs: list[Any], more: Any) -> Any:
         if isinstance(result, torch.Tensor):
             only_strided("a result", result)
-            meta = tuple(result.shape), result.stride(), result.storage_offset(), result.dtype
+            form = tuple(form_of(result))
             for place, one in enumerate(inputs):
                 if one is result:
-                    return "input", (place, *meta)
+                    return "input", (place, form)
             # results after the first one get ids that no client uses
             place = next(more)
             id = number if place == 1 else -(number * 1000 + place)
             table.tensors[id] = result
-            return "new", (id, *meta)
+            return "new", (id, form)
         if isinstance(result, (tuple, list)):
             parts = [self._described(table, number, one, inputs, more) for one in result]
             return "list" if isinstance(result, list) else "tuple", parts

@@ -7,13 +7,13 @@ import itertools
 import logging
 import pickle
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 
-from flowchan.pipelines.remote_tensors.command_format import Slot, flat_results
+from flowchan.pipelines.remote_tensors.command_format import Slot, TensorForm, flat_results, form_of
 from flowchan.pipelines.remote_tensors.device_table import client_at
 from flowchan.pipelines.remote_tensors.local_forms import LocalForms
 from flowchan.pipelines.remote_tensors.node_client import LIMIT, HandleRef, NodeClient, TensorHandle
@@ -90,8 +90,7 @@ class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
                 f"data: new values must be on {self.device}, got {new.device}; move them with .to()"
             )
         fresh: Any = new.detach()  # otherwise, a shape change of one tensor would also change the other
-        _data.__set__(self, fresh)
-        self._m, self._h = fresh._m, fresh._h
+        _replace(self, fresh)
 
     def __tensor_flatten__(self) -> Any:
         # torch checks that this method exists: a module that moves to a node then keeps its parameter
@@ -112,7 +111,7 @@ def wrapped(meta: TensorMeta, handle: TensorHandle) -> RemoteTensor:
     if make is None:
         # for a contiguous tensor, leaving the strides out is faster than having torch parse them
         plain = not meta.offset and meta.stride == torch.empty(meta.shape, device="meta").stride()
-        make = meta.make = functools.partial(
+        make = functools.partial(
             torch.Tensor._make_wrapper_subclass,
             RemoteTensor,
             meta.shape,
@@ -123,9 +122,16 @@ def wrapped(meta: TensorMeta, handle: TensorHandle) -> RemoteTensor:
             torch.strided,
             meta.device,
         )
+        if meta.conj or meta.neg:
+            make = functools.partial(_with_bits, meta, make)
+        meta.make = make
     tensor: RemoteTensor = make()
     tensor._m, tensor._h = meta, handle
     return tensor
+
+
+def _with_bits(meta: TensorMeta, make: Callable[[], Any]) -> Any:
+    return meta.with_bits(make())
 
 
 def new_tensor(meta: TensorMeta, id: int) -> RemoteTensor:
@@ -218,9 +224,22 @@ def _built(results: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Any:
 
 def change_meta(tensor: Any, meta: TensorMeta) -> None:
     """Give a tensor new metadata, after an in-place operation has changed its shape."""
-    handle = tensor._h
-    _data.__set__(tensor, wrapped(meta, handle))
-    tensor._m, tensor._h = meta, handle
+    _replace(tensor, wrapped(meta, tensor._h))
+
+
+def _replace(tensor: Any, fresh: Any) -> None:
+    """Give a tensor the metadata and the handle of a fresh one.
+
+    torch compares the dispatch keys of the two, so neither has a conjugate or negative bit at that moment.
+    """
+    for one in (tensor, fresh):
+        torch._C._set_conj(one, False)
+        torch._C._set_neg(one, False)
+    try:
+        _data.__set__(tensor, fresh)
+        tensor._m, tensor._h = fresh._m, fresh._h
+    finally:
+        tensor._m.with_bits(tensor)
 
 
 def plan_of(op: Any) -> OpPlan:
@@ -362,8 +381,7 @@ def upload(client: NodeClient, value: torch.Tensor) -> RemoteTensor:
         value = value.clone()
     number = next(client.numbers)
     client.send("upload", number, value)
-    meta = interned(client, tuple(value.shape), value.stride(), 0, value.dtype)
-    return new_tensor(meta, number)
+    return new_tensor(interned(client, form_of(value)._replace(offset=0)), number)
 
 
 def run_and_ask(client: NodeClient, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -385,11 +403,11 @@ def _restored(client: NodeClient, answer: Any, inputs: Sequence[Any]) -> Any:
     """Return the results that a node's answer describes."""
     kind, value = answer
     if kind == "new":
-        id, *meta = value
-        return new_tensor(interned(client, *meta), id)
+        id, form = value
+        return new_tensor(interned(client, TensorForm(*form)), id)
     if kind == "input":
-        place, *meta = value
-        new = interned(client, *meta)
+        place, form = value
+        new = interned(client, TensorForm(*form))
         if new is not inputs[place]._m:
             change_meta(inputs[place], new)
         return inputs[place]

@@ -21,7 +21,7 @@ from flowchan.pipelines.remote_tensors.remote_tensor import (
     run_and_ask,
     upload,
 )
-from flowchan.pipelines.remote_tensors.templates import OpPlan, handlers, interned
+from flowchan.pipelines.remote_tensors.templates import OpPlan, handlers, meta_of
 
 aten = torch.ops.aten
 
@@ -151,7 +151,7 @@ def send_to(client: NodeClient, source: Any) -> Any:
     introduce(sender, client)
     sender.send("send", out, source._h.id, client.place.id, key)
     client.send("receive", number, key, sender.place.id)
-    return new_tensor(interned(client, tuple(meta.shape), meta.stride(), 0, meta.dtype), number)
+    return new_tensor(meta_of(client, meta), number)
 
 
 def _pack_padded_sequence(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

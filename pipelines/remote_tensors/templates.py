@@ -22,7 +22,9 @@ from flowchan.pipelines.remote_tensors.command_format import (
     Payload,
     Slot,
     TemplateSpec,
+    TensorForm,
     flat_results,
+    form_of,
 )
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
 
@@ -61,21 +63,23 @@ def _composed(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 class TensorMeta:
-    """Metadata of remote tensors. Equal metadata of a node is one object, so keys compare identities."""
+    """Metadata of remote tensors. Equal metadata of a node is one object, so keys compare identities.
 
-    __slots__ = ("client", "device", "dtype", "make", "offset", "shape", "stride")
+    ``conj`` and ``neg`` are the conjugate and the negative bit. They are resolved by torch in this process. A
+    node gets a tensor with such a bit only for operations that do not need resolved tensors.
+    """
 
-    def __init__(
-        self,
-        client: NodeClient,
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-        offset: int,
-        dtype: torch.dtype,
-    ) -> None:
+    __slots__ = ("client", "conj", "device", "dtype", "make", "neg", "offset", "shape", "stride")
+
+    def __init__(self, client: NodeClient, form: TensorForm) -> None:
         self.client, self.device = client, client.device
         self.make: Callable[[], Any] | None = None
-        self.shape, self.stride, self.offset, self.dtype = shape, stride, offset, dtype
+        self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg = form
+
+    @property
+    def form(self) -> TensorForm:
+        """Metadata without the node."""
+        return TensorForm(self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg)
 
     def empty(self, device: str = "meta") -> torch.Tensor:
         """Return a meta tensor with this metadata, or a tensor of zeros on the CPU."""
@@ -83,7 +87,15 @@ class TensorMeta:
         if 0 in self.shape:
             last = -1
         base = torch.zeros(self.offset + last + 1, dtype=self.dtype, device=device)
-        return base.as_strided(self.shape, self.stride, self.offset)
+        return self.with_bits(base.as_strided(self.shape, self.stride, self.offset))
+
+    def with_bits(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Set the conjugate and the negative bit of a new tensor, and return it."""
+        if self.conj:
+            torch._C._set_conj(tensor, True)
+        if self.neg:
+            torch._C._set_neg(tensor, True)
+        return tensor
 
     def __repr__(self) -> str:
         return f"{self.dtype}{list(self.shape)} on {self.device}"
@@ -104,16 +116,13 @@ def only_strided(what: str, tensor: torch.Tensor) -> None:
 def meta_of(client: NodeClient, tensor: torch.Tensor) -> TensorMeta:
     """Return the interned metadata for a tensor with this shape on the node."""
     only_strided("remote tensors", tensor)
-    return interned(client, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+    return interned(client, form_of(tensor))
 
 
-def interned(
-    client: NodeClient, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
-) -> TensorMeta:
+def interned(client: NodeClient, form: TensorForm) -> TensorMeta:
     """Return the interned metadata with these values."""
-    key = shape, stride, offset, dtype
-    found: TensorMeta | None = client.metas.get(key)
-    return found or client.metas.setdefault(key, TensorMeta(client, shape, stride, offset, dtype))
+    found: TensorMeta | None = client.metas.get(form)
+    return found or client.metas.setdefault(form, TensorMeta(client, form))
 
 
 class Template:

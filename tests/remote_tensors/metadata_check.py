@@ -9,11 +9,11 @@ from support.optional_packages import optional
 torch = optional("torch")
 
 
-def relevant(shape: Any, stride: Any, offset: int, dtype: Any) -> Any:
+def relevant(shape: Any, stride: Any, *rest: Any) -> Any:
     """Return metadata without the strides of empty tensors and of dimensions with one element, which have no
     effect."""
     used = [step for size, step in zip(shape, stride, strict=True) if size > 1 and 0 not in shape]
-    return tuple(shape), used, offset, dtype
+    return tuple(shape), used, rest
 
 
 class MetadataCheck:
@@ -46,13 +46,15 @@ class MetadataCheck:
         return found
 
     def _compare(self, operation: str, value: Any) -> None:
+        from flowchan.pipelines.remote_tensors.command_format import form_of
+
         tensors = {one._h.id: one for one in self._remote(value)}
         by_client: dict[Any, list[Any]] = {}
         for one in tensors.values():
             by_client.setdefault(one._m.client, []).append(one)
         for client, ours in by_client.items():
             for one, there in zip(ours, client.ask("metadata", [one._h.id for one in ours]), strict=True):
-                here = tuple(one.shape), one.stride(), one.storage_offset(), one.dtype
+                here = tuple(form_of(one))
                 if there is not None and relevant(*here) != relevant(*there):
                     self._differences.append(f"{operation}: {here} here, {tuple(there)} on the node")
 
