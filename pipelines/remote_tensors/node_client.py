@@ -171,16 +171,19 @@ class NodeClient:
             self._flush()
 
     def try_flush(self) -> None:
-        """Send the buffered commands if the channel has room. The background thread calls this method."""
-        if self.death is None and self._sending.acquire(blocking=False):
-            try:
-                self._flush(0)
-            except Full:
-                pass
-            finally:
+        """Send the buffered commands if the channel has room and no other thread sends."""
+        held: list[bool] = []
+        try:
+            append_result(held, self._sending.acquire, False)
+            if held[0] and self.death is None:
+                self._flush(until=0)
+        except Full:
+            pass
+        finally:
+            if True in held:
                 self._sending.release()
 
-    def _flush(self, timeout: float | None = None) -> None:
+    def _flush(self, until: float | None = None) -> None:
         if self._flushing:
             raise self._reentered("while this thread sends commands")
         self._flushing = True
@@ -195,7 +198,7 @@ class NodeClient:
             self._check()
             self._sent.sent(batch)
             try:
-                self._put((self.id, None, batch), timeout)
+                self._put((self.id, None, batch), until)
             except Full:
                 self._sent.withdraw()
                 raise
@@ -211,36 +214,39 @@ class NodeClient:
             f"{self.device}: a signal handler must not use remote tensors {when}; let it set a flag instead"
         )
 
-    def send(self, *message: Any, operation: tuple[int, str] = NO_OPERATION) -> int:
+    def send(
+        self, *message: Any, operation: tuple[int, str] = NO_OPERATION, until: float | None = None
+    ) -> int:
         """Send the buffered commands, and then send a message.
 
         Args:
             *message: Kind and content of the message.
             operation: Number and name of the operation, for the error message if the node dies.
+            until: Time at which a full command channel raises ``Full`` (default: never).
 
         Returns:
             Number of messages sent so far.
         """
         self._check()
         with self._sending:
-            self._flush()
+            self._flush(until)
             if operation is not NO_OPERATION:
                 self._sent.sent(operation)
             elif message[0] in ("upload", "send", "receive"):
                 self._sent.sent((message[1], _COPIES[message[0]]))
             count = self._sent.count
-            self._put((self.id, *message))
+            self._put((self.id, *message), until)
             return count
 
-    def _put(self, message: Any, timeout: float | None = None) -> None:
+    def _put(self, message: Any, until: float | None = None) -> None:
         self._check()
         with self._sending:
             while True:
                 try:
-                    self._commands.put(message, POLL_INTERVAL_S if timeout is None else timeout)
+                    self._commands.put(message, _next_wait(until))
                     return
                 except Full:
-                    if timeout is not None:
+                    if until is not None and time.monotonic() >= until:
                         raise
                     self.note_replies()  # the node may be waiting for room for its replies
                 except (Closed, Broken):
@@ -282,45 +288,60 @@ class NodeClient:
             TimeoutError: The node did not answer in time.
         """
         until = None if timeout is None else time.monotonic() + timeout
-        with self._asking:
+        asking: list[bool] = []
+        try:
+            append_result(asking, self._asking.acquire, True, -1 if timeout is None else timeout)
+            if not asking[0]:  # another thread waits for the node
+                raise self._late(what)
             if self._waiting:
                 raise self._reentered("while this thread waits for the node")
             self._waiting = True
             try:
-                self.waits += 1
-                question, number = next(self._questions), next(self.numbers)
-                # A thread that sends may be waiting for the node, and the node may be waiting for room for
-                # its replies.
-                held: list[bool] = []
-                try:
-                    while True not in held:
-                        append_result(held, self._sending.acquire, True, POLL_INTERVAL_S)
-                        if not held[-1]:
-                            self.note_replies()
-                    count = self.send("ask", question, what, args, operation=operation)
-                finally:
-                    if True in held:
-                        self._sending.release()
-                while True:
-                    reply = self._reply(what, until)
-                    if reply.question == question:
-                        break  # a lower number answers an earlier question whose wait was interrupted
-                    self._note(reply)
-                self.finished = max(self.finished, number)
-                self._sent.answered(count)
+                reply = self._answer(what, args, until, operation)
             finally:
                 self._waiting = False
+        finally:
+            if True in asking:
+                self._asking.release()
         if reply.failed:
             raise self.error_of(reply.value)
         return reply.value
 
+    def _answer(
+        self, what: str, args: tuple[Any, ...], until: float | None, operation: tuple[int, str]
+    ) -> NodeReply:
+        """Send a question, and return the node's answer."""
+        self.waits += 1
+        question, number = next(self._questions), next(self.numbers)
+        # A thread that sends may be waiting for the node, and the node may be waiting for room for
+        # its replies.
+        held: list[bool] = []
+        try:
+            while True not in held:
+                append_result(held, self._sending.acquire, True, _next_wait(until))
+                if not held[-1]:
+                    self.note_replies()
+                    if until is not None and time.monotonic() >= until:
+                        raise self._late(what)
+            count = self.send("ask", question, what, args, operation=operation, until=until)
+        except Full:
+            raise self._late(what) from None
+        finally:
+            if True in held:
+                self._sending.release()
+        while True:
+            reply = self._reply(what, until)
+            if reply.question == question:
+                break  # a lower number answers an earlier question whose wait was interrupted
+            self._note(reply)
+        self.finished = max(self.finished, number)
+        self._sent.answered(count)
+        return reply
+
     def _reply(self, what: str, until: float | None) -> NodeReply:
         while True:
-            left = (
-                POLL_INTERVAL_S if until is None else min(POLL_INTERVAL_S, max(0.0, until - time.monotonic()))
-            )
             try:
-                return NodeReply(*self._replies.get(timeout=left))
+                return NodeReply(*self._replies.get(timeout=_next_wait(until)))
             except (Closed, Broken):
                 self._check()
                 raise
@@ -329,7 +350,10 @@ class NodeClient:
                     self._check()
                     raise Closed(f"{what}: node {self.number} has ended") from None
                 if until is not None and time.monotonic() >= until:
-                    raise TimeoutError(f"{what}: node {self.number} did not answer in time") from None
+                    raise self._late(what) from None
+
+    def _late(self, what: str) -> TimeoutError:
+        return TimeoutError(f"{what}: node {self.number} did not answer in time")
 
     def wait_finished(self, number: int) -> None:
         """Wait until the node has reached the event with this number."""
@@ -450,6 +474,11 @@ class NodeClient:
         # Tensors that live longer keep this object alive, but no descriptors.
         self._commands = self._replies = released()
         self.progress = None
+
+
+def _next_wait(until: float | None) -> float:
+    """Return the seconds to wait before the next check, at most until a time of ``time.monotonic()``."""
+    return POLL_INTERVAL_S if until is None else min(POLL_INTERVAL_S, max(0.0, until - time.monotonic()))
 
 
 def _in_fork() -> None:

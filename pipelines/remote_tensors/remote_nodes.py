@@ -241,7 +241,7 @@ class RemoteNodes(Sequence[torch.device]):
         found: list[Any] = []
         for client in self._clients:
             with contextlib.suppress(NodeDied):  # the loop below also finds this death
-                client.flush()
+                client.try_flush()
         for client in self._clients:
             try:
                 found.extend((client, failure) for failure in client.failures(timeout))

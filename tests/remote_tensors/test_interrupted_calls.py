@@ -17,8 +17,9 @@ import pytest
 from failing_operations import Latch
 from support.optional_packages import optional
 from support.scripted_interrupt import Interrupt
-from support.waiting import wait_until
+from support.waiting import wait_blocked, wait_until
 
+from flowchan import Full
 from flowchan.pipelines import RemoteError, RemoteNodes
 from flowchan.pipelines.remote_tensors import flusher
 from flowchan.transport import interrupts
@@ -253,6 +254,64 @@ def test_sync_with_timeout_raises_and_later_succeeds(nodes: Any, latch: Latch) -
     latch.release()
     nodes.sync(timeout=60)
     assert y.tolist() == [1, 1, 1]
+
+
+def issue_until_blocked(x: Any) -> threading.Thread:
+    """Issue commands in a thread until the command channel of an occupied node is full."""
+
+    def issue() -> None:
+        for _ in range(40_000):
+            x.add_(1)
+
+    thread = threading.Thread(target=issue)
+    thread.start()
+    wait_blocked(x._m.client._commands, writers=1)
+    return thread
+
+
+def test_timeout_of_sync_limits_a_wait_for_a_full_channel(nodes: Any, latch: Latch) -> None:
+    x = torch.zeros((), dtype=torch.int64, device=nodes[0])
+    latch.occupy(x)
+    latch.wait()
+    thread = issue_until_blocked(x)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="sync: node 0 did not answer in time"):
+            nodes.sync(timeout=0.05)
+    assert thread.is_alive()
+    latch.release()
+    thread.join()
+    nodes.sync(timeout=60)
+    assert x.item() == 40_000
+
+
+def test_timeout_of_sync_limits_its_own_message(nodes: Any, latch: Latch) -> None:
+    x = torch.zeros((), dtype=torch.int64, device=nodes[0])
+    x.add_(1)  # the node then knows the command
+    latch.occupy(x)
+    latch.wait()
+    with contextlib.suppress(Full):
+        while True:
+            x._m.client._commands.put(("unknown client", "drop"), timeout=0)
+    x.add_(1)  # stays in the buffer
+    with pytest.raises(TimeoutError, match="sync: node 0 did not answer in time"):
+        nodes.sync(timeout=0.05)
+    latch.release()
+    nodes.sync(timeout=60)
+    assert x.item() == 2
+
+
+def test_timeout_of_sync_limits_a_wait_for_another_thread(nodes: Any, latch: Latch) -> None:
+    y = latch.occupy(torch.ones(3, device=nodes[0]))
+    before, found = waits(nodes), []
+    thread = threading.Thread(target=lambda: found.append(y.tolist()))
+    thread.start()
+    wait_until(lambda: waits(nodes) > before)
+    with pytest.raises(TimeoutError, match="sync: node 0 did not answer in time"):
+        nodes.sync(timeout=0.05)
+    latch.release()
+    thread.join()
+    assert found == [[1, 1, 1]]
+    nodes.sync(timeout=60)
 
 
 @pytest.mark.parametrize("timeout", [-1, "soon", float("nan")])
