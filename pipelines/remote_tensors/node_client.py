@@ -45,8 +45,8 @@ class TensorHandle:
     id: int
 
 
-class HandleRef(weakref.ref[TensorHandle]):
-    """Weak reference that appends itself to its client's list of frees when the handle is gone.
+class HandleRef(weakref.ref[Any]):
+    """Weak reference to a handle or template that appends itself to its client's frees at the end.
 
     The callback is the C method ``list.append``. With a ``__del__`` method, Python would sometimes swallow a
     Ctrl-C, because it ignores exceptions that signal handlers raise in finalisers.
@@ -73,10 +73,10 @@ class NodeClient:
         relay: Channel through which this node receives tensors from nodes that cannot connect to its inbox.
         kernels: Type of the device on which the node runs its kernels.
         buffer: Position of the first unsent command in the client's stream, followed by the unsent commands.
-        refs: References to the living handles, by id.
-        frees: References to handles that are gone. The next batch frees their ids.
-        freed: Callback for dropped references to tensors.
-        numbers: Counter of command numbers and ids.
+        refs: References to the living handles and templates, by id.
+        frees: References to handles and templates that are gone. The next batch frees their ids.
+        freed: Callback for dropped references.
+        numbers: Counter of command numbers, and of the ids of tensors and templates.
         sites: Lines of the program that issued the most recent commands.
         idle: True while the background thread does not check the buffer every millisecond.
         metas: Interned metadata of the node's tensors.
@@ -122,7 +122,6 @@ class NodeClient:
         self.closed = self.death_raised = False
         self._commands, self._replies = commands, replies
         self.metas: dict[tuple[Any, ...], Any] = {}
-        self._templates = itertools.count(1)
         self._remembered: list[tuple[dict[Any, Any], Any]] = []
         self._flushing = self._waiting = False
         self._sending, self._asking = threading.RLock(), threading.RLock()
@@ -143,9 +142,10 @@ class NodeClient:
         ref.id = id
         return handle
 
-    def next_template(self) -> int:
-        """Return the number of a new template."""
-        return next(self._templates)
+    def free_with(self, template: Any, id: int) -> None:
+        """Let the node drop a template when its copy here is gone."""
+        ref = self.refs[id] = HandleRef(template, self.freed)
+        ref.id = id
 
     def define(self, id: int, spec: TemplateSpec) -> None:
         """Send a template to the node before the first command that uses it."""
@@ -160,7 +160,7 @@ class NodeClient:
             self.forget()
 
     def forget(self) -> None:
-        """Discard all templates of this node."""
+        """Discard all templates of this node. The node drops those that no call uses at this moment."""
         remembered, self._remembered = self._remembered, []
         for templates, key in remembered:
             templates.pop(key, None)
@@ -189,7 +189,7 @@ class NodeClient:
         self._flushing = True
         try:
             # Read the frees first: every command that uses one of these ids is already in the buffer or was
-            # sent.
+            # sent. A call keeps its template and its inputs until its command is in the buffer.
             frees = [ref.id for ref in self.frees]
             position, *commands = self.buffer
             if not commands and not frees:
@@ -206,6 +206,7 @@ class NodeClient:
             del self.frees[: len(frees)]
             for id in frees:
                 self.refs.pop(id, None)
+            self._sent.freed(frees)
         finally:
             self._flushing = False
 
@@ -463,8 +464,8 @@ class NodeClient:
     def close(self) -> None:
         """Close the command channel, which ends the node after its last command."""
         self.closed = True
-        self.forget()
         self.refs.clear()
+        self.forget()
         self._commands.close()
         self._replies.close()
         self.close_inbox()

@@ -198,7 +198,8 @@ class Node:
             place = following
         running[1] = -number
         for id in frees:
-            tensors.pop(id, None)
+            if tensors.pop(id, None) is None:
+                templates.pop(id, None)
 
     def run_command(
         self, client: str, table: ClientTable, template: Compiled, commands: list[Any], place: int

@@ -26,6 +26,7 @@ class SentCommands:
         self.count = 0
         self._messages: collections.deque[tuple[int, bytes | Operation]] = collections.deque(maxlen=RECENT)
         self._templates: dict[int, tuple[str, int]] = {}
+        self._dropped: collections.deque[tuple[int, list[int]]] = collections.deque()
 
     def defined(self, id: int, spec: TemplateSpec) -> None:
         """Record a template's operation, and the size of its commands."""
@@ -45,6 +46,19 @@ class SentCommands:
         """Forget the first ``count`` messages, which the node has handled."""
         while self._messages and self._messages[0][0] <= count:
             self._messages.popleft()
+        self._drop(count)
+
+    def freed(self, ids: Sequence[int]) -> None:
+        """Forget the templates among these ids, once the messages so far are forgotten."""
+        dropped = [id for id in ids if id in self._templates]
+        if dropped:
+            self._dropped.append((self.count, dropped))
+        self._drop(self.count - RECENT)
+
+    def _drop(self, count: int) -> None:
+        while self._dropped and self._dropped[0][0] <= count:
+            for id in self._dropped.popleft()[1]:
+                self._templates.pop(id, None)
 
     def first_lost(self, unsent: Sequence[Any], running: int | None) -> Operation | None:
         """Return the first operation that was lost with a dead node, or None.

@@ -130,7 +130,7 @@ class Template:
 
     Attributes:
         client: Node that runs the commands.
-        id: Number of the template on the node.
+        id: Id of the template on the node, which drops the template after this object is gone.
         native: Copy of the template in the C++ part; None before its first use.
         single: Metadata of the result, if the only result is one new tensor; else None.
         outputs: Metadata of the new tensors, in the order of their ids.
@@ -139,10 +139,11 @@ class Template:
         changed: Indices of the inputs whose metadata the operation changes, with the new metadata.
     """
 
-    __slots__ = ("changed", "client", "id", "native", "outputs", "results", "single")
+    __slots__ = ("__weakref__", "changed", "client", "id", "native", "outputs", "results", "single")
 
-    def __init__(self, client: NodeClient, id: int) -> None:
-        self.client, self.id = client, id
+    def __init__(self, client: NodeClient) -> None:
+        self.client, self.id = client, next(client.numbers)
+        client.free_with(self, self.id)
         self.native: Any = None
         self.single: TensorMeta | None = None
         self.outputs: tuple[TensorMeta, ...] = ()
@@ -336,7 +337,7 @@ def new_template(client: NodeClient, plan: OpPlan, shape: CallShape) -> Template
     """Create a template for a call, and send it to the node."""
     spec = spec_of(plan, shape)
     found, metas = evaluate(client, plan, shape, spec.mutated)
-    template = Template(client, client.next_template())
+    template = Template(client)
     template.outputs, template.results = tuple(found.outputs), found.results
     if found.single:
         template.single = found.outputs[0]

@@ -6,6 +6,7 @@ process that imports this module, so they know the operations.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -77,6 +78,13 @@ def process(x: Any) -> Any:
     return torch.tensor(os.getpid())
 
 
+def templates(x: Any) -> Any:
+    """Return the number of templates in this process."""
+    from flowchan.pipelines.remote_tensors.node_worker import Compiled
+
+    return torch.tensor(sum(type(one) is Compiled for one in gc.get_objects()))
+
+
 def wait(x: Any, path: str) -> Any:
     """Write the node's process id into the file ``path``, wait until the file is deleted, and copy ``x``."""
     latch = Path(path)
@@ -103,6 +111,7 @@ def define() -> None:
         ("count(Tensor x) -> Tensor", count, torch.empty_like),
         ("counted(Tensor x) -> Tensor", counted, _number),
         ("process(Tensor x) -> Tensor", process, _number),
+        ("templates(Tensor x) -> Tensor", templates, _number),
         ("wait(Tensor x, str path) -> Tensor", wait, lambda x, path: torch.empty_like(x)),
     ):
         register(schema, kernel, meta)
