@@ -14,6 +14,7 @@ Modules:
 - :mod:`remote_streams`, :mod:`local_forms`: streams and events; printing, copying and pickling of tensors.
 - :mod:`backward_thread`: backward passes without the C++ device guard.
 - :mod:`node_client`, :mod:`flusher`, :mod:`node_worker`: the two ends of the command channel.
+- :mod:`failures_at_exit`: failures that a program without ``close()`` has not seen.
 - :mod:`sent_commands`, :mod:`command_progress`: find the first operation that was lost when a node died.
 - :mod:`node_copies`, :mod:`introductions`: copies between nodes.
 - :mod:`handle_transfer`, :mod:`lease_watch`: remote tensors in items.

@@ -21,6 +21,7 @@ from flowchan.items.arguments import pause, whole
 from flowchan.pipelines.children import start as start_children
 from flowchan.pipelines.remote_tensors import device_table, remote_device
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
+from flowchan.pipelines.remote_tensors.failures_at_exit import report_at_exit
 from flowchan.pipelines.remote_tensors.lease_watch import HandleRoutes
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
 from flowchan.pipelines.remote_tensors.node_copies import NODE_DIED, NodePlace, Reach
@@ -160,6 +161,7 @@ class RemoteNodes(Sequence[torch.device]):
             watcher.start()
             self._watchers.append(watcher)
         self._routes = HandleRoutes(uuid.uuid4().hex, self._clients, commands, make(WAITING))
+        report_at_exit()
 
     def __getitem__(self, number: Any) -> Any:
         """Return the device of a node."""

@@ -1,0 +1,56 @@
+"""Report failures that the program has not seen when it exits without ``RemoteNodes.close()``."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import time
+
+from flowchan import FlowchanError
+from flowchan.pipelines.remote_tensors import device_table
+from flowchan.pipelines.remote_tensors.remote_errors import RemoteError
+
+EXIT_WAIT_S = 2.0
+"""Seconds that the exit of the program waits for nodes that have not run all commands."""
+LEAST_WAIT_S = 0.1
+"""Seconds for each node after a busy node has used the time."""
+
+
+def report_at_exit() -> None:
+    """Report the failures before all functions that are registered with ``atexit`` now.
+
+    Some of these functions end the nodes.
+    """
+    atexit.unregister(_report)
+    atexit.register(_report)
+
+
+def _report() -> None:
+    failures = _unseen()
+    if not failures or sys.stderr is None:
+        return
+    count = "an operation has failed" if len(failures) == 1 else f"{len(failures)} operations have failed"
+    print(
+        f"flowchan: the program ends, and {count} on its nodes, which it has not noticed; call "
+        "nodes.sync() or nodes.close() before the program ends",
+        *(str(one).splitlines()[0] for one in failures[1:]),
+        str(failures[0]).rstrip(),
+        sep="\n",
+        file=sys.stderr,
+    )
+
+
+def _unseen() -> list[RemoteError]:
+    """Return the failures that were not raised, of the commands that run until the time is over."""
+    clients = [one for one in device_table.clients() if one.death is None]
+    for client in clients:
+        with contextlib.suppress(FlowchanError):
+            client.try_flush()
+    until = time.monotonic() + EXIT_WAIT_S
+    found: list[RemoteError] = []
+    for client in clients:
+        with contextlib.suppress(FlowchanError, TimeoutError):
+            rows = client.failures(max(LEAST_WAIT_S, until - time.monotonic()))
+            found += [client.error_of(one) for one in rows]
+    return found
