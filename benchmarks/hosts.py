@@ -131,7 +131,7 @@ def _receive_remote_puts(with_port: bool, count: int) -> float:
     numbers.get()
     began = time.perf_counter()
     if sum(numbers.get() for _ in range(count)) != sum(range(1, count + 1)):
-        raise AssertionError("a wrong number arrived")
+        raise AssertionError("the wrong numbers arrived")
     took = time.perf_counter() - began
     program.join()
     return took
@@ -190,7 +190,7 @@ def _ray_calls(actor: Any, count: int) -> float:
     began = time.perf_counter()
     found = ray.get([actor.call.remote(item) for item in range(count)])
     if found != list(range(count)):
-        raise AssertionError("a call returned a wrong item")
+        raise AssertionError("a call returned the wrong item")
     return time.perf_counter() - began
 
 
@@ -221,7 +221,7 @@ def _ray_stream(count: int) -> float:
     began = time.perf_counter()
     for one in arrays.remote(count):
         if len(ray.get(one)) != 1 << 20:
-            raise AssertionError("an array has a wrong length")
+            raise AssertionError("an array has the wrong length")
     return time.perf_counter() - began
 
 

@@ -126,7 +126,7 @@ nb::tuple port_state(Port& port) {
     return nb::make_tuple(port.channel, port.state.session);
 }
 
-// Handle the end of process `pid` on another host, which did not close this port (C5).
+// Handle the exit of process `pid` on another host when it ended without closing this port (C5).
 void end_remote_writer(Out& out, uint64_t pid) {
     if (!out.open.exchange(false)) return;
     locked_ring(*out.ch, [&](Ring& ring, Wakes& wakes) {

@@ -20,9 +20,10 @@
 //   thread. So the visible data of a lost member never changes.
 //
 // Direct reads. A receiver reads large arrays from the sender's memory with process_vm_readv. The first round
-// publishes the addresses. A second round confirms the reads, and no member returns before it. So the reader
-// gets the published data unless the sender gave up, which the reader checks afterwards. If one member could
-// not read, all members learn that in the second round, and use the slots from then on.
+// publishes the addresses. A second round confirms the reads, and no member returns until that round is
+// complete. So the reader gets the published data unless the sender gave up, which the reader checks
+// afterwards. If one member could not read, all members learn that in the second round, and use the slots
+// from then on.
 //
 // Waking. A sleeper increments `sleepers` in the member slot whose cell it waits for. A publisher stores the
 // round and then reads that count, without a fence in between. The sleeper executes the fence for both sides

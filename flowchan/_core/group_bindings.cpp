@@ -81,7 +81,7 @@ void need_each(const Arrays& arrays, const Member& group, const char* what) {
                                   .c_str());
 }
 
-// Gathers into arrays. All members know their sizes, because `key` covers them.
+// Gathers into arrays. Every member knows the sizes of the arrays, because `key` depends on them.
 void allgather_into(nb::handle self, uint32_t doing, uint64_t key, nb::list own, nb::list outs,
                     nb::handle timeout) {
     PyGroup& group = group_of(self.ptr());

@@ -335,7 +335,7 @@ std::string Outgoing::send(int fd, uint64_t most) {
 }
 
 // Remove sent bytes only when they fill half of the buffer, so that each byte moves at most once. The buffer
-// may never be empty, because there may always be more to send.
+// might never become empty, because more data can keep arriving before it drains.
 void Outgoing::forget_sent() {
     const auto first = std::ranges::find_if(pieces_, [](const Piece& piece) { return !piece.ring; });
     const uint64_t sent = first == pieces_.end() ? copied_.size() : first->begin;

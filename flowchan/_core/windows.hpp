@@ -2,11 +2,11 @@
 //
 // Algorithm. The part before the blocks includes the mutex. It is mapped once and for all, because a process
 // must use a robust mutex at a single address. Blocks grow up, and slots grow down from the end of the file.
-// One window covers all blocks that existed when it was mapped, and another one all slots. When more are
-// added, a new window of at least twice the size replaces the old one. The old window stays mapped until the
-// ring ends in this process, because views, loans and threads that copy without the lock point into it. So
-// the mapped address space is a small multiple of the memory in use, however large the file may become. A
-// word may have several addresses.
+// One window covers all blocks that existed when it was mapped, and a second window covers all slots. When
+// more are added, a new window of at least twice the size replaces the old one. The old window stays mapped
+// until the ring ends in this process, because views, loans and threads that copy without the lock point into
+// it. So the mapped address space is a small multiple of the memory in use, however large the file may
+// become. A word may have several addresses.
 //
 // Windows are opened under the ring's lock, but `block` and `offset_in_window` may be called without it.
 // `blocks_` is written before `blocks_to_`, whose release store pairs with an acquire load. If a reader sees

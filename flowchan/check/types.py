@@ -157,7 +157,7 @@ def _positional(function: Any) -> list[inspect.Parameter]:
 def _item_signature(function: Any) -> inspect.Signature | None:
     """Return the signature of the call that processes each item; ``None`` for a plain class.
 
-    A plain class's constructor often has a wrong signature because of ``__new__`` or a metaclass.
+    A plain class's constructor often has the wrong signature because of ``__new__`` or a metaclass.
     """
     made = bare(function)
     return None if inspect.isclass(made) and not is_callable_class(made) else call_signature(function)

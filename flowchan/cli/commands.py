@@ -270,7 +270,10 @@ def record(
 
 @_command("file", "stage", "recording")
 @click.option(
-    "--item", type=click.IntRange(min=0), metavar="N", help="Feed only the item with this number, from 0."
+    "--item",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Feed only the item with this number (counting from 0).",
 )
 @_seed_option
 @_hosts_option

@@ -27,7 +27,7 @@ from flowchan.transport.interrupts import interrupts_deferred, signal_of, termin
 from flowchan.transport.tcp import joined, listen
 
 KILL_DELAY_S = 5.0  # seconds from asking a rank to end until SIGKILL
-_OWN_END = 1.0  # seconds in which the other ranks may end by their own means after a failure
+_OWN_END = 1.0  # seconds that the other ranks get to exit on their own after a failure
 _POLL_INTERVAL_S = 0.05
 _FOLLOWED = ("MemberDied", "MemberLeft")  # errors that a rank raises because another rank failed
 
@@ -84,7 +84,7 @@ class Logs:
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
-            # only a line whose failure has been reported is still unwritten
+            # any line still unwritten here is one whose write error has already been reported
             with contextlib.suppress(OSError):
                 file.close()
 

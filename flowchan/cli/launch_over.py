@@ -21,7 +21,7 @@ from flowchan.cli.launch import LaunchJob, Tell, first_of, free_address, variabl
 from flowchan.hosts.host_pool import Pool
 from flowchan.transport.tcp import route_to
 
-LATER = 1.0  # seconds in which ranks on other hosts may end by their own means after a failure
+LATER = 1.0  # seconds that ranks on other hosts get to exit on their own after a failure
 
 
 @dataclass(frozen=True)

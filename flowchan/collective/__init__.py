@@ -62,8 +62,8 @@ def group(
     If members create several groups, all of them must do so in the same order.
 
     Args:
-        rank: Rank of this member, from 0. If all members pass only ``size`` and ``at``, ranks follow the
-            order of arrival: the first member to listen is rank 0.
+        rank: Rank of this member, counting from 0. If all members pass only ``size`` and ``at``, ranks follow
+            the order of arrival: the first member to listen is rank 0.
         size: Number of members, at most 1024.
         at: With ``secret``, the address where rank 0 listens, such as ``"10.0.0.1:4711"``. Otherwise, any
             string that is the same on all members, which must then be on one host. If the port is 0, rank 0

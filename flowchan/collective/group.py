@@ -27,9 +27,10 @@ class Group(Collectives):
     done. Used as a context manager, the member closes at the end of the block.
 
     Attributes:
-        rank: Rank of this member, from 0.
+        rank: Rank of this member, counting from 0.
         size: Number of members.
-        local_rank: Index of this member among those on its host, from 0, for example to choose a device.
+        local_rank: Index of this member among those on its host (counting from 0), for example to choose a
+            device.
         local_size: Number of members on the host of this member.
         name: Name of the group, for messages; may be empty.
         leaders: On rank 0 of a group made by :meth:`split`, the group of the first members of all new groups;
@@ -68,7 +69,7 @@ class Group(Collectives):
 
     @property
     def local_rank(self) -> int:
-        """Return the index of this member among those on its host, from 0."""
+        """Return the index of this member among those on its host, counting from 0."""
         return self.rank
 
     @property

@@ -76,8 +76,8 @@ class Later:
     def start(self, call: Callable[[], Any], given: Sequence[Any] = ()) -> Handle:
         """Queue a call and return its handle.
 
-        ``given`` has the arrays of the call. For arrays on a device, the caller's stream finishes before the
-        call is queued. The thread's stream finishes before the call counts as done.
+        ``given`` holds the arrays that the call uses. For arrays on a device, the caller's stream finishes
+        before the call is queued. The thread's stream finishes before the call counts as done.
         """
         on_devices = [x for x in given if not array_access.is_here(x)]
 
@@ -154,7 +154,7 @@ class Starting:
     ) -> Any:
         """Run ``call`` after all operations that were started before, or queue it and return its handle.
 
-        ``call`` gets the remaining seconds; ``given`` has its arrays.
+        ``call`` receives the number of seconds remaining; ``given`` holds the arrays that it uses.
         """
         if wait is not False:
             try:

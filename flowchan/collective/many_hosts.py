@@ -80,7 +80,7 @@ class LinkedGroup(Group):
 
     @property
     def rank(self) -> int:
-        """Rank of this member, from 0."""
+        """Rank of this member, counting from 0."""
         return self._rank
 
     @property
@@ -90,7 +90,7 @@ class LinkedGroup(Group):
 
     @property
     def local_rank(self) -> int:
-        """Return the index of this member among those on its host, from 0."""
+        """Return the index of this member among those on its host, counting from 0."""
         return self._node.rank
 
     @property
@@ -287,7 +287,7 @@ class LinkedGroup(Group):
                 all_sizes |= other_sizes
             # all leaders know all sizes, so either all of them raise, or none
             if why := sizes_differ(call[0], all_sizes):
-                raise Mismatch(f"the calls of {self._title()} do not match: {why}")
+                raise Mismatch(f"members of {self._title()} made calls that do not match: {why}")
             return pickle.dumps(found, 5)
 
         found = pickle.loads(self._over_links(call, swap, (ins, more), remaining))
@@ -469,7 +469,7 @@ class LinkedGroup(Group):
             found = links.swap((NAMES[TELL], TELL, 0), lambda _: [received])
             texts = {host: bytes(part).decode() for host, part in found.items()} | {self._host: text}
             calls = "; ".join(f"{_those(self._hosts[host])} called {texts[host]}" for host in sorted(texts))
-            raise Mismatch(f"the calls of {self._title()} do not match: {calls}") from None
+            raise Mismatch(f"members of {self._title()} made calls that do not match: {calls}") from None
 
 
 def _packed(found: Mapping[int, Any]) -> bytes:

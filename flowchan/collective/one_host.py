@@ -195,7 +195,7 @@ class SharedGroup(_core.Group, Group):
             calls = "; ".join(
                 f"rank {rank} called {text}" for rank, text in zip(self._ranks, descriptions, strict=True)
             )
-            raise Mismatch(f"the calls of {self._title()} do not match: {calls}")
+            raise Mismatch(f"members of {self._title()} made calls that do not match: {calls}")
         if end == NO_MEMORY:
             raise MemoryError(
                 f"{call} of {self._title()} failed: the system granted no more shared memory; "

@@ -272,7 +272,10 @@ def _channel(end: In[Any] | Channel[Any]) -> Channel[Any]:
 
 
 class SharedMember(Protocol):
-    """Methods of a member on one host that messages use. ``_ranks`` has the ranks that errors show."""
+    """Methods that messages need from a member of a single-host group.
+
+    ``_ranks`` holds the ranks that errors show.
+    """
 
     _ranks: Sequence[int]
 
@@ -306,7 +309,7 @@ class SameHostPeer:
         self._member, self._index = member, index
         self._made: Out[Any] | None = None
         self._out: Out[Any] | None = None  # the same port, once the channel is published
-        # whether the receiver has opened the channel; its end then breaks the channel
+        # whether the receiver has opened the channel; if so, the receiver's exit breaks it
         self._is_found = False
         self._in: list[In[Any]] = []
         self._again: list[Any] = []  # messages returned by interrupted calls

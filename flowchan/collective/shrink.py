@@ -28,7 +28,7 @@ _NOT_ALLOWED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EP
 
 
 class ShrinkMember(Protocol):
-    """Methods of a member on one host that shrinking uses."""
+    """Methods and attributes that shrinking needs from a member of a single-host group."""
 
     _ranks: Sequence[int]
     _local: LocalPeers

@@ -272,7 +272,7 @@ class TorchAlgorithm:
             self.close()
             (rank, (differ, words)), *_ = failures.items()
             if differ:
-                raise Mismatch(f"the calls of {self._group._title()} do not match: {words}")
+                raise Mismatch(f"members of {self._group._title()} made calls that do not match: {words}")
             raise GroupError(f"{NAMES[doing]} with {self.name} failed on rank {rank}: {words}") from failed
 
     def _address(self) -> str | None:

@@ -64,7 +64,9 @@ def join_options(
         if function is not None:
             _function("join", name, function)
     if other_time is not None and time is None:
-        raise TypeError("join: other_time requires time, the function for the items of this stream")
+        raise TypeError(
+            "join: other_time also requires time=, a function that returns the time of an item of this stream"
+        )
     return {
         "within": finite_seconds("join", "within", within),
         "other_key": key if other_key is None else other_key,

@@ -29,8 +29,8 @@ __all__ = ["Pool", "local", "open_channel", "ray", "serve", "slurm", "ssh"]
 def local(count: int, *, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
     """Make a pool of ``count`` agents on this machine, to try out a graph meant for several hosts.
 
-    The agents share this machine's memory, cores and files. They communicate over TCP on loopback, like
-    agents on other machines over the network.
+    The agents share this machine's memory, cores and files. They communicate over TCP on loopback, just
+    as agents on separate machines do over the network.
 
     Args:
         count: Number of agents to start, at least 1.

@@ -24,7 +24,7 @@ class Reduced(NamedTuple, Generic[T]):
     Attributes:
         value: The combined value.
         contributors: Number of workers that contributed; it falls as workers end.
-        round: Number of the round, from 0.
+        round: Number of the round, counting from 0.
 
     Example:
         >>> from flowchan import Graph

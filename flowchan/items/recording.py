@@ -5,10 +5,10 @@ record.
 
 - Header: ``MAGIC``, the version (u32), and the length (u32) and the CRC-32 (u32) of a JSON object. The JSON
   object follows. Its keys are "graph", "channel" and "flowchan" (the version that wrote the file).
-- Record: the item's number, from 0 (u64), and the number of parts (u32). Then come the length (u64) and the
-  CRC-32 (u32) of the body, the CRC-32 of these four fields (u32), and the body. The body contains the length
-  of each part (u64) and then the parts: a pickle and the buffers of its arrays, as :func:`flowchan.pack`
-  returns them.
+- Record: the item's number (u64, counting from 0) and the number of parts (u32). Then come the length (u64)
+  and the CRC-32 (u32) of the body, the CRC-32 of these four fields (u32), and the body. The body contains the
+  length of each part (u64) and then the parts: a pickle and the buffers of its arrays, as
+  :func:`flowchan.pack` returns them.
 - End record: a record with the number ``END``, whose only part is a JSON object. Its keys are "items", the
   number of items, and "stopped": why the recording ended before the channel, or "".
 

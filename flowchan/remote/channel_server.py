@@ -189,7 +189,7 @@ class ChannelServer:
         """Keep a channel that a forked child received in an item.
 
         The child opens the channel like a remote client. The item may hold the parent's only reference to the
-        channel, so the parent must keep the channel as long as the child has it.
+        channel. So the parent must keep the channel alive for as long as the child has it open.
         """
         if os.getpid() == self.pid:
             return
@@ -248,9 +248,10 @@ class ChannelServer:
         weakref.finalize(channel, _dropped, weakref.ref(self), number, OrphanMemory(channel)).atexit = False
 
     def drop(self, number: int, memory: OrphanMemory) -> None:
-        """Check later whether a channel is unused, because one of its objects is about to be released.
+        """Schedule a check whether a channel is still in use.
 
-        The garbage collector may call this method.
+        An object that refers to the channel is about to be released. The garbage collector may call this
+        method.
         """
         if os.getpid() != self.pid:
             return
@@ -416,7 +417,7 @@ def server_of(id: str) -> ChannelServer | None:
 
 
 def server_at(address: str, secret: bytes) -> ChannelServer | None:
-    """Return this process's server at ``address``; None without such a server or with a wrong secret."""
+    """Return this process's server at ``address``; None without such a server or with the wrong secret."""
     found = [server for server in _servers.values() if server.address == address]
     return found[0] if found and hmac.compare_digest(found[0].secret, secret) else None
 

@@ -245,7 +245,8 @@ def take_over(handle: Inherited | Sent | Borrowed) -> tuple[int, int]:
         return int(handle.memory.detach()), -1 if handle.socket is None else int(handle.socket.detach())
     if isinstance(handle, Sent):
         if now.opened is None:
-            raise OSError(errno.EBADF, "its item must be sent directly, not pickled inside another item")
+            message = "an item with descriptors must be sent directly, not pickled inside another item"
+            raise OSError(errno.EBADF, message)
         return now.opened.take(handle)
     memory = os.open(f"/proc/{handle.pid}/fd/{handle.memory}", os.O_RDWR | os.O_CLOEXEC)
     if os.fstat(memory).st_ino != handle.inode:

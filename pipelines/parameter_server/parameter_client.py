@@ -154,8 +154,8 @@ class ParameterClient(RowClient):
         The call waits while the server's channel is full, and returns when the channel has the values.
 
         Args:
-            values: Mapping from names to tensors, one tensor, or an object, like the server's state. A
-                mapping may contain only some of the server's names.
+            values: Mapping from names to tensors, a single tensor, or an object, in the same form as the
+                server's state. A mapping may contain only some of the server's names.
             rule: ``"add"`` (default), ``"copy"``, ``"zero"``, ``"gradient"`` for a step of the server's
                 optimizer, or a function ``(current, given) -> new`` that the server calls for each tensor.
             scale: Factor that multiplies the values (default: 1).
@@ -163,8 +163,8 @@ class ParameterClient(RowClient):
             max_staleness: Largest allowed number of versions between ``at`` and the version that the push
                 changes (default: no limit).
             stale: ``"drop"`` (default): the server drops a push whose values are too old. ``"wait"``: the
-                call waits for slower clients. The last pull of each other client must be at most
-                ``max_staleness`` versions older than the version that the push creates.
+                call waits for slower clients. Every other client's last pull must be no more than
+                ``max_staleness`` versions behind the version that the push creates.
             timeout: Maximum seconds to wait (default: no limit).
             codes: Code that compresses the values (see :meth:`encode`; default: none).
 
@@ -282,7 +282,7 @@ class ParameterClient(RowClient):
         """Copy the server's tensors, all at the same version.
 
         Args:
-            out: Mapping of tensors, one tensor, or ``nn.Module``, to fill in place (default: none).
+            out: Mapping of tensors, a single tensor, or ``nn.Module``, to fill in place (default: none).
             at_least: Wait for this version or a later one (default: do not wait).
             names: Names of the tensors (default: all).
             consistent: Whether all tensors must have the same version (default: True). AsySG-InCon pulls with
@@ -290,7 +290,7 @@ class ParameterClient(RowClient):
             timeout: Maximum seconds to wait (default: no limit).
 
         Returns:
-            ``out`` if given. Otherwise, the tensors by name, the one tensor, or the object.
+            ``out`` if given. Otherwise, the tensors by name, the single tensor, or the object.
 
         Raises:
             Broken: The program that runs the server was killed.

@@ -13,7 +13,7 @@ ALIGNMENT = 64
 """Alignment of each tensor in bytes."""
 
 Form = Literal["mapping", "tensor", "object"]
-"""Kind of state that the user passed: a mapping of tensors, one tensor, or any other object."""
+"""Kind of state that the user passed: a mapping of tensors, a single tensor, or any other object."""
 
 ONLY = ""
 """Name of a single tensor."""

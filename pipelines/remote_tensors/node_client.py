@@ -401,7 +401,7 @@ class NodeClient:
         return failure.raised(client.sites.line_of(failure.number))
 
     def failures(self, timeout: float | None = None) -> list[RemoteFailure]:
-        """Wait for all commands, and return the failures that have not been raised yet."""
+        """Wait for all commands to finish, then return the failures that have not been raised yet."""
         known = self._raised.copy()
         found = [RemoteFailure(*row) for row in self.ask("sync", known, timeout=timeout)]
         self._raised -= known  # the node no longer stores these failures
@@ -419,7 +419,8 @@ class NodeClient:
         if self.closed:
             raise Closed(f"{self.device}: the nodes were closed; fetch values before close()")
         if self.death is not None:
-            if not flusher.flusher.is_current():  # the background thread raises nothing in the program
+            # an exception in the background thread does not reach the program
+            if not flusher.flusher.is_current():
                 self.death_raised = True
             raise self.death_error()
 

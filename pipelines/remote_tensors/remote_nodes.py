@@ -188,7 +188,7 @@ class RemoteNodes(Sequence[torch.device]):
         return self._kids.report()
 
     def stats(self) -> list[NodeStats]:
-        """Wait for all commands, and return the counters of each node for this process.
+        """Wait for all commands to finish, then return each node's counters for this process.
 
         Returns:
             One :class:`NodeStats` for each node, in the order of the nodes.
@@ -239,7 +239,7 @@ class RemoteNodes(Sequence[torch.device]):
         _raise_first(self._failures(timeout))
 
     def _failures(self, timeout: float | None = None) -> list[RemoteError]:
-        """Wait for all commands, and return the deaths and the failures that have not been raised yet."""
+        """Wait for all commands to finish, then return the deaths and failures not raised yet."""
         found: list[Any] = []
         for client in self._clients:
             with contextlib.suppress(NodeDied):  # the loop below also finds this death

@@ -67,8 +67,8 @@ class Sequential(nn.Module):
             balance (str): Cost to distribute evenly, ``"time"`` or ``"memory"`` (default: time, with the
                 first batch).
             sample: A typical batch on which ``balance`` measures the layers (default: none).
-            param_scale (float): For ``"memory"``: factor by which the bytes of parameters are multiplied, to
-                include gradients and optimizer state (default: 1).
+            param_scale (float): For ``"memory"``: factor by which to multiply the parameters' size in bytes,
+                to account for gradients and optimizer state (default: 1).
             devices (list): One device per part; inputs are moved to it (default: the device of the layers).
             recompute (bool): Recompute activations in the backward pass instead of keeping them (default:
                 False).
@@ -78,8 +78,8 @@ class Sequential(nn.Module):
             join (callable): Function that combines the list of micro-batch outputs (default: concatenation).
 
     Raises:
-        TypeError: An argument has a wrong type, or the module cannot be cut.
-        ValueError: An argument has a wrong value.
+        TypeError: An argument has the wrong type, or the module cannot be cut.
+        ValueError: An argument has an invalid value.
 
     Example:
         >>> import torch
@@ -235,7 +235,7 @@ class Sequential(nn.Module):
         Raises:
             TypeError: The batch or the output contains something other than tensors and ``None``.
             ValueError: The tensors' batch sizes differ.
-            RuntimeError: Training on this pipe is active.
+            RuntimeError: The pipe is in training.
             StageError: A layer failed on a micro-batch.
 
         Example:
@@ -251,7 +251,7 @@ class Sequential(nn.Module):
         return self._called(*inputs, **named)
 
     def _called(self, *inputs: Any, **named: Any) -> Any:
-        self._raise_if_training("use training.evaluate(x), or leave its with block")
+        self._raise_if_training("use training.evaluate(x), or leave the trainer's with block")
         self._raise_for_changes()
         if torch._C._is_tracing():
             raise RuntimeError("Sequential: a pipe cannot be traced; trace the plain module, pipe.module")
@@ -299,8 +299,7 @@ class Sequential(nn.Module):
             An iterator over the outputs, in the order of the batches.
 
         Raises:
-            RuntimeError: Training on this pipe is active, or ``torch.autocast`` is on, which streams do not
-                support.
+            RuntimeError: The pipe is in training, or ``torch.autocast`` is on, which streams do not support.
             ValueError: A batch requires grad.
 
         Example:
@@ -313,7 +312,7 @@ class Sequential(nn.Module):
             torch.Size([1, 1])
             torch.Size([2, 1])
         """
-        self._raise_if_training("use training.evaluate(x), or leave its with block")
+        self._raise_if_training("use training.evaluate(x), or leave the trainer's with block")
         self._raise_for_changes()
         if current_casting():
             raise RuntimeError(
@@ -357,9 +356,9 @@ class Sequential(nn.Module):
             A :class:`Training`, whose ``step(x, target)`` trains on one batch.
 
         Raises:
-            TypeError: An argument has a wrong type.
-            ValueError: An argument has a wrong value, or the schedule cannot run.
-            RuntimeError: Another training on this pipe is active.
+            TypeError: An argument has the wrong type.
+            ValueError: An argument has an invalid value, or the schedule cannot run.
+            RuntimeError: The pipe is already in training.
 
         Example:
             >>> from functools import partial
@@ -374,7 +373,7 @@ class Sequential(nn.Module):
             >>> losses[-1] < losses[0]
             True
         """
-        self._raise_if_training("leave its with block first")
+        self._raise_if_training("leave the trainer's with block first")
         self._raise_for_changes()
         refuse_sharded(self.module, "step-by-step training", "compute the loss yourself from pipe(x)")
         if self._cut.dim:
@@ -412,7 +411,7 @@ class Sequential(nn.Module):
 
     def _raise_if_training(self, remedy: str) -> None:
         if self._training is not None and self._training.active:
-            raise RuntimeError(f"Sequential: training on this pipe is active; {remedy}")
+            raise RuntimeError(f"Sequential: this pipe is already in training; {remedy}")
 
     def close(self) -> None:
         """End the workers and wait until they have ended.

@@ -23,7 +23,7 @@ class SequentialOptions(TypedDict, total=False):
     sample: Any
     """A typical batch on which ``balance`` measures the layers (default: none)."""
     param_scale: float
-    """With ``"memory"``: factor by which the bytes of parameters are multiplied (default: 1)."""
+    """With ``"memory"``: factor by which to multiply the parameters' size in bytes (default: 1)."""
     devices: Sequence[torch.device | str] | None
     """One device per part. Inputs are moved to the part's device (default: where the layers are)."""
     recompute: bool

@@ -121,7 +121,7 @@ def _put_held(ch: Channel, got: Channel) -> None:
 
 @pytest.mark.other_process
 def test_receiver_stream_waits_for_the_senders_event(make, spawn_peer):
-    """The receiver gets its tensor before the data is ready. Its work on the tensor starts afterwards."""
+    """The receiver gets its tensor early, but starts working on the tensor only once the data is ready."""
     ch, got = make(1), make(1)
     peer = spawn_peer(_put_held, ch, got)
     arrived = ch.get()

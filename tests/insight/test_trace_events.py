@@ -21,9 +21,10 @@ def parsed(lines: Iterable[str]) -> list[Event]:
 
 
 def item_events(*spans: tuple[str, int, int]) -> list[Event]:
-    """Return the events of one item that passes through these spans of stage, begin and end, in ms.
+    """Return the events of one item that passes through these spans.
 
-    Earlier, stage "b" has processed another item, from 50 to 60 ms.
+    Each span is given as (stage, begin, end), with times in ms. Earlier, stage "b" has
+    processed another item, from 50 to 60 ms.
     """
     events = TraceEvents("g", ("a", "b", "c"), 0)
     lines = [*events.begin(), *events.items("b", 1, (7,), 50 * MS, 60 * MS)]

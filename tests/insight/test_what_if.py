@@ -105,9 +105,9 @@ def test_all_predictions_are_ranked_by_rate() -> None:
 
 
 def test_advice_names_number_of_workers_that_reaches_next_bound() -> None:
-    assert advice(SLOW) == "1 more worker of 'slow' would give 2.0 × the rate"
+    assert advice(SLOW) == "1 more worker for 'slow' would give 2.0 × the rate"
     two = chain(source(), stage("slow", 0.04, workers=4), stage("n", 0.0066), cause=("bottleneck", "slow"))
-    assert advice(two) == "2 more workers of 'slow' would give 1.5 × the rate"
+    assert advice(two) == "2 more workers for 'slow' would give 1.5 × the rate"
 
 
 def test_advice_suggests_processes_for_compute_bound_threads() -> None:
@@ -152,7 +152,7 @@ def test_no_advice_is_given_if_no_change_would_help(stats: RunStats) -> None:
 
 
 def test_report_shows_the_advice() -> None:
-    assert "advice: 1 more worker of 'slow' would give 2.0 × the rate" in render(SLOW).splitlines()
+    assert "advice: 1 more worker for 'slow' would give 2.0 × the rate" in render(SLOW).splitlines()
 
 
 # --- real runs ---

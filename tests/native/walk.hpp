@@ -216,7 +216,7 @@ class Walk {
                  "a read of the remaining items ended with " + std::to_string(int(step)) + " after" +
                      text(values));
             Header& h = one.ring.header();
-            uint64_t views = 0;  // number of views, because viewed slots stay in use
+            uint64_t views = 0;  // number of views; counted because a viewed slot stays in use
             for (const Session& s : h.sessions()) views += s.views;
             must((cut_off ? one.ring.broken() : one.ring.drained()) && h.slots_used == views && h.leased == 0,
                  "the channel still contains items");

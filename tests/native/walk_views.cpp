@@ -108,7 +108,8 @@ Scenario putting_back() {
     return s;
 }
 
-// A reader drops the view of an acknowledged item (HELD), then that of an item that it still has on lease.
+// A reader drops its view of an acknowledged item (HELD), then its view of an item that it still has on
+// lease.
 Scenario leasing() {
     const Values all{1, 2, 3};
     Scenario s = viewing("lease a view and acknowledge it", all);

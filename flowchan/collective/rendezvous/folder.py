@@ -91,7 +91,7 @@ def _wait_for(path: Path, rank: int, size: int, timeout: float) -> Any:
 def _read(path: Path) -> str | None:
     """Return the text of the file, or None if it does not exist yet."""
     try:
-        os.listdir(path.parent)  # otherwise NFS may cache for a minute that the file is missing
+        os.listdir(path.parent)  # otherwise NFS may cache the file's absence for up to a minute
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:

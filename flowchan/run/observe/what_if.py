@@ -227,8 +227,8 @@ def advice(stats: RunStats) -> str | None:
         stats: Statistics in a window.
 
     Returns:
-        The advice, such as "2 more workers of 'decode' would give 1.8 × the rate". None if no change that the
-        user can make would help much, or if the window is too short or has too few items.
+        The advice, such as "2 more workers for 'decode' would give 1.8 × the rate". None if no change that
+        the user can make would help much, or if the window is too short or has too few items.
     """
     cause = stats.cause
     items = end_rate(stats) * stats.window
@@ -279,7 +279,7 @@ def _for_stage(model: Model, work: StageWork) -> str | None:
             return _advised(change, gain)
     more = next(number for number, gain in enumerate(gains, 1) if gain - 1 >= ENOUGH * (gains[-1] - 1))
     noun = "worker" if more == 1 else "workers"
-    return _advised(f"{more} more {noun} of {stage.name!r}", gains[more - 1])
+    return _advised(f"{more} more {noun} for {stage.name!r}", gains[more - 1])
 
 
 def _to_process(model: Model, work: StageWork, workers: int) -> tuple[str, float]:

@@ -122,7 +122,7 @@ def work(
     except BaseException as error:  # each worker must report its end, or the run waits forever
         with contextlib.suppress(Closed, Broken):  # the run has ended
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
-    hears_aborts.set(None)  # since Python 3.14, a thread keeps its context after its end
+    hears_aborts.set(None)  # since Python 3.14, a thread keeps its context after it ends
     release.done()
     if membership is not None:  # the supervisor must learn of the end before the other members do
         membership.close(ended_by)
