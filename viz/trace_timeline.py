@@ -9,6 +9,8 @@ the activity that took most of the pixel's time.
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
 import os
 import zlib
@@ -103,22 +105,20 @@ def timeline(path: str | os.PathLike[str]) -> str:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    data = path.read_bytes()
     try:
-        text = _decompressed(data) if path.suffix == ".gz" else data
+        text = _decompressed(path) if path.suffix == ".gz" else path.read_bytes()
         return _parsed(text.decode(errors="replace"))
-    except (ValueError, zlib.error) as error:
+    except (ValueError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"timeline: {str(path)!r} must be a trace in JSON: {error}") from None
 
 
-def _decompressed(data: bytes) -> bytes:
+def _decompressed(path: Path) -> bytes:
     """Decompress a gzip file whose last member may be incomplete, which ``gzip.decompress`` refuses."""
-    text = b""
-    while data:
-        member = zlib.decompressobj(zlib.MAX_WBITS + 16)
-        text += member.decompress(data)
-        data = member.unused_data
-    return text
+    pieces: list[bytes] = []
+    with gzip.open(path) as file, contextlib.suppress(EOFError):
+        while piece := file.read1(1 << 20):
+            pieces.append(piece)
+    return b"".join(pieces)
 
 
 def _parsed(text: str) -> list[dict[str, Any]]:

@@ -251,8 +251,10 @@ class LaunchJob:
 
     def run(self) -> None:
         """Wait until all ranks have ended and all their output has been passed on."""
-        while self.goes_on():
+        while True:
             try:
+                if not self.goes_on():
+                    return
                 self.poll()
             except KeyboardInterrupt as interrupt:
                 self.interrupt(signal_of(interrupt))

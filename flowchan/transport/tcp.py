@@ -182,14 +182,18 @@ def dial(address: str, timeout: float) -> socket.socket:
 
 def _first_connection(resolved: Sequence[Resolved], give_up: float) -> socket.socket:
     """Return a connection to the first of the addresses that accepts one; raise the last error."""
-    failure = OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+    failure: OSError | None = None
     untried, waiting = deque(resolved), select.poll()
     attempts: dict[int, socket.socket] = {}
     try:
         while untried or attempts:
             if untried:
                 family, _, _, _, name = untried.popleft()
-                sock = socket.socket(family, socket.SOCK_STREAM)
+                try:
+                    sock = socket.socket(family, socket.SOCK_STREAM)
+                except unless_interrupted(OSError) as error:  # for example, this machine has no IPv6
+                    failure = failure or error
+                    continue
                 attempts[sock.fileno()] = sock
                 waiting.register(sock, select.POLLOUT)
                 try:
@@ -213,7 +217,7 @@ def _first_connection(resolved: Sequence[Resolved], give_up: float) -> socket.so
     finally:
         for sock in attempts.values():
             sock.close()
-    raise failure
+    raise failure or OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
 
 
 def _begin(sock: socket.socket, name: tuple[str, int]) -> None:

@@ -42,13 +42,14 @@ def _report() -> None:
 
 
 def _unseen() -> list[RemoteError]:
-    """Return the failures that were not raised, of the commands that run until the time is over."""
+    """Return the deaths and failures that were not raised, of commands that end before the time is over."""
+    dead = [one for one in device_table.clients() if one.death is not None]
     clients = [one for one in device_table.clients() if one.death is None]
     for client in clients:
         with contextlib.suppress(FlowchanError):
             client.try_flush()
     until = time.monotonic() + EXIT_WAIT_S
-    found: list[RemoteError] = []
+    found: list[RemoteError] = [one.death_error() for one in dead if not one.death_raised]
     for client in clients:
         with contextlib.suppress(FlowchanError, TimeoutError):
             rows = client.failures(max(LEAST_WAIT_S, until - time.monotonic()))

@@ -360,7 +360,7 @@ class NodeClient:
         """Wait until the node has reached the event with this number."""
         with self._asking:
             while self.finished < number:
-                self.flush()
+                self.try_flush()  # flush() could wait for a thread that waits for room for the node's replies
                 self._note(self._reply("synchronize", None))
 
     def note_replies(self) -> None:

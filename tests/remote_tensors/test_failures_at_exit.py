@@ -51,6 +51,14 @@ def test_program_that_raises_reports_failures_after_its_traceback(torch_programs
         assert after.count(f"failing::fail on node {number}: ValueError: a bad value") == 1
 
 
+def test_program_that_ends_reports_an_unseen_death(torch_programs: Template) -> None:
+    text = "torch.ops.failing.fail(x, 'kill')\nwhile nodes._clients[0].death is None:\n    os.sched_yield()"
+    found = run(torch_programs, text)
+    assert found.returncode == 0
+    assert "node 0 (remote:0" in found.stderr
+    assert "was killed by SIGKILL" in found.stderr
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -20,6 +20,8 @@ def strip(line: str) -> str:
     return f"{line.strip()} {sys.stdin.read()!r}"
 
 if __name__ == "__main__":
+    if sys.argv[2] == "replaced":
+        sys.stdin = open(0, encoding="utf-8", closefd=False)
     graph = Graph("lines")
     lines = graph.source(sys.stdin, name="stdin").map(strip, on="process", name="strip").collect()
     with graph.start() as run:
@@ -29,10 +31,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def arguments(tmp_path) -> list[str]:
+@pytest.fixture(params=["original", "replaced"])
+def arguments(tmp_path, request) -> list[str]:
     (tmp_path / "program.py").write_text(PROGRAM)
-    return [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "flag")]
+    return [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "flag"), request.param]
 
 
 def test_dead_worker_is_replaced_while_source_reads_stdin(arguments: list[str]) -> None:

@@ -216,3 +216,22 @@ def test_address_comes_from_the_route_not_the_hostname(tmp_path: Path) -> None:
         "10.12.0.1",
         "[Errno 101] this host has no route to 10.13.0.7: Network is unreachable",
     ], done.stderr
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_unsupported_address_family_does_not_end_the_other_attempts(
+    monkeypatch: pytest.MonkeyPatch, accepts: bool, first: bool
+) -> None:
+    """A name may have an IPv6 address on a machine without IPv6."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        name = server.getsockname()
+        if not accepts:
+            server.close()
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", name), (-5, socket.SOCK_STREAM, 0, "", ("x", 1))]
+        monkeypatch.setattr(tcp, "resolve", lambda *_: found[::-1] if first else found)
+        if accepts:
+            tcp.dial("two.addresses:1", 30).close()
+        else:
+            with pytest.raises(ConnectionRefusedError, match=r"reach two\.addresses:1"):
+                tcp.dial("two.addresses:1", 30)

@@ -41,11 +41,15 @@ def _run_child(bootstrap: Callable[..., int], process: BaseProcess, **options: A
     """Replace ``sys.stdin`` in a forked child, and run the child.
 
     ``multiprocessing`` closes the child's ``sys.stdin``. If another thread of the program was reading it, its
-    lock would never be released in the child. ``sys.__stdin__`` keeps the object, so it is not closed.
+    lock would never be released in the child. ``_inherited`` keeps the object, so it is not closed.
     """
-    if sys.stdin is sys.__stdin__ is not None:
+    if sys.stdin is not None:
+        _inherited.append(sys.stdin)
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     return bootstrap(process, **options)
+
+
+_inherited: list[Any] = []
 
 
 def start_server() -> None:

@@ -77,7 +77,8 @@ class _TraceFile:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if stat.S_ISREG(os.fstat(self._file).st_mode):
+            self._is_regular = stat.S_ISREG(os.fstat(self._file).st_mode)
+            if self._is_regular:
                 os.ftruncate(self._file, 0)
         except BlockingIOError as error:
             os.close(self._file)
@@ -91,8 +92,14 @@ class _TraceFile:
         data = text.encode("ascii")
         if self._compresses:  # as a gzip member, because viewers do not open a file with an incomplete member
             data = gzip.compress(data, compresslevel=1)
-        while data:
-            data = data[os.write(self._file, data) :]
+        begin = os.lseek(self._file, 0, os.SEEK_CUR) if self._is_regular else 0
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError:
+            if self._is_regular:
+                os.ftruncate(self._file, begin)
+            raise
 
     def end(self, text: str) -> None:
         """Write the end of the trace, and close the file."""
