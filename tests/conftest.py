@@ -129,8 +129,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
     config.stash[WATCHDOG] = Watchdog(config.stash[STDERR])
     faulthandler.register(signal.SIGUSR1, file=config.stash[STDERR], all_threads=True)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs like this
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     outcomes = config.getoption("--outcomes")
     if outcomes:
         config.pluginmanager.register(Outcomes(Path(outcomes)))

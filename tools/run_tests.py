@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -174,6 +175,7 @@ def main() -> int:
     parser.add_argument("--ignore", action="append", default=[])
     parser.add_argument("--files", nargs="*", default=["tests"])
     known, options = parser.parse_known_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without SIGINT
     ignored = known.ignore if "--hosts" in options else [*known.ignore, str(TESTS / "hosts_real")]
     files = list(test_files(known.files, ignored))
     loading = {file for file in files if loads_large(Path(file.partition("::")[0]))}
