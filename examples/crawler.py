@@ -1,7 +1,4 @@
-"""Crawl a site and find broken links.
-
-    python examples/crawler.py [PAGES]
-    flowchan viz examples/crawler.py -o crawler.svg
+"""Crawl a site and find broken links: ``python examples/crawler.py [PAGES]``.
 
 The program serves the site itself: pydoc's pages about Python modules. It visits at most PAGES pages.
 """

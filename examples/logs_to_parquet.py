@@ -3,8 +3,7 @@
     python examples/logs_to_parquet.py [MODULE …] [-o IMPORTS.parquet] [--workers N]
     flowchan viz examples/logs_to_parquet.py -o imports.svg
 
-For each module, the program starts a new `python -X importtime` process, which writes a log. The example
-needs pyarrow.
+For each module, a new `python -X importtime` process writes a log. The example needs pyarrow.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     python examples/web_service.py [REQUESTS]
     flowchan viz examples/web_service.py -o service.svg
 
-The model classifies scikit-learn's digits. The program is also the client: it sends requests to its own
-service. The example needs scikit-learn.
+The model classifies scikit-learn's digits. The program sends the requests to its own service.
 """
 
 from __future__ import annotations
