@@ -70,6 +70,11 @@ def client_at(device: torch.device) -> NodeClient:
     return client
 
 
+def is_free(device: torch.device) -> bool:
+    """Return whether the nodes that had this device index are closed."""
+    return device.index is not None and device.index < len(_clients) and _clients[device.index] is None
+
+
 def clients() -> list[NodeClient]:
     """Return the clients of all devices of this process. A fork has none."""
     return [one for one in _clients if one is not None and one.pid == os.getpid()]

@@ -74,12 +74,19 @@ class RemoteModule:
             client.send("seed", next(client.numbers), seed)
 
     def get_rng_state(self, device: Any = "remote") -> torch.Tensor:
-        """Return the state of a node's random number generator."""
+        """Return the state of a node's random number generator, or an empty tensor if the node is closed.
+
+        ``torch.random.fork_rng()`` saves the states of all device indices.
+        """
+        if device_table.is_free(_device(device)):
+            return torch.empty(0, dtype=torch.uint8)
         state: torch.Tensor = client_at(_device(device)).ask("rng_state")
         return state
 
     def set_rng_state(self, state: torch.Tensor, device: Any = "remote") -> None:
-        """Set the state of a node's random number generator."""
+        """Set the state of a node's random number generator. An empty state changes nothing."""
+        if not state.numel():
+            return
         client = client_at(_device(device))
         client.send("set_rng_state", next(client.numbers), state)
 
