@@ -96,6 +96,21 @@ def test_r14_sources_have_numbers_of_their_own() -> None:
     assert [FinishedItems(index, 2, done).length() for index in range(2)] == [3, 2]
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_r14_random_finished_items_are_skipped_and_counted(seed: int) -> None:
+    chosen = random.Random(seed)
+    sources = chosen.randint(1, 3)
+    source, done = chosen.randrange(sources), chosen.randbytes(chosen.randrange(5))
+    numbers = range(source, 60, sources)
+    finished = [
+        number for number in numbers if number < 8 * len(done) and done[number // 8] >> number % 8 & 1
+    ]
+    items = FinishedItems(source, sources, done)
+    unfinished = [((number,), number) for number in numbers if number not in finished]
+    assert list(items.tracked(numbers)) == unfinished
+    assert items.length() == (numbers.index(finished[-1]) + 1 if finished else 0)
+
+
 def test_r14_source_is_not_read_ahead() -> None:
     read: list[int] = []
 

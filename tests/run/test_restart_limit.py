@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from flowchan.run.policy.restart_limit import RESTART_PERIOD_S, has_restart, restarts_used, use_restart
+from flowchan.run.policy.events import Death, WorkerId
+from flowchan.run.policy.restart_limit import (
+    RESTART_PERIOD_S,
+    has_restart,
+    restarts_used,
+    use_restart,
+    uses_restart,
+)
 from flowchan.run.policy.transitions import PolicyState
 
 
@@ -21,6 +28,24 @@ def test_period_begins_when_the_replacement_starts() -> None:
     end = 105.0 + RESTART_PERIOD_S
     assert restarts_used(state, "map", end - 0.5) == 1
     assert restarts_used(state, "map", end) == 0
+
+
+def test_each_restart_is_counted_over_the_life_of_the_stage() -> None:
+    state = limited(9)
+    for number in range(1, 4):
+        state, _ = use_restart(state, "map", now=100.0 * number)
+        assert state.restarts == {"map": number}
+        assert state.recent_restarts["map"][-1] == 100.0 * number
+
+
+@pytest.mark.parametrize(
+    ("counts", "over_item", "uses"), [(True, 0, True), (True, 1, False), (False, 0, False)]
+)
+def test_death_over_an_item_or_with_its_host_is_free(
+    counts: bool, over_item: int, uses: bool
+) -> None:
+    death = Death(WorkerId("map", 1), "was killed", 1, counts=counts, over_item=over_item)
+    assert uses_restart(death) == uses
 
 
 def test_pause_extends_the_period_of_earlier_restarts() -> None:

@@ -1,0 +1,72 @@
+"""Change a module in many small ways, one at a time, and count the changes that its tests notice.
+
+Usage: ``python tools/mutation.py MODULE TEST... [--sample N] [--seed S]``. The changes are those of
+cosmic-ray, for example ``<`` instead of ``<=``. A change survives if all tests still pass. The module's file
+is changed during the run and restored after each change, so run this in a clone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from cosmic_ray.ast import ast_nodes, get_ast_from_path
+from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.plugins import get_operator, operator_names
+from cosmic_ray.work_item import MutationSpec, TestOutcome
+
+LIMIT_S = 120.0
+"""Seconds after which the tests of a change count as failed: the change has made them hang."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("module", type=Path, help="file of the module")
+    parser.add_argument("tests", nargs="+", help="files of its tests")
+    parser.add_argument("--sample", type=int, help="number of changes to try, drawn at random (default: all)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the sample (default: 1)")
+    args = parser.parse_args()
+    command = f"{sys.executable} -m pytest -q -x -p no:xdist {' '.join(args.tests)}"
+    subprocess.run(command.split(), check=True, stdout=subprocess.DEVNULL)  # they must pass without a change
+    changes = list(changes_of(args.module))
+    tried = random.Random(args.seed).sample(changes, min(args.sample or len(changes), len(changes)))
+    survived = []
+    for number, change in enumerate(tried, 1):
+        result = mutate_and_test([change], command, LIMIT_S)
+        if result.test_outcome is TestOutcome.SURVIVED:
+            survived.append(result.diff)
+        print(f"\r{number} of {len(tried)}: {len(survived)} survived", end="", file=sys.stderr, flush=True)
+    print(*survived, sep="\n")
+    killed = len(tried) - len(survived)
+    print(f"{args.module}: {killed} of {len(tried)} changes noticed ({killed / len(tried):.0%})")
+
+
+def changes_of(module: Path) -> Iterator[MutationSpec]:
+    """Yield the changes of a module that cosmic-ray knows, except in annotations: nothing evaluates them."""
+    spans = [*annotations(ast.parse(module.read_text()))]
+    tree = get_ast_from_path(module)
+    for name in operator_names():
+        if get_operator(name).arguments():
+            continue
+        operator = get_operator(name)()
+        places = (place for node in ast_nodes(tree) for place in operator.mutation_positions(node))
+        for number, (start, end) in enumerate(places):
+            if not any(first <= start and end <= last for first, last in spans):
+                yield MutationSpec(module, name, number, start, end)
+
+
+def annotations(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yield where each annotation begins and ends: line and column."""
+    for node in ast.walk(tree):
+        for one in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            if isinstance(one, ast.expr):
+                yield (one.lineno, one.col_offset), (one.end_lineno or 0, one.end_col_offset or 0)
+
+
+if __name__ == "__main__":
+    main()
