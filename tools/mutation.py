@@ -48,7 +48,7 @@ def main() -> None:
 
 def changes_of(module: Path) -> Iterator[MutationSpec]:
     """Yield the changes of a module that cosmic-ray knows, except in annotations: nothing evaluates them."""
-    spans = [*annotations(ast.parse(module.read_text()))]
+    spans = [*annotation_spans(ast.parse(module.read_text()))]
     tree = get_ast_from_path(module)
     for name in operator_names():
         if get_operator(name).arguments():
@@ -60,7 +60,7 @@ def changes_of(module: Path) -> Iterator[MutationSpec]:
                 yield MutationSpec(module, name, number, start, end)
 
 
-def annotations(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+def annotation_spans(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
     """Yield where each annotation begins and ends: line and column."""
     for node in ast.walk(tree):
         for one in (getattr(node, "annotation", None), getattr(node, "returns", None)):

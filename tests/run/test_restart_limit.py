@@ -41,9 +41,7 @@ def test_each_restart_is_counted_over_the_life_of_the_stage() -> None:
 @pytest.mark.parametrize(
     ("counts", "over_item", "uses"), [(True, 0, True), (True, 1, False), (False, 0, False)]
 )
-def test_death_over_an_item_or_with_its_host_is_free(
-    counts: bool, over_item: int, uses: bool
-) -> None:
+def test_death_over_an_item_or_with_its_host_is_free(counts: bool, over_item: int, uses: bool) -> None:
     death = Death(WorkerId("map", 1), "was killed", 1, counts=counts, over_item=over_item)
     assert uses_restart(death) == uses
 
