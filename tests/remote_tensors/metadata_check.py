@@ -9,6 +9,10 @@ from support.optional_packages import optional
 torch = optional("torch")
 
 
+REPLACES = "aten::_has_compatible_shallow_copy_type"
+"""Operation that torch calls while the client replaces a tensor's metadata. The tensor has no bits then."""
+
+
 def relevant(shape: Any, stride: Any, *rest: Any) -> Any:
     """Return metadata without the strides of empty tensors and of dimensions with one element, which have no
     effect."""
@@ -31,7 +35,8 @@ class MetadataCheck:
 
         def checked(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = dispatch(func, types, args, kwargs)
-            self._compare(func.name(), [result, args, kwargs])
+            if func.name() != REPLACES:
+                self._compare(func.name(), [result, args, kwargs])
             return result
 
         kind.__torch_dispatch__ = classmethod(checked)
