@@ -138,9 +138,11 @@ def test_host_with_insufficient_gpus_is_named() -> None:
     graph.source(range(8)).map(seen, on=local(2), workers=7, gpus=1, name="far").sink(print)
     with pytest.raises(RunError) as caught:
         graph.run()
-    (error,) = caught.value.exceptions
-    assert re.search("host 'local-[12]'", str(error))
-    assert re.search("worker far [1-7] needs 1 GPU, but only 0 of 3 GPUs on this host are free", str(error))
+    for error in caught.value.exceptions:  # both hosts may get a worker too many
+        assert re.search("host 'local-[12]'", str(error))
+        assert re.search(
+            "worker far [1-7] needs 1 GPU, but only 0 of 3 GPUs on this host are free", str(error)
+        )
 
 
 def test_threads_share_the_devices_of_the_program() -> None:

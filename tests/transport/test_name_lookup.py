@@ -5,6 +5,7 @@ The programs run in a network namespace with its own name server, whose answers 
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from ends import SECRET
 
+LATE = r"'silent.example' can't be resolved \(no answer within 0\.[12]\d* s\)"
 NAMESPACE = """
 set -e
 printf 'nameserver 127.0.0.1\\noptions timeout:30 attempts:5\\n' > resolv.conf
@@ -93,13 +95,13 @@ def printed(program: str, folder: Path) -> list[str]:
 
 def test_connect_ends_in_time_if_the_name_server_is_silent(tmp_path: Path) -> None:
     (line,) = printed(CONNECT, tmp_path)
-    assert "the host 'silent.example' can't be resolved (no answer within 0.2 s)" in line
+    assert re.search(LATE, line)
 
 
 def test_group_ends_in_time_if_the_name_server_is_silent(tmp_path: Path) -> None:
     lines = printed(GROUP, tmp_path)
     assert len(lines) == 2
-    assert all("'silent.example' can't be resolved (no answer within 0.2 s)" in line for line in lines)
+    assert all(re.search(LATE, line) for line in lines)
 
 
 def test_ctrl_c_interrupts_the_lookup_of_a_name(tmp_path: Path) -> None:
