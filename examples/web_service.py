@@ -3,7 +3,7 @@
     python examples/web_service.py [REQUESTS]
     flowchan viz examples/web_service.py -o service.svg
 
-The model classifies scikit-learn's digits. The program sends the requests to its own service.
+The model classifies scikit-learn's digits. The program is also the client. The example needs scikit-learn.
 """
 
 from __future__ import annotations

@@ -180,10 +180,10 @@ class Channel(Generic[T]):
     def __next__(self) -> T: ...
     @property
     def capacity(self) -> int:
-        """Return how many items the channel holds before ``put`` waits."""
+        """Return the maximum number of items in the channel; further puts wait."""
     @property
     def max_bytes(self) -> int | None:
-        """Return how many bytes the channel holds before ``put`` waits, or None if there is no limit."""
+        """Return the maximum number of bytes in the channel, or None if there is no limit."""
     @property
     def across(self) -> Literal["threads", "processes", "hosts"]:
         """Return the transport: ``"threads"``, ``"processes"`` or ``"hosts"``."""

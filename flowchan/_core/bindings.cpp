@@ -135,8 +135,7 @@ void end_remote_writer(Out& out, uint64_t pid) {
     });
 }
 
-// --- What a supervisor does after the death of a worker. `port` is the supervisor's own handle of the
-// dead worker's port. ---
+// --- Recovery after a worker's death. `port` is the supervisor's handle of the dead worker's port. ---
 
 // Return how many workers, including this one, died while they held this worker's leased items. Only deaths
 // in user code or while unpickling count. If this worker died in other code, return 0.
@@ -309,13 +308,13 @@ NB_MODULE(_core, m) {
         .def("__len__", length)
         .def_prop_ro(
             "capacity", [](Channel& ch) { return ch.capacity; },
-            "Return how many items the channel holds before ``put`` waits.")
+            "Return the maximum number of items in the channel; further puts wait.")
         .def_prop_ro(
             "max_bytes",
             [](Channel& ch) -> std::optional<uint64_t> {
                 return ch.max_bytes == UINT64_MAX ? std::nullopt : std::optional(ch.max_bytes);
             },
-            "Return how many bytes the channel holds before ``put`` waits, or None if there is no limit.")
+            "Return the maximum number of bytes in the channel, or None if there is no limit.")
         .def_prop_ro(
             "across", [](Channel& ch) { return ch.across(); },
             "Return the transport: ``\"threads\"``, ``\"processes\"`` or ``\"hosts\"``.")

@@ -112,8 +112,8 @@ struct Traits<Ring> {
         if (caller.side == Side::Writer && r.is_limited())
             futex_wake(r.header().reader_queue.seq, r.header().reader_queue.call(1), true);
     }
-    // Leave the queue, and return whether the futex word had changed. If the session ended while its caller
-    // waited, the caller is no longer in the queue.
+    // Leave the queue, and return whether the futex word had changed. If the session ended during the wait,
+    // the caller has already left the queue.
     static bool leave(Ring& r, const Caller& caller, Waiting& waiting, bool) {
         Session& s = r.session(caller.session);
         const bool called = word(r, caller, waiting).load(std::memory_order_relaxed) != waiting.seen;

@@ -196,7 +196,7 @@ class _Now(threading.local):
 
 
 now = _Now()
-"""What this thread is currently pickling and unpickling."""
+"""State of this thread while it pickles or unpickles."""
 
 
 @contextlib.contextmanager

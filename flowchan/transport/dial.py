@@ -69,7 +69,7 @@ def reach(
         why: Beginning of the error message.
         within: Seconds after which to stop retrying.
         tls: Encrypt the connection.
-        wanted: Returns False once the connection is no longer needed.
+        wanted: Function that returns False if the caller does not need the connection any more.
 
     Returns:
         The connection and the peer's hello.

@@ -92,7 +92,8 @@ def append_result(results: MutableSequence[T], call: Callable[..., T], *args: An
     """Call a native function and append its result, in a single step of the interpreter.
 
     An interrupt takes effect either before the call, or once its result is in ``results``. Nothing that the
-    call received or sent is therefore lost.
+    call received or sent is therefore lost. To acquire a lock, call this in a ``try`` block with
+    ``lock.acquire``. Its ``finally`` clause then releases the lock if the list contains True.
     """
     results.extend(itertools.starmap(call, (args,)))
 

@@ -167,7 +167,7 @@ class Node:
                 if kind == "hello":
                     self.clients[client] = ClientTable(rest[0], next(self.numbers))
                     continue
-                if kind == "drop":  # a client has exited, or an export is no longer used
+                if kind == "drop":  # the client has exited, or its exported tensors are unused
                     self.clients.pop(client, None)
                     continue
                 table = self.clients.get(client)

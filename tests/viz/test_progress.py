@@ -281,7 +281,7 @@ def test_default_fork_server_starts_before_bars(
 
 
 class Gone(io.StringIO):
-    """Standard error stream that is no longer read."""
+    """Standard error stream whose reader has exited."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError
