@@ -322,7 +322,17 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
             wait_until(lambda: not leftovers(before), PORT_END_S)
     gc.collect()  # a thread that has just ended may have held the last reference to such a cycle
     if remaining := leftovers(before):
-        pytest.fail(f"left behind: {', '.join(sorted(remaining))}", pytrace=False)
+        pytest.fail(f"left behind: {', '.join(sorted(map(described, remaining)))}", pytrace=False)
+
+
+def described(held: str) -> str:
+    """Add the state and the command of a process that is left behind."""
+    with contextlib.suppress(psutil.Error):
+        if held.startswith("process "):
+            process = psutil.Process(int(held.split()[1]))
+            command = " ".join(process.cmdline())
+            return f"{held} ({process.status()}, child of {process.ppid()}: {command[:200]})"
+    return held
 
 
 def holdings() -> set[str]:
