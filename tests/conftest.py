@@ -128,10 +128,25 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{marker}: few combinations of parameters; all with --long")
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
     config.stash[WATCHDOG] = Watchdog(config.stash[STDERR])
+    config.pluginmanager.register(SharedFixtures())
     faulthandler.register(signal.SIGUSR1, file=config.stash[STDERR], all_threads=True)
     outcomes = config.getoption("--outcomes")
     if outcomes:
         config.pluginmanager.register(Outcomes(Path(outcomes)))
+
+
+class SharedFixtures:
+    """Let the next test list the resources again, because a fixture of several tests may acquire some.
+
+    This is a plugin, because pytest calls this hook of a conftest.py below the root for no session fixture.
+    """
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> None:
+        if fixturedef.scope != "function":
+            request.config.stash[HELD] = None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -288,13 +303,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if call.when == "call":
         item.stash[PASSED] = report.passed
     return report
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
-    """Let the next test list the resources again, because a fixture of several tests may acquire some."""
-    if fixturedef.scope != "function":
-        request.config.stash[HELD] = None
 
 
 @pytest.fixture(autouse=True)

@@ -23,11 +23,11 @@ HERE = Path(__file__).parent
 RUN_TESTS = HERE.parent / "tools" / "run_tests.py"
 
 
-def run_tests(folder: Path, text: str, *options: str) -> str:
+def run_tests(folder: Path, text: str, *options: str, plugins: Sequence[str] = ("-p", "conftest")) -> str:
     """Run these tests under this folder's conftest.py, and return pytest's output."""
     (folder / "test_small.py").write_text(text)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "conftest", f"--rootdir={folder}", *options, folder],
+        [sys.executable, "-m", "pytest", "-q", *plugins, f"--rootdir={folder}", *options, folder],
         env={**os.environ, "PYTHONPATH": str(HERE)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -62,6 +62,34 @@ def test_resources_left_by_a_test_are_reported(tmp_path: Path) -> None:
     assert "mapping" in said
     assert "2 errors" in said
     assert "3 passed" in said
+
+
+LASTS = """
+import os, pytest
+
+@pytest.fixture(scope="session")
+def null():
+    null = os.open("/dev/null", os.O_RDONLY)
+    yield
+    os.close(null)
+
+def test_nothing():
+    pass
+
+def test_shared(null):
+    pass
+"""
+
+
+def test_resources_of_a_session_fixture_are_not_leftovers(tmp_path: Path) -> None:
+    """Some hooks of a conftest.py do not run for session fixtures unless the root folder contains it."""
+    below = tmp_path / "tests"
+    below.mkdir()
+    (below / "conftest.py").symlink_to(HERE / "conftest.py")
+    (below / "test_below.py").write_text(LASTS)
+    said = run_tests(tmp_path, "", plugins=())
+    assert "2 passed" in said
+    assert "left behind" not in said
 
 
 def test_cycle_held_by_late_thread_is_not_a_leftover() -> None:
