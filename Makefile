@@ -48,7 +48,7 @@ test-pythons:
 # It installs what is missing (Debian's packages as root); what can't be had is skipped, with the reason in the last lines.
 test-hosts: .venv/installed-hosts
 	sh tools/hosts.sh
-	$(BIN)/python -m pytest --hosts tests/hosts_real
+	$(BIN)/python tools/run_tests.py --hosts --files tests/hosts_real
 
 # pipelines/ and viz/ are parts of the package flowchan, so the types are checked in the installed layout.
 lint: .venv/installed-test
