@@ -30,14 +30,14 @@ def batches() -> Batches:
     return [(x[i : i + 64], y[i : i + 64]) for i in range(0, 64 * 12, 64)]
 
 
-def engine(group: Any = None, hooks: Any = (), seed: int = 0) -> Engine:
+def engine(group: Any = None, hooks: Any = (), seed: int = 0, overlap: bool = True) -> Engine:
     net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in net.parameters():
             p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / 8)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
-    return Engine(net, nn.functional.cross_entropy, optimizer, group, hooks)
+    return Engine(net, nn.functional.cross_entropy, optimizer, group, hooks, overlap=overlap)
 
 
 class Curve:
@@ -97,10 +97,70 @@ def test_hooks_run_in_order_on_a_replica_with_fewer_samples(batches: Batches) ->
         nn.utils.clip_grad_norm_(module.parameters(), 0.1)
 
     first, second = raised(in_threads(2, train))
-    step = ["on_sample 0", "on_forward 0", "on_backward 0", "on_update 1"]
-    assert first == ["on_start 0", *step, "on_backward 1", "on_update 2", "on_end_epoch 2"]
-    again = ["on_sample 1", "on_forward 1", "on_backward 1", "on_update 2"]
-    assert second == ["on_start 0", *step, *again, "on_end_epoch 2"]
+    start, end = ["on_start 0", "on_start_epoch 0"], ["on_end_epoch 2", "on_end 2"]
+    step = ["on_sample 0", "on_output 0", "on_forward 0", "on_backward 0", "on_update 1"]
+    assert first == [*start, *step, "on_backward 1", "on_update 2", *end]
+    again = ["on_sample 1", "on_output 1", "on_forward 1", "on_backward 1", "on_update 2"]
+    assert second == [*start, *step, *again, *end]
+
+
+def test_hook_can_replace_the_output_before_the_loss(batches: Batches) -> None:
+    def double(state: Any) -> None:
+        state.output = state.output * 2
+
+    doubled = SimpleNamespace(on_output=double)
+    halved = engine(hooks=[doubled])
+    with torch.no_grad():
+        for p in list(halved.module.parameters())[-2:]:
+            p.div_(2)
+    assert halved.test(batches) == engine().test(batches)
+
+
+def test_overlap_with_different_numbers_of_samples_matches_no_overlap(batches: Batches) -> None:
+    """A group of two adds in one order, so the parameters are bit-equal. One parameter has no gradient."""
+
+    def train(g: Any, overlap: bool) -> list[Any]:
+        made = engine(g, overlap=overlap)
+        assert isinstance(made.module, nn.Sequential)
+        made.module.append(Unused())
+        made.train(batches[: 3 + 4 * g.rank], epochs=2)
+        check_equal(made.module, g)
+        backward_outside_training(made.module)
+        return [p.detach().clone() for p in made.module.parameters()]
+
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, dtype=torch.double))
+
+        def forward(self, x: Any) -> Any:
+            return x
+
+    def backward_outside_training(module: Any) -> None:
+        for _ in range(2):
+            module(batches[0][0]).sum().backward()
+
+    overlapped = raised(in_threads(2, train, True))
+    for one, other in zip(overlapped, raised(in_threads(2, train, False)), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_hook_may_call_backward_without_overlap(batches: Batches) -> None:
+    """Adversarial samples, for example, need the gradient of the input."""
+
+    def train(g: Any, overlap: bool) -> None:
+        def perturb(state: Any) -> None:
+            given, target = state.sample
+            given = given.clone().requires_grad_()
+            made.loss(made.module(given), target).backward()
+            state.sample = given.detach() + 0.01 * given.grad.sign(), target
+
+        made = engine(g, [SimpleNamespace(on_sample=perturb)], overlap=overlap)
+        made.train(batches[:2], epochs=1)
+
+    with pytest.raises(RuntimeError, match="overlap=False"):
+        raised(in_threads(1, train, True))
+    raised(in_threads(1, train, False))
 
 
 def test_training_resumes_exactly_from_a_checkpoint(batches: Batches, tmp_path: Path) -> None:
@@ -155,7 +215,7 @@ def test_hook_can_evaluate_the_module_during_training(batches: Batches) -> None:
 
 
 def test_hook_with_unknown_method_raises() -> None:
-    with pytest.raises(ValueError, match=r"on_start, on_sample, .*with on_updat"):
+    with pytest.raises(ValueError, match=r"on_start, on_start_epoch, .*with on_updat"):
         engine(hooks=[SimpleNamespace(on_updat=print)])
 
 

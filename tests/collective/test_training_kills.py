@@ -62,8 +62,12 @@ def gradients(module: Any, optimizer: Any, group: Any) -> Iterator[str]:
     averaged.close()
 
 
-def allreduce_sgd(module: Any, optimizer: Any, group: Any) -> Iterator[str]:
-    training = AllReduceSGD(module, optimizer, group)
+def overlapped_sgd(module: Any, optimizer: Any, group: Any) -> Iterator[str]:
+    return allreduce_sgd(module, optimizer, group, overlap=True)
+
+
+def allreduce_sgd(module: Any, optimizer: Any, group: Any, overlap: bool = False) -> Iterator[str]:
+    training = AllReduceSGD(module, optimizer, group, overlap=overlap)
     for _ in batches(module, group.rank, STEPS - group.rank):  # some members have fewer batches
         training.step()
         yield digest(module.parameters())
@@ -134,7 +138,7 @@ def next_of(reports: Channel[Any]) -> Any:
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aab"], ids=["one host", "two hosts"])
-@pytest.mark.parametrize("kind", [gradients, allreduce_sgd, elastic_average])
+@pytest.mark.parametrize("kind", [gradients, allreduce_sgd, overlapped_sgd, elastic_average])
 def test_training_is_exact_or_names_the_killed_member(kind: Any, hosts: str, long_walk: bool) -> None:
     expected, killed = trained(kind, hosts, 0, -1)
     assert killed == [()] * SIZE

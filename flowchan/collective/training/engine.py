@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
@@ -16,15 +16,27 @@ from torch import Tensor, nn
 from flowchan.collective.group import Group
 from flowchan.collective.training.gradients import AllReduceSGD, synchronize
 from flowchan.declare.stream import Stream
+from flowchan.items.arguments import flag
 from flowchan.items.text import shown
 
 __all__ = ["HOOKS", "Engine", "Mean", "State"]
 
-HOOKS = ("on_start", "on_sample", "on_forward", "on_backward", "on_update", "on_end_epoch")
+HOOKS = (
+    "on_start",
+    "on_start_epoch",
+    "on_sample",
+    "on_output",
+    "on_forward",
+    "on_backward",
+    "on_update",
+    "on_end_epoch",
+    "on_end",
+)
 """Names of the hooks, in the order of their calls.
 
-They run before the first epoch; with the sample, which the hook may replace; with the output and loss; with
-the gradients, averaged over all replicas; after the optimizer's step; and at the end of an epoch.
+They run before the first epoch; before each epoch; with the sample; with the output; with the output and
+loss; with the gradients, averaged over all replicas; after the optimizer's step; after each epoch; and after
+the last epoch. ``on_sample`` and ``on_output`` may replace the sample and the output.
 """
 
 Batches = Iterable[Any] | Stream[Any] | Callable[[int], Iterable[Any] | Stream[Any]]
@@ -80,6 +92,8 @@ class Engine:
         optimizer: Optimizer of the module's parameters.
         group: Group of the replicas; None trains the module alone.
         hooks: Objects with any of the methods in :data:`HOOKS`, each of which takes the :class:`State`.
+        overlap: Average the gradients of later layers while ``backward`` computes those of earlier layers
+            (default True). Pass False if a hook calls ``backward`` itself.
 
     Raises:
         ValueError: A hook has an ``on_…`` method that is not in :data:`HOOKS`.
@@ -105,11 +119,13 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         group: Group | None = None,
         hooks: Sequence[Any] = (),
+        *,
+        overlap: bool = True,
     ) -> None:
         self.module, self.loss, self.optimizer, self.group = module, loss, optimizer, group
         self.state = State()
         self._hooks = [_known(hook) for hook in hooks]
-        self._together = AllReduceSGD(module, _Step(self._update), group) if group else None
+        self._overlap = flag("Engine", "overlap", overlap)
 
     def train(self, batches: Batches, epochs: int) -> None:
         """Train until ``epochs`` epochs are complete, counting those that :meth:`load` restored.
@@ -133,30 +149,40 @@ class Engine:
             )
         self.module.train()
         self.state.training = True
-        if self.group:
-            synchronize(self.module, self.group)
+        if not self.group:
+            self._train(batches, epochs, None)
+            return
+        synchronize(self.module, self.group)
+        step = _Step(self._update)
+        with closing(AllReduceSGD(self.module, step, self.group, overlap=self._overlap)) as together:
+            self._train(batches, epochs, together)
+
+    def _train(self, batches: Batches, epochs: int, together: AllReduceSGD | None) -> None:
         self._call("on_start")
         while self.state.epoch < epochs:
+            self._call("on_start_epoch")
             for sample in _samples(batches, self.state.epoch):
                 self._forward(sample)
                 self.optimizer.zero_grad()
                 assert self.state.loss is not None
                 self.state.loss.backward()  # type: ignore[no-untyped-call]
-                if self._together:
-                    self._together.step()
+                if together:
+                    together.step()
                 else:
                     self._update()
             self.state.sample = self.state.output = self.state.loss = None
-            if self._together:
-                self._together.join()
+            if together:
+                together.join()
             self.state.epoch += 1
             self._call("on_end_epoch")
+        self._call("on_end")
 
     @torch.no_grad()
     def test(self, batches: Batches) -> float:
         """Return the mean loss over the batches of all members, without training.
 
-        Hooks may call this during training, which is not affected. It calls ``on_sample`` and ``on_forward``.
+        Hooks may call this during training, which is not affected. It calls ``on_sample``,
+        ``on_output`` and ``on_forward``.
 
         Args:
             batches: Samples, as in :meth:`train`.
@@ -241,6 +267,7 @@ class Engine:
         self._call("on_sample")
         given, target = self.state.sample
         self.state.output = self.module(given)
+        self._call("on_output")
         self.state.loss = self.loss(self.state.output, target)
         self._call("on_forward")
 

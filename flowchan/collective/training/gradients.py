@@ -24,7 +24,7 @@ from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
 from flowchan.collective.training.codes import QSGD, Code, TopK, combine_by
 from flowchan.errors import Mismatch
-from flowchan.items.arguments import whole
+from flowchan.items.arguments import flag, whole
 from flowchan.items.text import shown
 
 __all__ = [
@@ -251,7 +251,8 @@ class Gradients:
             return
         if parameter not in buffer.missing:
             raise RuntimeError(
-                "backward was called twice; call Gradients.wait() after each backward(), or use accumulate()"
+                "backward was called twice; call Gradients.wait() after each backward(), or use "
+                "accumulate(); with AllReduceSGD or Engine, pass overlap=False"
             )
         buffer.missing.remove(parameter)
         while len(self._started) < len(self._buffers) and not self._buffers[len(self._started)].missing:
@@ -350,6 +351,8 @@ class AllReduceSGD:
         module: This member's replica.
         optimizer: Optimizer of its parameters.
         group: Group of the replicas.
+        overlap: Average the gradients of later layers while ``backward`` computes those of earlier layers
+            (default False). Each step then allows only one ``backward``.
 
     Example:
         >>> import torch
@@ -365,12 +368,19 @@ class AllReduceSGD:
         ...         module(batch).square().mean().backward()
         ...         contributors = training.step()
         ...     training.join()
+        ...     training.close()
         >>> contributors
         1
     """
 
-    def __init__(self, module: nn.Module, optimizer: Steps, group: Group) -> None:
-        self._gradients = _by_type(p for p in module.parameters() if p.requires_grad)
+    def __init__(self, module: nn.Module, optimizer: Steps, group: Group, *, overlap: bool = False) -> None:
+        overlapped = flag("AllReduceSGD", "overlap", overlap)
+        self._overlap = Gradients(module, group, op="sum") if overlapped else None
+        self._gradients: list[_Flat] = (
+            [*self._overlap._buffers]
+            if self._overlap
+            else _by_type(p for p in module.parameters() if p.requires_grad)
+        )
         self._optimizer = optimizer
         self._group = group
 
@@ -380,8 +390,9 @@ class AllReduceSGD:
         Returns:
             Number of members that contributed.
         """
-        for buffer in self._gradients:
-            buffer.complete()
+        if not self._overlap:
+            for buffer in self._gradients:
+                buffer.complete()
         return self._do(contributes=True)
 
     def join(self) -> None:
@@ -389,8 +400,13 @@ class AllReduceSGD:
         while self._do(contributes=False):
             pass
 
+    def close(self) -> None:
+        """Stop averaging during ``backward``. Without ``overlap``, this does nothing."""
+        if self._overlap:
+            self._overlap.close()
+
     def _do(self, contributes: bool) -> int:
-        n = _add_up(self._group, self._gradients, contributes)
+        n = self._sum(contributes)
         if n:
             for buffer in self._gradients:
                 buffer.flat.div_(n)
@@ -398,6 +414,17 @@ class AllReduceSGD:
                     parameter.grad = mean
             self._optimizer.step()
         return n
+
+    def _sum(self, contributes: bool) -> int:
+        if not self._overlap:
+            return _add_up(self._group, self._gradients, contributes)
+        if not contributes:
+            for buffer in self._gradients:
+                for parameter in buffer.views:
+                    parameter.grad = None  # counts as zero
+        self._overlap.wait()
+        # last, because a member without a batch learns only here whether this was a step
+        return int(self._group.allreduce(int(contributes)))
 
 
 class ElasticAverage:
