@@ -77,7 +77,7 @@ class _Graph:
 
 
 def _arrivals(items: Iterable[Any], seconds: float) -> list[float]:
-    """Return when each item arrived, in seconds after the first."""
+    """Return when each item arrived, in seconds after the first item."""
     times: list[float] = []
     iterator, began = iter(items), None
     for _ in iterator:
@@ -92,7 +92,7 @@ def _arrivals(items: Iterable[Any], seconds: float) -> list[float]:
 
 
 def _reached(times: Sequence[float], goal: float) -> float:
-    """Return when the rate first reaches ``goal``, as the end of a second, or infinity."""
+    """Return the end of the first second in which the rate reaches ``goal``, or infinity."""
     least = round(goal)
     return next(
         (at for past, at in zip(times, times[least:], strict=False) if at - past <= 1.0), float("inf")

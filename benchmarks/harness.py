@@ -1,4 +1,4 @@
-"""Measurement and comparison, used by all benchmarks.
+"""Measure and compare systems, for all benchmarks.
 
 A benchmark runs its cases alternately and compares their medians. A :class:`Case` does its work once per
 round and reports its samples. :meth:`Report.interleave` runs several rounds over all cases, so that a slow

@@ -1,4 +1,4 @@
-"""Programs for :mod:`benchmarks.losses`: the same work with each system, as its documentation suggests.
+"""Do the same work with each system, as its documentation suggests, for :mod:`benchmarks.losses`.
 
 ``python -m benchmarks.loss_programs SYSTEM ITEMS`` sends the numbers below ITEMS to three workers, and
 prints one line for each result: the number, and the pid of the worker.
@@ -49,7 +49,7 @@ def run_flowchan(items: int) -> None:
 
 
 def run_queues(items: int) -> None:
-    """The pattern of the documentation of multiprocessing: workers read one queue and write another."""
+    """Use the pattern from multiprocessing's documentation: workers read one queue and write another."""
     tasks: Any = mp.Queue()
     results: Any = mp.Queue()
     workers = [mp.Process(target=_queue_worker, args=(tasks, results)) for _ in range(WORKERS)]
@@ -110,7 +110,7 @@ class _Actor:
 
 
 def run_pyzmq(items: int) -> None:
-    """The pipeline of the ZeroMQ guide: a ventilator pushes to workers, and these to a sink."""
+    """Use the pipeline from the ZeroMQ guide: a ventilator pushes to workers, and they push to a sink."""
     import zmq
 
     context = zmq.Context()
@@ -140,7 +140,7 @@ def _zmq_worker(tasks_port: int, results_port: int) -> None:
 
 
 def run_dora(items: int) -> None:
-    """A dataflow of a source, three workers and a sink."""
+    """Run a dataflow of a source, three workers and a sink."""
 
     def node(name: str, inputs: dict[str, str], outputs: list[str]) -> dict[str, Any]:
         sized = {

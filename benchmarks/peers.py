@@ -1,4 +1,4 @@
-"""Common interface of the peers' queues and flowchan's channels.
+"""Give the peers' queues and flowchan's channels a common interface.
 
 The same loops drive all queues. An :class:`Ends` object stores two plain callables: ``put(item)`` and
 ``get()``. Where possible, they are the library's own bound methods, because a wrapper would cost more time

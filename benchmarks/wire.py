@@ -1,4 +1,4 @@
-"""Connection whose long delay TCP itself observes: acknowledgements are delayed as much as data.
+"""Create a connection with a long delay that TCP itself observes: acknowledgements take as long as data.
 
 There are two network namespaces, each with a TUN device. A process between them delays every packet.
 """

@@ -1,6 +1,7 @@
 """Run graphs of stages joined by closable channels that span threads, processes and hosts."""
 
-from flowchan import native as _native  # first, because all other modules need its choice # noqa: F401
+# imported first: it selects the core that all other modules use
+from flowchan import native as _native  # noqa: F401
 
 # isort: split
 from flowchan.channel.channel import Channel, ChannelStats, Holder, In, Out

@@ -32,7 +32,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of the sample (default: 1)")
     args = parser.parse_args()
     command = f"{sys.executable} -m pytest -q -x -p no:xdist {' '.join(args.tests)}"
-    subprocess.run(command.split(), check=True, stdout=subprocess.DEVNULL)  # they must pass without a change
+    # the tests must pass before any change
+    subprocess.run(command.split(), check=True, stdout=subprocess.DEVNULL)
     changes = list(changes_of(args.module))
     tried = random.Random(args.seed).sample(changes, min(args.sample or len(changes), len(changes)))
     survived = []
@@ -61,7 +62,7 @@ def changes_of(module: Path) -> Iterator[MutationSpec]:
 
 
 def annotation_spans(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield where each annotation begins and ends: line and column."""
+    """Yield the line and column at which each annotation begins, and those at which it ends."""
     for node in ast.walk(tree):
         for one in (getattr(node, "annotation", None), getattr(node, "returns", None)):
             if isinstance(one, ast.expr):

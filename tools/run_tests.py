@@ -126,7 +126,7 @@ def test_files(given: list[str], ignored: list[str]) -> Iterator[str]:
 
 
 def groups(files: list[str]) -> Iterator[list[str]]:
-    """Deal out the files: those that take longest first, one at a time, then groups of falling size."""
+    """Deal out the files: those that take longest first, one at a time, then groups of decreasing size."""
     sizes = {file: Path(file.partition("::")[0]).stat().st_size for file in files}
     long = [file for file in files if Path(file).name in LONG_FILES]
     yield from ([file] for file in long)

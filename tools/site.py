@@ -50,7 +50,7 @@ def on_startup(**_: Any) -> None:
     """Copy the package in its installed layout. Convert roles to Markdown, and examples to the format that
     griffe reads.
 
-    Names of defaults are replaced with their numbers.
+    Replace the names of defaults with their numbers.
     """
     values = (ROOT / "flowchan" / "declare" / "values.py").read_text()
     numbers = dict(re.findall(r"^(DEFAULT_[A-Z_]+)\b.*?(\d+)\)?$", values, re.MULTILINE))

@@ -1,4 +1,4 @@
-// The waits of async calls (awaiting.py): coroutines enter the wait queues of their channels, and one thread
+// Waits of async calls (awaiting.py): coroutines enter the wait queues of their channels, and one thread
 // sleeps on behalf of all of them.
 //
 // Algorithm. A coroutine that cannot continue enters the wait queue like a thread, and then tries once more.

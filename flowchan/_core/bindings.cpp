@@ -42,7 +42,7 @@ PyType_Slot out_slots[] = {{Py_tp_methods, out_methods},
                            {Py_tp_clear, (void*)out_clear},
                            {0, nullptr}};
 
-// Check for dead processes first, because a caller that only polls must also learn of them.
+// Check for dead processes first, so that callers that only poll also learn of deaths.
 uint64_t state_of(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
     return ch.with([](auto& transport) {
@@ -88,8 +88,8 @@ uint32_t uncounted_session(Channel& ch) {
     throw nb::python_error();
 }
 
-// Reserve the right to end this session for the supervisor. Other processes that notice the worker's death
-// must not end it.
+// Let only the supervisor end this session. Other processes that notice the worker's death must leave the
+// session to it.
 template <class Port>
 void supervise(Port& port) {
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.session(port.state.session).supervised = 1; });
@@ -182,8 +182,8 @@ bool is_retired(In& in) {
              [&](Ring& ring) { return in.open && (ring.session(in.state.session).orders & RETIRE) != 0; }});
 }
 
-// Make a live worker process its leased items again. It takes each of them once more, and skips outputs that
-// are already in their channels.
+// Make a live worker repeat its leased items. It takes each item once more, and skips the outputs that are
+// already in their channels.
 void begin_again(In& in) {
     locked_ring(*in.ch, [&](Ring& ring, Wakes&) { ring.begin_again(in.state); });
     for (Out* out : in.feeds) out->state.keyed = false;

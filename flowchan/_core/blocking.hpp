@@ -42,20 +42,20 @@ struct Traits<LocalQueue> {
         Node*& first = q.wait_list(caller.side).starving;
         if (!first && !caller.ordered) first = &node;
     }
-    // End a call. Since this waiter was woken, no other waiter has been woken (wait_list.hpp). So wake the
-    // next one, even if the call failed.
+    // End a call. While this waiter was woken but had not run, the queue woke no other waiter
+    // (wait_list.hpp). So wake the next one, even if the call failed.
     static void end(LocalQueue& q, const Caller& caller, Node& node, bool, Wakes& wakes) {
         Node*& first = q.wait_list(caller.side).starving;
         if (first == &node) first = nullptr;
         pass_on(q, caller, wakes);
     }
-    // Handle a woken waiter that must not overtake the starving one. The wake-up may have been meant for the
-    // starving waiter.
+    // Put a woken waiter back to sleep, because it must not overtake the starving one. The wake-up may have
+    // been meant for the starving waiter.
     static void sleep_again(LocalQueue& q, const Caller& caller, Wakes& wakes) {
         q.wake_waiting(caller.side, wakes);
     }
-    // Handle a woken waiter that goes back to sleep. A waiter with an earlier turn may have arrived in the
-    // meantime, without being woken.
+    // Put a woken waiter back to sleep. A waiter with an earlier turn may have arrived in the meantime
+    // without being woken, so wake that one.
     static void in_vain(LocalQueue& q, const Caller& caller, const Node& node, Wakes& wakes) {
         if (q.wait_list(caller.side).is_behind(node)) pass_on(q, caller, wakes);
     }
@@ -83,7 +83,8 @@ struct Traits<Ring> {
     static constexpr bool processes = true;
     struct Waiting {
         uint32_t seen = 0;
-        uint32_t rank = FUTEX_BITSET_MATCH_ANY;  // one bit, or all bits for a caller without a rank
+        uint32_t rank = FUTEX_BITSET_MATCH_ANY;  // bit of the caller's rank, or all bits for a caller without
+                                                 // a rank
         bool selecting = false;
         bool ordered = false;
     };
@@ -192,7 +193,7 @@ struct Traits<Ring> {
 // ahead of its turn, as a put does.
 template <class M>
 Step finish_item(M& m, WriterState& writer, uint64_t number, Wakes& wakes) {
-    // If this item has no output, discard the record of how many outputs a dead predecessor put for it.
+    // The item has no output, so discard the count of outputs that a dead predecessor put for it.
     if (!writer.ordered) {
         if (!writer.keyed && Traits<M>::resumes(m)) m.begin_item(writer, number);
         writer.keyed = false;

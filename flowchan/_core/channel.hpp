@@ -110,7 +110,8 @@ auto locked(Channel& ch, F&& f) {
     });
 }
 
-// Do the same for a ring, and nothing for a queue. Only a ring outlives users that die.
+// Call `f` under the lock if the transport is a ring; do nothing for a queue. Only a ring outlives users that
+// die.
 template <class F>
 void locked_ring(Channel& ch, F&& f) {
     ch.with(Each{[](LocalQueue&) {},
@@ -216,8 +217,9 @@ struct In {
     void leave(Ring& ring, bool finished);
 };
 
-// The item that this thread is receiving. Its contents may register a call, which runs once the item is
-// finished and no other reader can get it. A port finishes its leased items when it takes the next one.
+// State of a receive: the item that this thread is receiving. Its contents may register a call, which runs
+// once the item is finished and no other reader can get it. A port finishes its leased items when it takes
+// the next one.
 class Receiving {
   public:
     Receiving() : outer_(std::exchange(current_, this)) {}
@@ -306,8 +308,8 @@ bool ready(Port& port);
 
 nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list ready);
 
-// An entry in the wait list of a LocalQueue, or in the wait queue of a Ring. A caller that waits for several
-// channels has one for each.
+// An entry in the queue of waiting calls: the wait list of a LocalQueue, or the wait queue of a Ring. A
+// caller that waits for several channels has one for each.
 class Place {
   public:
     Place(Channel* ch, const Caller& caller) : ch(ch), caller(caller) {}

@@ -13,7 +13,7 @@ PyObject* py_loads = nullptr;
 
 constexpr uint64_t WITHOUT_GIL = 1 << 16;  // copies of this size or more release the GIL
 constexpr uint64_t ALIGN = 64;
-constexpr uint64_t COPIED = 4096;  // smaller buffers are copied, because making a view costs more
+constexpr uint64_t COPIED = 4096;  // smaller buffers are copied, because that costs less than making a view
 
 void copy(char* to, const char* from, uint64_t n) {
     if (n < WITHOUT_GIL) {
@@ -176,7 +176,7 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         return o;
     }
     if (kind == REFERENCE && size == sizeof(uint64_t)) {
-        // This process reads a reference only when the run discards the item.
+        // A process reads a reference only when the run discards the item.
         uint64_t id;
         memcpy(&id, at, sizeof id);
         references().release(id);

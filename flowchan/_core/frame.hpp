@@ -50,7 +50,7 @@ struct Frame {
     uint64_t deaths = 0;        // number of remote workers that died while holding the item
     uint64_t bundle = 0;        // id of the descriptors that travel with the item, or 0
     std::vector<int> descriptors;
-    mutable int refused = 0;  // the errno if sending the descriptors failed
+    mutable int refused = 0;  // errno of a failed attempt to send the descriptors, or 0
 
     void write(char* to) const {
         if (one.at) {

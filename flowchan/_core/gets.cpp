@@ -28,7 +28,7 @@ PyObject* unreadable(uint64_t kind, const char* at, uint64_t size) {
 // Return whether a signal handler raised this error. Such an error has nothing to do with the item.
 bool is_of_a_handler(PyObject* error) {
     PyObject* is = PyObject_CallOneArg(py_is_of_a_handler, error);
-    const bool answer = !is || is == Py_True;  // null: a handler raised an error just now
+    const bool answer = !is || is == Py_True;  // null: a signal handler has just raised an error in this call
     Py_XDECREF(is);
     PyErr_Clear();
     return answer;
@@ -222,7 +222,7 @@ Step await_place(LocalQueue& queue, Out& out) {
 // In a ring, each waiting writer sleeps on its own word, so any number of them costs nothing.
 Step await_place(Ring&, Out&) { return Step::Done; }
 
-// Take no item for a worker of an ordered stage while many outputs wait for room (wait_list.hpp).
+// Before a worker of an ordered stage takes an item, wait until fewer outputs wait for room (wait_list.hpp).
 Step await_places(In& in) {
     for (size_t i = 0; i < in.feeds.size(); ++i) {
         Out& out = *in.feeds[i];
@@ -235,8 +235,7 @@ Step await_places(In& in) {
 
 Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     ReaderState* reader = in ? &in->state : nullptr;
-    // A worker that is the only reader of its channel skips this, because no other worker can take its next
-    // item.
+    // The only reader of a channel skips this, because no other worker can take its next item.
     if (in && !in->feeds.empty() && deadline.at == NEVER && !queue.keeps_numbers()) {
         const Step step = await_places(*in);
         if (step != Step::Done) return step;

@@ -78,7 +78,7 @@ struct alignas(LINE) Cell {
     uint64_t key = 0;  // identifies the call; equal on all members of one operation
     uint64_t bytes = 0;
     uint32_t filled = 0;  // ns taken to write this operation's data, if it is timed
-    uint32_t took = 0;    // ns of the last timed operation, from the last member's arrival
+    uint32_t took = 0;    // duration in ns of the last timed operation, from its last arrival on
     unsigned char data[INLINE] = {};
 };
 static_assert(sizeof(Cell) == LINE);
@@ -116,7 +116,8 @@ struct GroupHeader {
     std::atomic<uint32_t> took[OPERATIONS][TRIED][ALL_PLANS] = {};
 };
 
-// Tables of descriptors that one member offers to another: channels, and the memory of other groups.
+// Tables of the descriptors that one member offers to another: for channels, and for the memory of new
+// groups.
 enum Table : uint32_t { CHANNELS, OFFERS, TABLES };
 struct ChannelEntry {
     uint64_t pid = 0, fd = 0;
@@ -359,8 +360,8 @@ class Member {
     };
     Timed timed_;   // the current operation
     Timed before_;  // the previous operation, until the times of the other members are known
-    uint32_t took_ = 0, filled_ = 0;  // these go into the next cell
-    uint32_t round_flags_ = 0;        // these go into every round of the operation
+    uint32_t took_ = 0, filled_ = 0;  // written into the next cell
+    uint32_t round_flags_ = 0;        // written into every round of the operation
     MemberSlot* slots_ = nullptr;
     unsigned char* small_ = nullptr;
     unsigned char* big_ = nullptr;
@@ -368,7 +369,8 @@ class Member {
     size_t control_ = 0, big_length_ = 0, length_ = 0, result_size_ = 0;
     uint32_t round_ = 0;
     uint32_t pauses_ = 0;
-    uint32_t left_out_ = 0, leave_out_ = 0;  // waits that skip yielding: remaining, and as last set
+    uint32_t left_out_ = 0, leave_out_ = 0;  // number of waits without a yield: those that remain, and the
+                                             // number that was last set
     std::atomic<bool> leaving_ = false;      // true: every wait must give up
     uint64_t proof_ = 0, identity_ = 0;
     std::atomic<bool> broken_ = false;  // true: every wait must give up, and no operation may start

@@ -9,7 +9,7 @@ namespace flowchan {
 
 namespace {
 
-// The contiguous bytes of a Python object.
+// A contiguous view of the bytes of a Python object.
 struct Bytes {
     Py_buffer view{};
     explicit Bytes(PyObject* object) {

@@ -45,7 +45,7 @@ PyObject* read_value(const void* at, size_t bytes) {
     return read_plain(from, from + bytes - 1);
 }
 
-// Decodes small plain values right in the slots, and copies all other values as bytes.
+// Decodes small plain values directly in the slots, and copies all other values as bytes.
 class PlaceValues : public Member::Place {
   public:
     PlaceValues(Calling& calling, PyObject* found, uint32_t size)

@@ -150,7 +150,8 @@ struct Constants {
 
 struct Header : Constants {
     uint64_t reserved_low,
-        reserved_high;           // allocated up to / from here; written after fallocate, so they need no redo
+        reserved_high;           // the file is allocated up to / from here (written after fallocate, so it
+                                 // needs no redo)
     uint64_t reserved_sessions;  // number of allocated records; needs no redo, for the same reason
 
     alignas(64) pthread_mutex_t mutex;

@@ -135,8 +135,8 @@ void Source::handle_take(Step step) {
         ending = Ending::Broke;
         cause = ring->cause();
     } else if (step == Step::Drained && (active() == 0 || (starved && started == active()))) {
-        // A worker that gathers items and has all remaining ones gets the end now. If other readers still
-        // give items back, other readers than this one take them.
+        // A worker that gathers items and has all remaining ones gets the end now. If other readers give
+        // items back later, those items go to other readers than this one.
         ending = Ending::Drained;
     }
 }

@@ -82,7 +82,7 @@ class Window {
 
   private:
     double size_ = 1;
-    uint64_t done_ = 0;  // as of the last update
+    uint64_t done_ = 0;  // at the last update
     int64_t at_ = 0;
     bool starved_ = false;  // at any time since the last update
 };
@@ -95,7 +95,7 @@ class Allowance {
     void update(uint64_t used, int64_t round_trip);
 
   private:
-    uint64_t most_ = LEAST, used_ = 0;  // as of the last update
+    uint64_t most_ = LEAST, used_ = 0;  // at the last update
     int64_t at_ = 0;
 };
 
@@ -141,8 +141,8 @@ class Source {
             return id;
         }
     };
-    // The leased items, oldest first, in a circular buffer that grows. A std::deque would call malloc for
-    // every few items.
+    // The leased items, oldest first, in a circular buffer that grows on demand. A std::deque would call
+    // malloc for every few items.
     class Entries {
       public:
         uint64_t size() const { return end_ - begin_; }
@@ -195,7 +195,7 @@ class Source {
     // Owner side: find out whether the next item is a replay. Call this if outputs were lost.
     void look_for_replay();
     void give_back_replays();  // Owner side: the outputs on the worker's host are lost.
-    void leave();              // the reader is gone, so the remaining items go back
+    void leave();              // the reader is gone, so give back the remaining items
     // Start over on a new connection. No item counts as sent until the other side has reported which items it
     // has received.
     void connect() {
@@ -203,7 +203,7 @@ class Source {
         sent = base;
         part = {};
         pulls.clear();
-        // The other side may not know where the outputs are to which its items refer.
+        // The other side may not know the current locations of the outputs to which its items refer.
         for (uint64_t i = 0; i < entries.size(); ++i) entries[i].moves = UINT64_MAX;
     }
     void resume_after(uint64_t got);  // on a new connection, send the items after `got` again
@@ -355,7 +355,7 @@ class Sink {
     // Owner side: the outputs that have arrived, from number `released` on, if one of them was a reference.
     // The output behind a reference stays on the worker's host until the reference is released.
     struct Lent {
-        uint64_t reference = WAITING;  // 0: none
+        uint64_t reference = WAITING;  // 0: no reference
         uint64_t key = 0;
     };
     static constexpr uint64_t WAITING = UINT64_MAX;  // the output has not been put yet
@@ -400,7 +400,7 @@ class Sink {
   private:
     static constexpr int64_t UNWATCHED_NS = 100'000;
     static constexpr uint64_t ENOUGH = 2;
-    uint64_t inside_ = 0;  // as of the last read_progress()
+    uint64_t inside_ = 0;  // at the last read_progress()
     int64_t progress_sent_at_ = 0;
 };
 

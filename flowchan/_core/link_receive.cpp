@@ -12,8 +12,8 @@ namespace {
 
 constexpr uint32_t HELD_FOR = 64;
 constexpr uint64_t SMALL = Taken::LOCAL;  // items up to this size are put in batches
-// How many bytes after a large item to receive together with its end. Another large item probably follows,
-// and only its beginning should be copied.
+// How many bytes to receive beyond the end of a large item. Another large item probably follows, and only its
+// beginning should be copied.
 constexpr uint64_t AFTER_LARGE = 4096;
 const char* const WRONG = "the other side sent an invalid frame";
 

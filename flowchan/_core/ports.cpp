@@ -1,4 +1,4 @@
-// In and Out: the counted ports of a stage. This file also decides for which input item an output counts.
+// In and Out: the counted ports of a stage. This file also decides which input item an output counts for.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -14,7 +14,7 @@ template <class M>
 bool done_with(M& m, Out& out, uint64_t number) {
     if (!out.state.ordered) {
         Wakes wakes;
-        if (out.state.keyed || !Traits<M>::resumes(m)) {  // no other worker needs to know
+        if (out.state.keyed || !Traits<M>::resumes(m)) {  // no other worker will need this record
             out.state.keyed = false;
             return true;
         }

@@ -17,7 +17,8 @@ Step left(uint64_t state) {
     return state == OPEN ? Step::PortClosed : state == BROKEN ? Step::Broken : Step::Closed;
 }
 
-// Before the first output for an input item: record the item, and how many of its outputs were already put.
+// Record the input item, and how many of its outputs were already put. Call this before the first output for
+// the item.
 template <class M>
 void begin(M& m, Out& out) {
     if (out.state.keyed) return;
@@ -81,8 +82,8 @@ Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadlin
         soon);
 }
 
-// Put a large item in two steps. Copy it between them without the lock, so that no other caller waits for the
-// copy.
+// Put a large item in two steps. Between them, copy the item without the lock, so that no other caller waits
+// for the copy.
 Step put_large(Ring& ring, Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadline) {
     WriterState* writer = out ? &out->state : nullptr;
     uint32_t session = out ? out->state.session : ch.plain_session();

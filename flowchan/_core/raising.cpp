@@ -149,7 +149,7 @@ namespace {
 // Return the kind and the payload, or "" if the exception cannot be sent.
 std::string pickled(PyObject* exception) {
     ObjectFrame frame;
-    frame.leaves = true;  // no slot would keep its device memory alive
+    frame.leaves = true;  // a cause has no slot that would keep its device memory alive
     const bool is_encoded = exception && encode(exception, frame);
     PyErr_Clear();
     if (!is_encoded || frame.bundle || frame.size >= MOST_CAUSE)

@@ -1,1 +1,1 @@
-"""Public channel classes, which extend the native channels and ports."""
+"""Extend the native channels and ports with the public channel classes."""

@@ -72,7 +72,7 @@ class Addressed:
 
     def _ended(self, port: Out[Any], end: Closed) -> None:
         """Report an item whose channel is closed."""
-        # pickling the item raised this error, which is about another channel
+        # if this channel is open, pickling the item raised the error, which is about another channel
         of_user = not port.channel.closed
         if self._unwanted is None or of_user or self.closed:
             raise end
@@ -85,7 +85,7 @@ class Addressed:
 
     @property
     def channel(self) -> Any:
-        """Return a broken channel if there is one, else an open one, else the channel of worker 1."""
+        """Return one of the channels: a broken one if possible, else an open one, else that of worker 1."""
         channels = [port.channel for port in self.ports]
         still_open = next((channel for channel in channels if not channel.closed), channels[0])
         return next((channel for channel in channels if channel.broken), still_open)

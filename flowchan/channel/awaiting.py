@@ -41,7 +41,8 @@ class Watcher:
     IDLE = 1.0
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # weak, so that an idle watcher does not keep the loop alive; the future of each wait does
+        # weak, so that an idle watcher does not keep the loop alive; while a wait is registered, its future
+        # does
         self._loop = weakref.ref(loop)
         self._lock = threading.Lock()
         self._waits: dict[asyncio.Future[None], tuple[Await, asyncio.Task[Any] | None]] = {}

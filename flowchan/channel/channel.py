@@ -97,8 +97,8 @@ class ChannelStats:
         writers: Open writing ends.
         read_wait: Total time that readers have waited.
         write_wait: Total time that writers have waited.
-        turn_wait: Part of ``write_wait``: ordered writers waited for their turn although the channel was
-            empty.
+        turn_wait: Part of ``write_wait`` that ordered writers spent waiting for their turn while the channel
+            was empty.
         readers_waiting_for: How long at least one reader has been waiting without interruption.
         writers_waiting_for: How long at least one writer has been waiting without interruption.
         selecting: Waiters that another event may also wake (``select``, ``await``, a timeout).
@@ -393,7 +393,7 @@ class Channel(_core.Channel[T]):
 
 
 def _places(capacity: int | None, transport: Transport) -> int:
-    """Check ``capacity``, and return the number of items for which the queue has room."""
+    """Check ``capacity``, and return the number of items for which the queue reserves room."""
     if capacity is _BY_TRANSPORT:
         return transport.capacity
     if capacity is None:
@@ -446,10 +446,10 @@ def _arrive(handle: Handle, name: str) -> Channel[Any]:
 
 
 def beside_packed(channel: Channel[Any]) -> tuple[Any, ...] | None:
-    """Keep a cross-host channel alive along with the packed value, and return what to pickle for it.
+    """Keep a cross-host channel alive as long as the packed value, and return its pickled form.
 
-    The channel lives as long as the packed value, which can be unpacked any number of times. Return None if
-    the current value is not being packed in this way.
+    The packed value can be unpacked any number of times, and each time it needs the channel. Return None if
+    the value is being serialised in any other way.
     """
     if now.packing is None or not now.packing.keeps_far:
         return None

@@ -27,12 +27,12 @@ class Latch:
         return self._channel.closed
 
     async def awaited(self) -> None:
-        """Wait until the latch is set, without blocking the event loop."""
+        """Wait until the event is set, without blocking the event loop."""
         with contextlib.suppress(Drained):
             await self._channel.aget()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds, and return whether the latch is set."""
+        """Wait up to ``timeout`` seconds, and return whether the event is set."""
         try:
             self._channel.get(timeout)
         except Drained:

@@ -246,9 +246,9 @@ def _capacities(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check that the free memory suffices for the amount that a run reserves at its start.
+    """Check that enough memory is free for the amount that a run reserves when it starts.
 
-    Large items need more.
+    During the run, large items need additional memory.
     """
     shared = [edge for edge in graph.edges if edge.transport.copies and _is_capacity(edge.capacity)]
     if not shared:

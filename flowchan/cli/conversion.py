@@ -25,8 +25,8 @@ def converted(text: str, annotation: Any) -> Any:
     """Convert ``text`` to the annotated type.
 
     Supported types are numbers, booleans (yes, no, true, false, on, off, 1, 0), paths, members of an ``Enum``
-    by name, and values of a ``Literal``. So are ``X | None``, and classes whose constructor takes one string.
-    For any other annotation, return the text itself.
+    by name, and values of a ``Literal``. ``X | None`` and classes whose constructor takes one string are also
+    supported. For any other annotation, return the text itself.
 
     Args:
         text: Word from the command line.
@@ -58,7 +58,7 @@ def converted(text: str, annotation: Any) -> Any:
     try:
         return click.types.convert_type(annotation).convert(text, None, None)
     except click.BadParameter as error:
-        # click would also list an empty word as a boolean
+        # click's own message would list the empty word among the booleans
         problem = (
             f"the value must be one of {', '.join(_BOOLEANS)}, got {text!r}"
             if annotation is bool

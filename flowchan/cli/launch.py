@@ -84,7 +84,7 @@ class Logs:
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
-            # any line still unwritten here is one whose write error has already been reported
+            # the buffer is empty unless a write failed, and that error has already been reported
             with contextlib.suppress(OSError):
                 file.close()
 
@@ -231,7 +231,8 @@ class LaunchJob:
         try:
             for local in range(count):
                 cores = cores_for(local, count) if pin else []
-                with interrupts_deferred():  # else a rank could be unknown to both this process and the guard
+                # an interrupt here could leave a rank that neither this process nor the guard would kill
+                with interrupts_deferred():
                     self.ranks.append(
                         Rank(first + local, command, environ | {"LOCAL_RANK": str(local)}, tell, cores)
                     )
@@ -282,7 +283,7 @@ class LaunchJob:
             if not data:
                 self._selector.unregister(pipe)
         now = time.monotonic()
-        if self._kill_by == float("inf"):  # no rank has been asked to end
+        if self._kill_by == float("inf"):  # the ranks have not been asked to end yet
             new = [rank for rank in self.ranks if rank.failure() and rank not in self._failed]
             if new and not self._failed:
                 self._end_by = now + _OWN_END
@@ -334,7 +335,7 @@ def variables(
 def first_of(failures: Sequence[str]) -> str:
     """Return the failure that caused the others.
 
-    A rank that fails because of another one may end before it does.
+    A rank that fails because of another one may end before that one does.
     """
     own = (text for text in failures if not any(word in text for word in _FOLLOWED))
     return next(own, (*failures, "")[0])

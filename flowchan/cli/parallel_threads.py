@@ -1,4 +1,4 @@
-"""Tell whether threads run Python code in parallel."""
+"""Report whether threads run Python code in parallel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowchan.run.observe.windows import has_gil
 
 
 def threads_line() -> str:
-    """Return a line that says whether the threads of this Python run Python code in parallel."""
+    """Return a line that says whether this Python's threads run Python code in parallel."""
     python = f"CPython {sysconfig.get_python_version()}{sys.abiflags}"
     if not has_gil():
         return f"threads run Python code in parallel on this {python}"

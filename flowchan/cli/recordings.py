@@ -20,7 +20,7 @@ from flowchan.declare.values import Origin, Stage
 from flowchan.items.text import short
 
 WIDEST = 200
-"""Maximum length of the line about an item."""
+"""Maximum length of the line that shows an item."""
 MOST_ELEMENTS = 8
 """An array with more elements than this is shown without its values."""
 SOURCE = "recorded items"
@@ -64,7 +64,7 @@ def peek(path: str, count: int, width: int) -> bool:
         begin = f"{number:>{len(str(shown - 1)) + 2}}  "
         try:
             text = _texts.repr(recording[number])
-        except Exception as error:  # from user code that the item's pickle refers to
+        except Exception as error:  # user code that the item's pickle calls may raise anything
             text, failed = f"<can't be unpickled: {type(error).__name__}: {error}>", failed + 1
         line = " ".join(text.split())
         most = max(20, min(width, WIDEST) - len(begin))
@@ -151,7 +151,7 @@ def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Grap
 
 
 def _stages_of(graph: Blueprint, name: str) -> list[Stage]:
-    """Return the stage, after the stage that picks its worker by the item's key, if any."""
+    """Return the stage, preceded by the stage that assigns items to workers by key, if there is one."""
     try:
         stage = graph.stage_named(name)
     except KeyError as error:

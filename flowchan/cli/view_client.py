@@ -21,7 +21,7 @@ from flowchan.run.policy.stats import RunStats
 ANSWER_S = 10.0
 """Maximum seconds to wait for a program's next line."""
 MOMENT_S = 0.01
-"""Seconds in which to read a line that has already arrived."""
+"""Maximum seconds for reading a line that has already arrived."""
 
 
 class ViewError(Exception):

@@ -26,7 +26,7 @@ def algorithms_of(operation: str) -> tuple[str, ...]:
 
 
 class AlgorithmChoice:
-    """Methods by which a group chooses algorithms."""
+    """Methods of a group that choose algorithms."""
 
     if TYPE_CHECKING:
 
@@ -126,7 +126,7 @@ class AlgorithmChoice:
         return chosen
 
     def _by(self, doing: int, x: Any) -> Any:
-        """Return what runs the operation: this group or a torch backend."""
+        """Return the object that runs the operation: this group or a torch backend."""
         name = self._backend_for(doing, x)
         if name is None:
             return self

@@ -181,7 +181,7 @@ def contiguous(x: Any) -> Any:
 def give_back(flat: Any, x: Any) -> Any:
     """Copy ``flat`` into ``x`` unless they share memory, and return ``x``.
 
-    ``flat`` is what :func:`contiguous` returned for ``x``.
+    ``flat`` is the result of :func:`contiguous` for ``x``.
     """
     if is_tensor(x):
         torch = sys.modules["torch"]
@@ -303,7 +303,7 @@ def make(made: tuple[str, Any, tuple[int, ...]], device_text: Any = None) -> Any
     """
     library, dtype, shape = made
     if library == "torch":
-        import torch  # may not be imported yet, if only another member has imported torch
+        import torch  # torch is not imported yet if only other members use it
 
         return torch.empty(shape, dtype=getattr(torch, dtype), device=device_text)
     import numpy

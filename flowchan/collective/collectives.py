@@ -283,7 +283,7 @@ class Collectives(GroupSteps):
         timeout: float | None = None,
         wait: bool = True,
     ) -> Any:
-        """Combine the values of all members that still have one, by a function of two values.
+        """Combine the values of all members that still contribute one, using a function of two values.
 
         The function is applied to each leaf of nested dictionaries, lists and tuples, in rank order. Rank 0
         runs it for all members; if it raises, all members raise. Members run it themselves, which saves a

@@ -18,6 +18,6 @@ def countdown(timeout: Any) -> RemainingTime:
     """
     try:
         give_up = time.monotonic() + timeout
-    except TypeError:  # most often None
+    except TypeError:  # usually because ``timeout`` is None
         return lambda: timeout
     return lambda: min(timeout, max(0.0, give_up - time.monotonic()))

@@ -26,8 +26,9 @@ class Launched(NamedTuple):
 class Launcher(NamedTuple):
     """Names of a launcher's environment variables.
 
-    They hold the rank, the size, the number of members on this host (``local``), and parts of the job's name
-    (``job``). ``ppid`` is true if all of the launcher's processes on a host have the same parent.
+    Each field names the variables for one value: the rank, the size, the number of members on this host
+    (``local``), or the job's name (``job``). ``ppid`` is true if all of the launcher's processes on a host
+    have the same parent.
     """
 
     name: str
@@ -68,7 +69,7 @@ def place(environ: Mapping[str, str] = os.environ) -> Launched:
 
 
 def _is_srun_with_pmi(launcher: Launcher, environ: Mapping[str, str]) -> bool:
-    """Return whether srun set the PMI variables; srun does not set those for this host."""
+    """Return whether srun set the PMI variables, in which case it did not set the variables for this host."""
     return (
         launcher.name == "PMI"
         and not any(environ.get(name) for name in launcher.local)

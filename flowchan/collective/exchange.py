@@ -85,7 +85,7 @@ class Connections:
             sock.setblocking(False)
 
     def death_error(self, host: int, call: str, why: str) -> MemberDied:
-        """Return the error for the case that the leader of ``host`` is lost."""
+        """Return the error to raise when the leader of ``host`` is lost."""
         rank = self.ranks[host]
         return MemberDied(
             f"{call} failed: rank {rank}, which connects its host to the others, died, gave up, or is "
@@ -96,10 +96,10 @@ class Connections:
 
 
 class LeaderPeer:
-    """Messages to and from one other leader in one step.
+    """Messages exchanged with one other leader in one step.
 
-    ``out`` has the parts of the message to that leader; None while it depends on a message that has not
-    arrived yet.
+    ``out`` lists the buffers of the message to that leader. It is None while the message depends on data that
+    has not arrived yet.
     """
 
     def __init__(self, call: Call, out: Sequence[Any] | None, kind: int = DATA) -> None:
@@ -143,7 +143,7 @@ class LeaderPeer:
         self.waits = False
 
     def next_out(self) -> list[memoryview]:
-        """Return the buffers for the next system call: one piece, or the rest of a buffer and a piece."""
+        """Return at most one piece for the next system call, or the rest of a buffer plus a new piece."""
         first = self.out[0]
         return [first[:PIECE]] if len(first) > PIECE else [first, *(part[:PIECE] for part in self.out[1:2])]
 
@@ -302,7 +302,7 @@ class ExchangeStep:
         self._pass_on(host, peer.into[:0])
 
     def _pass_on(self, host: int, piece: memoryview) -> None:
-        """Handle data from ``host``; an empty ``piece`` means that only the length is known so far."""
+        """Handle data from ``host``. An empty ``piece`` means that only the length is known so far."""
 
     # --- errors ---
 

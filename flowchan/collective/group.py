@@ -1,4 +1,4 @@
-"""Implement one member of a group: its messages to other members, groups within the group, and its end.
+"""Implement one member of a group: its messages, the groups split from it, and how it leaves.
 
 ``collectives.py`` has the collective operations.
 """
@@ -185,7 +185,7 @@ class Group(Collectives):
                     f"receive: timeout must be None with wait=False, got {timeout}; pass it to handle.wait()"
                 )
             return self._messages.start(source, use)
-        # Return the call itself: if a statement came after it, Ctrl-C could lose the message.
+        # Nothing may follow this call: if a statement came after it, Ctrl-C could lose the message.
         return self._messages.receive(source, timeout, use)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
@@ -232,7 +232,7 @@ class Group(Collectives):
             x: Any value.
             to: Rank of the receiver.
             source: Rank of the sender. If both ``to`` and ``source`` are this member, ``x`` is returned.
-            timeout: Seconds for both; None means no limit.
+            timeout: Seconds for the whole call; None means no limit.
 
         Returns:
             The value from ``source``.
@@ -272,8 +272,8 @@ class Group(Collectives):
             ``leaders`` is a group of the first members of all new groups.
 
         Raises:
-            MemberDied: A member died during the call. If a survivor already has its part, the part raises
-                this error at its first use.
+            MemberDied: A member died during the call. If a survivor has already received its new group, the
+                first operation of that group raises this error.
             GroupError: A member cannot connect to another host. All members raise this error, which names
                 that member; they may call ``split`` again.
 

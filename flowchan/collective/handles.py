@@ -76,7 +76,7 @@ class Later:
     def start(self, call: Callable[[], Any], given: Sequence[Any] = ()) -> Handle:
         """Queue a call and return its handle.
 
-        ``given`` holds the arrays that the call uses. For arrays on a device, the caller's stream finishes
+        ``given`` lists the arrays that the call uses. For arrays on a device, the caller's stream finishes
         before the call is queued. The thread's stream finishes before the call counts as done.
         """
         on_devices = [x for x in given if not array_access.is_here(x)]
@@ -154,7 +154,7 @@ class Starting:
     ) -> Any:
         """Run ``call`` after all operations that were started before, or queue it and return its handle.
 
-        ``call`` receives the number of seconds remaining; ``given`` holds the arrays that it uses.
+        ``call`` receives the number of seconds remaining; ``given`` lists the arrays that it uses.
         """
         if wait is not False:
             try:
@@ -173,7 +173,7 @@ class Starting:
     def _settle(self, timeout: float | None = None) -> float | None:
         """Wait for all operations that were started before, and return the remaining seconds.
 
-        This keeps operations in order.
+        This keeps a member's operations in order.
         """
         if self._later is None:
             return timeout

@@ -46,8 +46,10 @@ from flowchan.errors import GroupError, MemberDied
 LAST = 1.0
 """Seconds to wait for the rest of a leader's last message."""
 WHOLE, WHOLE_OF_TWO = 64 * 1024, 1 << 20
-"""Up to this size in bytes, leaders exchange whole arrays; of larger ones, each leader combines one slice.
-Between two hosts, the amount of data is the same, but exchanging whole arrays takes one step instead of two.
+"""Leaders exchange arrays of up to this many bytes whole.
+
+Each leader combines one slice of a larger array. Between two hosts, the amount of data is the same, but
+exchanging whole arrays takes one step instead of two.
 """
 BLOCK = 8 << 20
 """Slice this many bytes at a time, to combine received data while it is still in the CPU's caches."""
@@ -120,7 +122,7 @@ class Links(Connections):
     def combine(self, call: Call, total: Any, op: str, remaining: RemainingTime) -> None:
         """Combine ``total``, this host's result, with the results of the other hosts, in place.
 
-        Small arrays are exchanged whole; of large ones, each leader combines one slice for all.
+        Leaders exchange small arrays whole; each leader combines one slice of a large array for all.
         """
         flat, size = total.reshape(-1), int(total.nbytes)
         if size <= whole(len(self.sockets) + 1):
@@ -222,7 +224,7 @@ class Links(Connections):
         operation.
         """
         if self._leaving:
-            return  # the others receive the message that this member is leaving
+            return  # the others learn from another message that this member is leaving
         word = dumps(error)
         peers = {host: LeaderPeer(call, [word], FAILED) for host in self.sockets}
         if goes_on:
@@ -235,9 +237,9 @@ class Links(Connections):
         self.close()
 
     def _go(self, step: ExchangeStep) -> None:
-        """Run a step. After an error, the connections are closed, or another thread will close them.
+        """Run a step. After an error, this method or another thread closes the connections.
 
-        It is then unknown how much of each message was transferred.
+        Each message may then have been transferred only in part.
         """
         with self._in_use:
             if self._closed:

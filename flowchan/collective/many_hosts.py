@@ -147,7 +147,10 @@ class LinkedGroup(Group):
         pass
 
     def _part(self, key: Any, name: str, timeout: float | None) -> Group | None:
-        """Form the part of the group with this member's key. Its members on the same host share memory."""
+        """Form the subgroup of the members with this member's key.
+
+        Its members on the same host share memory.
+        """
         remaining = countdown(timeout)
         part = self._on_node(
             (NAMES[SPLIT], SPLIT, 0), lambda: self._node._part(key, name, remaining()), first=True

@@ -4,8 +4,8 @@ Every member has a listening thread. A sent message waits in a channel until a t
 receiver and forwards it. At the receiver, a thread puts it into the channel that ``receive`` reads. A sender
 therefore waits for the receiver only while these channels are full.
 
-A member *watches* a peer from which it expects a first message. Such a connection carries only one kind of
-message: that the peer is leaving.
+A member *watches* a peer from which it expects a first message. A watching connection carries only one
+message: the notice that the peer is leaving.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ Framed = tuple[bytes, bytes]
 
 
 class RemotePeers:
-    """Members on other hosts, as the peers of member ``rank``.
+    """Peers of member ``rank`` on other hosts.
 
-    Member ``rank`` listens with ``listener``, and the others at ``addresses``.
+    Member ``rank`` accepts their connections at ``listener``; the others listen at ``addresses``.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class RemotePeers:
 
 
 class RemotePeer:
-    """Member ``rank`` on another host, as a peer of ``owner``."""
+    """Peer of ``owner``: the member ``rank``, which is on another host."""
 
     def __init__(self, owner: RemotePeers, rank: int) -> None:
         self.watch: socket.socket | None = None
@@ -212,8 +212,8 @@ class RemotePeer:
                 messages: Channel[Framed] = Channel(capacity=64)
                 writer = messages.writer()
                 sender = start("send", self._pass_on, messages)
-                # A single assignment. If Ctrl-C comes before it, the channel lacks a writer, and the thread
-                # ends.
+                # All three are assigned in one step. If Ctrl-C comes before it, the channel loses its writer,
+                # and so the thread ends.
                 self._out = messages, writer, sender
             self._waiting += 1
         try:

@@ -93,7 +93,7 @@ class SharedGroup(_core.Group, Group):
     _remedy_in_a_stage = (
         "send each worker its member as an item, as in graph.source(members(n)).map(…), or declare a gang"
     )
-    """Remedy for a member in a stage's function or arguments."""
+    """Remedy to show when a stage's function or arguments contain a member."""
 
     # --- groups split off from this one, and the group of the survivors ---
 

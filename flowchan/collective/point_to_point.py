@@ -274,7 +274,7 @@ def _channel(end: In[Any] | Channel[Any]) -> Channel[Any]:
 class SharedMember(Protocol):
     """Methods that messages need from a member of a single-host group.
 
-    ``_ranks`` holds the ranks that errors show.
+    ``_ranks`` lists the ranks that errors show.
     """
 
     _ranks: Sequence[int]

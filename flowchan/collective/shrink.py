@@ -54,7 +54,7 @@ M = TypeVar("M", bound=ShrinkMember)
 
 
 class Shrinking(Generic[M]):
-    """One member's part in shrinking the group ``old``.
+    """One member's side of shrinking the group ``old``.
 
     ``member(fd, rank)`` creates a member of a new group. After the monotonic time ``give_up``, ``run`` raises
     ``TimeoutError``.
@@ -130,7 +130,7 @@ class Shrinking(Generic[M]):
                         new._count_out(place)
                 self._wait([survivors[place] for place in absent])
         except BaseException:
-            new.close()  # members that have joined wait in the new group
+            new.close()  # otherwise, members that have joined would wait in the new group
             raise
         return new
 

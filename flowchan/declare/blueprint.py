@@ -262,8 +262,8 @@ class Blueprint(General):
 
         Raises:
             TypeError: An argument has the wrong type or an unknown name.
-            ValueError: No stage reads a channel with this name, or some of its workers use the channel alone.
-                The path cannot be written, or a limit is out of range.
+            ValueError: No stage reads a channel with this name, or not all workers share the channel. The
+                path cannot be written, or a limit is out of range.
 
         Example:
             >>> import os, tempfile

@@ -142,7 +142,7 @@ class General(Builder):
     def stage(self, function: Callable[..., Any], *streams: Stream[Any], **options: Any) -> Any: ...
     @shows(PortOptions, PortSettings, rest="kwargs")
     def stage(self, function: Callable[..., Any], *streams: Stream[Any], **options: Any) -> Any:
-        """Declare a stage with ports, whose workers call ``function`` once each.
+        """Declare a stage with ports, in which each worker calls ``function`` once.
 
         Parameters annotated with ``In[T]`` or ``Out[T]`` are the ports.
 

@@ -25,7 +25,7 @@ Key = Callable[[Any], Hashable]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keyed:
-    """Keyed options of a stage, with its other options in ``rest``."""
+    """Keyed options of a stage; ``rest`` has its other options."""
 
     rest: Mapping[str, Any]
     key: Key | None = None

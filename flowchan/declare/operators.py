@@ -1,6 +1,6 @@
-"""Describe each operator in one row for the checks, plan, run, report and pictures.
+"""Describe each operator in a table, which the checks, plan, run, report and pictures read.
 
-None of these needs to compare operator names. To add an operator, add a row here, a body (see
+They therefore never compare operator names. To add an operator, add a row here, a body (see
 ``flowchan/run/worker/operator_loops.py``), and a ``Stream`` method.
 """
 
@@ -54,7 +54,7 @@ class Operator:
     one_output: bool = False
     """Whether each item has exactly one output, so putting the output also completes the item."""
     ordered: bool = True
-    """Whether several workers can keep the order of their input."""
+    """Whether the outputs of several workers can follow the order of the input."""
     worker_per_input: bool = False
     """Whether each input needs a separate worker."""
     ends_loops: bool = False

@@ -1,6 +1,6 @@
 """Define the options that operators share: types, defaults and text for ``help``.
 
-``StageSettings`` holds the defaults and the checks.
+``StageSettings`` has the defaults and the checks.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class Placement:
         hosts: Names of the hosts that share the workers; empty for this machine.
         shares: Relative number of workers on each host; empty for equal numbers.
         by_worker: Host of each worker, in order; empty if the run chooses the hosts.
-        nowhere: True while the hosts are still unknown.
-        missing: Why the hosts cannot be known here. This is an error only when the graph runs.
+        nowhere: True until the run learns its hosts.
+        missing: Reason why the hosts cannot be determined here. This is an error only when the graph runs.
     """
 
     name: str

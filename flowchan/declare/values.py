@@ -32,8 +32,7 @@ DEFAULT_MAX_DEATHS = 3
 class Origin(NamedTuple):
     """Output port that an input reads.
 
-    If ``stage`` is empty, ``port`` is an index into the graph's tables of loops and of streams from other
-    graphs.
+    If ``stage`` is empty, ``port`` is an index into the graph's tables of loops and foreign streams.
     """
 
     stage: str
@@ -45,7 +44,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Feedback: an input whose origin ``fed_by`` is declared later; until then, it is ``None``.
+    """Feedback: an input whose origin is declared later. Until then, ``fed_by`` is ``None``.
 
     ``name`` and ``where`` describe the declaration of the feedback.
     """
@@ -57,7 +56,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class ForeignStream:
-    """Stream of another graph that a stage of this graph reads; has its name and that graph's name."""
+    """Names of a stream and of its graph, if a stage of another graph reads the stream."""
 
     name: str
     graph: str
@@ -191,7 +190,7 @@ class Stage:
 
     @property
     def keeps_its_own(self) -> bool:
-        """Return whether only the replacement of a dead worker may get its items.
+        """Return whether a dead worker's items may go only to its replacement.
 
         This holds if a reader tells the workers apart, because outputs of the dead worker may already exist.
         It also holds for gangs, because a gang restarts as a whole.

@@ -158,7 +158,7 @@ def ray(
 
 
 _LATER = {"open_channel": "flowchan.remote.remote_channel", "serve": "flowchan.remote.serving"}
-"""Modules that are imported on first use, by the name that each defines."""
+"""Modules that are imported on first use, by the public name that each defines."""
 
 
 def __getattr__(name: str) -> Any:

@@ -241,7 +241,7 @@ class Agent:
         reading: dict[str, int] = {}
         writing: dict[str, int] = {}
         about = self._link.state()["streams"].get(worker.start.stream, {})
-        # an item that is being fetched from another host still moves
+        # the worker is not stuck while one of its items is being fetched from another host
         moves = self._processes.ended(worker.start.id) or about.get("staged", 0) > 0
         for key, channel in worker.channels.items():
             stats = channel.stats()
@@ -279,9 +279,9 @@ class Agent:
     # --- the link ---
 
     def _keep_link(self) -> None:
-        """Watch the link, and redial when the connection breaks.
+        """Watch the link, and dial again when the connection breaks.
 
-        Everything that had not arrived is then sent again over the new connection.
+        The new connection then carries everything that had not arrived.
         """
         peer_timeout, backoff = self._orders.peer_timeout, Backoff()
         for event in link_events.watch(self._link, peer_timeout / 4):

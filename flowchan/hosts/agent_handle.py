@@ -39,14 +39,13 @@ class AgentCallbacks(NamedTuple):
     Attributes:
         report: Receives each report from the agent and its workers.
         finished: Receives the number of a stream whose outputs have all been put.
-        not_remade: Receives the number of a stream, and of the output port whose lost item was not made
-            again.
-        refused: Receives the number of a stream, and of the input port whose item cannot leave this machine.
+        not_remade: Receives the numbers of a stream and of an output port whose lost item was not made again.
+        refused: Receives the numbers of a stream and of an input port whose item cannot leave this machine.
         ends: Reports workers that have ended and whose outputs have all arrived. Returns whether more workers
             are ending.
         late: Returns whether the agent has not killed a worker in time.
         over: Called once when the agent is dead, unless the handle was closed before.
-        help: Runs the handle's thread functions within the run.
+        help: Runs the functions of the handle's threads, and reports their exceptions to the run.
     """
 
     report: Callable[[AgentHandle, AgentReport], None]
@@ -82,10 +81,11 @@ class AgentHandle:
         self._provider, self._peer_timeout = provider, peer_timeout
         self._callbacks = callbacks
         self._address = ""
-        # Seconds for which items from here and from the agent had been stuck at the last break.
+        # How long items in each direction had been stuck, in seconds, when the connection last broke.
         self._stuck_here = self._stuck_there = 0.0
         self._why_broken = ""
-        self._has_warned = False  # about connections that break before any item arrives
+        # true once the log has a warning about connections that break before any item arrives
+        self._has_warned = False
         self._closed = False  # true if the run is over, so the agent's reports and failures are ignored
         self._refuses_connections = False
         self._lock = threading.Lock()
@@ -113,8 +113,8 @@ class AgentHandle:
     def meet(self, sock: socket.socket, stuck: float = 0.0, outputs: str = "") -> None:
         """Attach an authenticated connection from the agent, at its start or after the connection was lost.
 
-        ``stuck`` is the number of seconds for which the agent's connections have broken before any of its
-        items arrived. ``outputs`` is the address at which other agents fetch outputs that stay with this one.
+        For ``stuck`` seconds, every connection has broken before any of the agent's items arrived.
+        ``outputs`` is the address at which other agents fetch outputs that stay with this one.
         """
         with self._lock:
             if self.why or self._refuses_connections:
@@ -138,7 +138,7 @@ class AgentHandle:
             self._commands.put_nowait(command)
 
     def end(self, why: str) -> None:
-        """Fence the agent: from now on, its messages are ignored."""
+        """Fence the agent: ignore its messages from now on."""
         with self._lock:
             if self.why or self._closed:
                 return
@@ -150,7 +150,7 @@ class AgentHandle:
         self.is_decided.set()
 
     def kill(self) -> None:
-        """Kill the process that holds the agent."""
+        """Kill the process in which the agent runs."""
         if self._started is not None:
             self._started.kill()
 

@@ -13,7 +13,7 @@ from flowchan.hosts.providers.provider import Provider
 
 log = logging.getLogger("flowchan.hosts")
 
-_lock = threading.Lock()  # guards both tables
+_lock = threading.Lock()  # guards both tables below
 _reported: dict[Provider, dict[str, int]] = {}  # cores that hosts have reported
 _speeds: dict[Provider, dict[str, float]] = {}  # relative speeds measured by a calibration
 

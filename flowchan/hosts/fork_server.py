@@ -75,7 +75,7 @@ class _Order:
         self._launch_fd, self._stderr = launch_fd, stderr
 
     def obey(self) -> None:
-        """Become what ``python *arguments`` would be in the program's environment."""
+        """Turn this process into ``python *arguments`` with the program's environment."""
         length = int.from_bytes(os.read(self._launch_fd, LENGTH), "little")
         launch: dict[str, Any] = json.loads(_read(self._launch_fd, length))
         for descriptor, stream in ((self._launch_fd, 0), (self._stderr, 1), (self._stderr, 2)):

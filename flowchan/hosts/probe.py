@@ -214,7 +214,7 @@ def _listen_at(provider: Provider, hosts: list[str], found: dict[int, Facts]) ->
                 raise
             hosts.remove(error.host)
             found[provider.hosts.index(error.host)] = Facts(error.host, str(error))
-    return "127.0.0.1"  # no host will dial this
+    return "127.0.0.1"  # no host is left that could dial this address
 
 
 def _accepted(
@@ -252,7 +252,7 @@ def _facts(host: str, hello: dict[str, Any]) -> Facts:
 
 
 def _measured(facts: Facts, sock: socket.socket) -> Facts:
-    """Measure round trip and rate, and return the facts with both."""
+    """Measure the round trip and the rate, and add both to the facts."""
     try:
         trips = [_transfer(sock, 0) for _ in range(ROUNDS)]
         size = LEAST

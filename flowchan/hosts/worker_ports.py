@@ -31,7 +31,7 @@ class WorkerPorts:
         blame: True if the item that the worker held may have killed the worker.
         ended: Its report that it has ended; its last outputs may be in transit until ``finished``.
         finished: True if all its outputs have arrived.
-        kill_by: When its agent must have killed it.
+        kill_by: Time by which its agent must have killed it.
     """
 
     number: int

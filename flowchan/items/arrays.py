@@ -33,7 +33,7 @@ from flowchan.items import arrow, shared_tensors
 from flowchan.transport.device import transfer
 
 MOST_LENT = 2**63
-"""Number of bytes larger than any channel's memory."""
+"""A number of bytes that exceeds the memory of any channel."""
 
 # memoryview.cast accepts only these codes, so only these formats can be received
 _CODES = "bBcdfhHiIlLnNqQ?"

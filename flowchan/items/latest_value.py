@@ -118,7 +118,7 @@ class LatestValueReader:
     def __init__(self, word_file: ProgramFile, file_path: str) -> None:
         self._word_file, self._file_path = word_file, file_path
         self._lock = threading.Lock()
-        self._word: Any = (-1,)  # before the first read, which opens the files
+        self._word: Any = (-1,)  # placeholder until the first read, which opens the files
         self._last: Versioned | None = None
 
     def opened(self) -> LatestValueReader:

@@ -15,8 +15,8 @@ class Window(Generic[T]):
 
     Attributes:
         key: Key of the items; None without a key function.
-        start: Where the window begins: a time in seconds, or the number of its first item among those of the
-            key.
+        start: Beginning of the window: a time in seconds, or the index of its first item among the items with
+            this key.
         end: Time or item number at which the window ends, exclusive.
         items: The items in order of arrival.
 

@@ -20,12 +20,12 @@ os.register_at_fork(after_in_child=lambda: _forks.append(_forks.pop() + 1))
 
 
 def forks() -> int:
-    """Return how many forks separate this process from the program's first one."""
+    """Return how many forks separate this process from the program's first process."""
     return _forks[0]
 
 
 def deadline_of(timeout: Any) -> float:
-    """Return when a call gives up: 0 for at once, ``NEVER`` without a timeout."""
+    """Return the time at which a call gives up: 0 if it must not wait, ``NEVER`` without a timeout."""
     if timeout is None:
         return NEVER
     seconds = math.nan

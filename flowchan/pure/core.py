@@ -1,4 +1,4 @@
-"""Replace ``flowchan._core`` on a system without it: channels between threads work, the rest raises."""
+"""Replace ``flowchan._core`` where it is missing: only channels between threads work, all else raises."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class LocalQueue:
         return QueueStep.DONE
 
     def finish_item(self, writer: WriterState, number: float) -> QueueStep:
-        """Do the same for input item ``number``, unless its only output has already finished it."""
+        """Record that input item ``number`` has no more outputs, unless its only output has recorded this."""
         if not writer.ordered:
             writer.keyed = False
             return QueueStep.DONE
@@ -296,7 +296,7 @@ class LocalQueue:
             self.writers += 1
 
     def end_port(self, reads: bool, port: Any) -> None:
-        """Count one reader or writer less, and wake the threads that wait in this port."""
+        """Count one reader or writer fewer, and wake the threads that wait in this port."""
         if reads:
             self.readers -= 1
         else:

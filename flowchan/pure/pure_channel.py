@@ -167,7 +167,7 @@ class _Port:
     state: Any
 
     def __init__(self, channel: LocalChannel, session: int = 0) -> None:
-        self.open = False  # for __del__, until the port is counted
+        self.open = False  # so that __del__ does nothing until the channel counts the port
         if not isinstance(channel, LocalChannel):
             raise TypeError("port: channel must be a flowchan.Channel")
         self.tracing: ItemTracing | None = None

@@ -88,7 +88,7 @@ class WriterState:
 
 
 class Bell:
-    """Sleep of one thread. A ring before it ends the next sleep at once."""
+    """Sleep of one thread. If the bell rings before a sleep, that sleep ends at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

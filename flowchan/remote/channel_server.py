@@ -83,7 +83,7 @@ class ChannelServer:
         self._stays, self._kept, self._over = kept, True, False
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         self._sent: dict[int, Channel[Any]] = {}
-        # objects whose ports carry the clients' puts, for channels that have such ports
+        # second objects for channels; clients put through the ports of these objects
         self._entrances: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         # for each channel, the number of unfinished items that contain it
         self._under_way: Counter[int] = Counter()

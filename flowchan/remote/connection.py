@@ -150,7 +150,7 @@ class Connection(Calls):
         return bool(self.ask(channel, "send", late=undo))
 
     def two_round_trips(self) -> float:
-        """Return how long two round trips take, as measured, in seconds."""
+        """Return the measured duration of two round trips in seconds."""
         return 2 * float(self.link.state()["round_trip"])
 
     def answered_within(self, timeout: float) -> float:

@@ -139,7 +139,7 @@ def sealed(item: Any) -> Any:
 
 
 def for_put(item: Any) -> Any:
-    """Return what to put into a channel for an item from :func:`sealed`."""
+    """Return the object to put into a channel for an item from :func:`sealed`."""
     return Opening(item.packed) if isinstance(item, Sealed) else item
 
 

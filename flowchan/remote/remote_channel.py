@@ -177,7 +177,10 @@ class RemoteChannel(Channel[T]):
             port.flush(timeout)
 
     def _open_ports(self) -> dict[bool, RemoteIn[T] | RemoteOut[T]]:
-        """Return this process's ports for plain calls, not those from before a fork."""
+        """Return this process's ports for plain calls.
+
+        Ports from before a fork belong to the parent and do not count.
+        """
         return self._ports if self._link.pid == os.getpid() else {}
 
     def loan(self, *_: Any, **__: Any) -> NoReturn:
@@ -383,7 +386,7 @@ def remote_channel(
 def make_remote(
     connection: Connection, place: str, secret: bytes, tls: bool, capacity: int
 ) -> RemoteChannel[Any]:
-    """Make a new channel at the owner to which this connection leads."""
+    """Make a new channel at the owner of this connection."""
 
     def drop(reply: Reply) -> None:
         if reply.error is None:

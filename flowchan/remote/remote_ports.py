@@ -48,7 +48,7 @@ class RemotePort:
         return port is not None and port.is_open
 
     def leave(self) -> None:
-        """Close the user's end without waiting, because the process is ending."""
+        """Close the user's end without waiting, because the process is about to exit."""
         port = None if self.port is None else self.port()
         if port is not None:
             port.leave()

@@ -1,7 +1,7 @@
 """Measure a run in time windows, and choose how many workers each ``workers="auto"`` stage has.
 
-The supervisor's loop calls :meth:`AutoScaler.due` and carries out its decisions. If a run has no such stage,
-the call only compares two numbers. Taking snapshots costs at most 1 % of a core.
+The supervisor's loop calls :meth:`AutoScaler.due` and carries out its decisions. Without such a stage, the
+call only compares two numbers. Taking snapshots costs at most 1 % of a core.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Collect the results of a run.
 
-Either the program iterates over a result, or a thread of the run collects it once a caller waits for the run
-to end. The run also starts to collect a result that fills its channel before the program reads it.
+The program can iterate over a result. Otherwise, a thread of the run collects it once a caller waits for the
+run to end. The run also starts to collect a result that fills its channel before the program reads it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ResultGathering:
         self._recording = supervisor.recording
         self._with_requests = {worker.id.stage for worker in plan.workers if worker.stage.may_get_requests}
         self._all = [worker.id for worker in plan.workers if worker.gathers]
-        # the thread that last asked for an item; None if its loop has ended
+        # id of the thread that last asked for an item; None if its loop has ended
         self._loops: dict[str, int | None] = {}
         self._interrupted_loops: set[str] = set()  # results whose loop Ctrl-C interrupted
         # results that filled their channel before the program read them
@@ -264,7 +264,7 @@ def _worker(stage: str) -> WorkerId:
 
 
 _HANDED_OVER = object()
-"""Marks the end of the collected items; the reader takes all later items from the port."""
+"""Marks the end of the collected items; from here on, the reader takes items from the port itself."""
 
 
 class _TakenInFirst:
@@ -303,7 +303,7 @@ class _TakenInFirst:
 class _GatheredResult:
     """Items of a result that filled its channel before the program read it.
 
-    A thread collects more items until a reader takes over. ``reader_left`` returns whether that reader has
+    A thread collects more items until a reader takes over. ``reader_left`` returns whether the reader has
     left.
     """
 

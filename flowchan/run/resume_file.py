@@ -1,4 +1,4 @@
-"""Record in a file which source items have left the graph, so that a later run can skip them (R14).
+"""Record in a file which source items have left the graph, so that a later run can skip these items (R14).
 
 Format. The first 48 bytes are the format's name and a digest of the graph's shape. After these comes one bit
 per source item, in the order of ``lineage``; a set bit means that the item is finished. The file may end with
@@ -8,9 +8,9 @@ Algorithm. The program maps the file into memory and sets the bits there. This n
 kernel keeps the bits even if the program is killed. Disk space is reserved before it is mapped. The file is
 flushed to disk only when the run ends.
 
-Invariants. Bits are only ever set, and each one is valid without the others. If the machine crashes, any of
-them may be lost, and their items are then processed again. The process owns the lock, so workers that it
-forks do not hold it.
+Invariants. Bits are only ever set, and each one is valid without the others. If the machine crashes, any bits
+may be lost, and the next run processes their items again. The process owns the lock, so workers that it forks
+do not hold it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _opening = threading.Lock()
 
 
 class _Refused(Exception):
-    """The file cannot be used. The message continues a sentence about it."""
+    """The file cannot be used. The message continues a sentence that begins with the file's path."""
 
 
 class ResumeFile:

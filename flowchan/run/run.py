@@ -116,7 +116,7 @@ class Run(ObservedRun):
             stream: Stream that ``graph.input()`` returned.
 
         Returns:
-            The writing end.
+            The writing end of the input.
 
         Raises:
             KeyError: The stream is not an input of this run.
@@ -346,7 +346,7 @@ class Run(ObservedRun):
                 self._gathering.end_recording()
                 raise failure
         finally:
-            # a frame that refers to its own exception would keep it alive, and the whole run with it
+            # otherwise, this frame and its exception would refer to each other and keep the whole run alive
             failure = None
         return self._gathering.results()
 
@@ -477,7 +477,7 @@ class Run(ObservedRun):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        with terminate_as_interrupt():  # also during the wait, which the watch does not cover
+        with terminate_as_interrupt():  # this also covers the wait, during which the watch is not active
             self._interrupts.close()
             self._in_block = False
             self._leave_block(error)

@@ -47,7 +47,7 @@ class Runnable(ABC):
     def _watching(self) -> contextlib.AbstractContextManager[Any]:
         """Return the progress display.
 
-        It is looked up when needed, because its module imports this package.
+        The module of the display imports this package, so it is imported only when needed.
         """
         watching = pkgutil.resolve_name("flowchan.viz.live:watching")
         return watching(self._blueprint())  # type: ignore[no-any-return]
@@ -133,7 +133,7 @@ class Runnable(ABC):
         planned = plan(graph, options.seed, memory, finished, samples_items=samples_items)
         run = self._begin(planned, recording, traced)
         undo.pop_all()
-        if port is not None:  # opened first, so that the run's end closes the port if the page fails
+        if port is not None:  # opened first: if the page then fails, the end of the run also closes this port
             run._serve_metrics(port)
         if options.page:
             run._open_page()
@@ -234,7 +234,8 @@ def _refuse_processes(graph: Blueprint) -> None:
 
 
 def _refuse_ended_services(graph: Blueprint) -> None:
-    for name, (inbox, _) in reversed(graph._services.items()):  # a server is declared after its inputs
+    # a server is declared after its inputs, and the message must name the server
+    for name, (inbox, _) in reversed(graph._services.items()):
         if inbox.closed:
             raise RuntimeError(
                 f"start: graph {graph.name!r} runs only once, because {name!r} ended with the first run; "
@@ -257,6 +258,6 @@ class _StartOptions:
 def _metrics_port(metrics: int | str) -> Any:
     """Open the port for metrics.
 
-    The class is looked up when needed, because its module imports this package.
+    The module of the class imports this package, so it is imported only when needed.
     """
     return pkgutil.resolve_name("flowchan.viz.insight.metrics_port:MetricsPort")(metrics)

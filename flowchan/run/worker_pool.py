@@ -30,7 +30,7 @@ from flowchan.transport.descriptors import CHANNELS_IN_AN_ITEM
 from flowchan.transport.interrupts import interrupts_deferred
 
 MOST_PORTS = CHANNELS_IN_AN_ITEM - 1
-"""Maximum number of ports of a worker.
+"""Maximum number of ports that a worker may have.
 
 All ports are sent in one item, together with the channel for the worker's events. A worker of an elastic gang
 also gets a channel for its later groups."""

@@ -111,7 +111,7 @@ def meet(
 
 
 class PendingHandshake:
-    """Connection whose peer has not proved yet that it knows the secret.
+    """Connection whose peer has not proved its knowledge of the secret yet.
 
     It never blocks: ``receive_step()`` takes only data that has arrived.
     """
@@ -277,7 +277,7 @@ def handshake(secret: bytes, hello: Hello, *, dialled: bool, tls: bool = False) 
 
 
 def greeting(role: bytes, tls: bool = False, fingerprint: bytes = NO_CERTIFICATE) -> bytes:
-    """Return a side's first message: version, role, use of TLS, a nonce and a fingerprint."""
+    """Return a side's first message: version, role, use of TLS, a nonce, and a certificate's fingerprint."""
     return PREAMBLE + role + (WITH_TLS if tls else PLAIN) + secrets.token_bytes(NONCE) + fingerprint
 
 

@@ -127,7 +127,7 @@ class Parcel:
 
 
 class Leaving(Parcel):
-    """Collects an item's descriptors for another host, and rejects an item that has any."""
+    """Collects the descriptors of an item for another host. The item is rejected if it has any."""
 
     on_device = False
     leaves = True
@@ -192,7 +192,7 @@ class _Now(threading.local):
     """Whether several processes will get what this thread pickles."""
     beside: list[Any] | None = None
     for_host: bool = False
-    """Whether this thread pickles a stage for another host."""
+    """Whether this thread pickles a stage that will run on another host."""
 
 
 now = _Now()
@@ -225,7 +225,7 @@ def is_for_another_host() -> bool:
 
 
 def hand_over(memory: int, socket: int, owner: Any) -> Handle:
-    """Return what to pickle in place of descriptors that ``owner`` keeps open.
+    """Return the object to pickle in place of descriptors that ``owner`` keeps open.
 
     ``socket`` is the socket of a channel, or -1.
     """

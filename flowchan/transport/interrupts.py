@@ -149,7 +149,7 @@ def _terminate(number: int, frame: Any) -> None:
 
 
 _terminating: list[int] = []
-"""For each block and watch that makes SIGTERM raise ``Termination``, its process."""
+"""Process id of each block and watch that makes SIGTERM raise ``Termination``."""
 
 
 class _Forking(threading.local):
@@ -285,14 +285,14 @@ class InterruptWatch:
             _end_termination()
 
     def still_raised(self) -> KeyboardInterrupt | None:
-        """Return the exception raised in place of ``KeyboardInterrupt``.
+        """Return the exception raised in place of ``KeyboardInterrupt``, if it is still in flight.
 
         Return None if it was caught and dropped.
         """
         return self._raised()
 
     def _replace(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
-        """Return what to raise for this error: a watch's replacement, or the error itself."""
+        """Return the exception to raise for this error: a watch's replacement, or the error itself."""
         self.seen = True
         if type(error) in (KeyboardInterrupt, Termination):
             error = self._instead(signal_of(error)) or error

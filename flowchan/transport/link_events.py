@@ -15,8 +15,10 @@ STUCK = "its connections broke for {:.1f} s before any item arrived ({})"
 """Reasons for giving up on a peer, from the attributes of :class:`LinkBroken`."""
 
 AHEAD, BEHIND = 1 << 16, 1024
-"""Capacities of an agent's rings, for a worker's inputs, with the items that the link sent ahead, and for its
-outputs."""
+"""Capacities of an agent's rings.
+
+The first is for a worker's inputs and covers items sent ahead; the second is for its outputs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,8 @@ class LinkIdle:
     """No event has occurred for some time.
 
     Attributes:
-        connected: True if the link was connected when that time began. If it has broken since then, the next
-            event reports that.
+        connected: True if the link was connected when that time began. If the link has broken since then, the
+            next event reports the break.
         silent: Seconds since the last byte arrived or, without a connection, since the connection broke.
     """
 
@@ -123,9 +125,9 @@ def watch(link: Any, wait: float, wait_unconnected: float | None = None) -> Iter
     Args:
         link: Native link.
         wait: Seconds without an event after which to yield :class:`LinkIdle`.
-        wait_unconnected: The same for a link that has just lost its connection or begun to wait for its first
-            one (default: ``wait``). Without a connection, the pauses grow: each is a tenth of the time so
-            far, up to ``wait``.
+        wait_unconnected: The same, while a link has just lost its connection or waits for its first one
+            (default: ``wait``). Without a connection, the pauses grow: each is a tenth of the time so far, up
+            to ``wait``.
     """
     connected_at = time.monotonic()
     while True:

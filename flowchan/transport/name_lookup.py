@@ -1,4 +1,4 @@
-"""Lookups of host names that end at a time limit or an interrupt."""
+"""Look up host names, with a time limit, so that interrupts can end the lookup."""
 
 from __future__ import annotations
 

@@ -120,9 +120,9 @@ class Listener:
         return sock
 
     def detach(self) -> int:
-        """Return the descriptor, and let the caller accept connections.
+        """Return the descriptor, through which the caller accepts connections from now on.
 
-        These inherit the socket options that a link needs.
+        These connections inherit the socket options that a link needs.
         """
         prepare(self._socket, self._socket.getsockname()[0])
         return self._socket.detach()
@@ -259,9 +259,9 @@ def prepare(sock: socket.socket, peer: str) -> None:
 def route_to(peer: str, timeout: float | None = None) -> str:
     """Return this host's source address for packets to ``peer``, without a port.
 
-    ``peer`` is the name or address of a host, and can reach this host at the returned address. The address
-    follows from the kernel's routes; only the lookup of a name sends packets, and may take ``timeout``
-    seconds (default: no limit). Raises ``OSError``.
+    ``peer`` is the name or address of a host; the host can reach this host at the returned address. The
+    address follows from the kernel's routes; only the lookup of a name sends packets, and may take
+    ``timeout`` seconds (default: no limit). Raises ``OSError``.
     """
     family, _, _, _, name = resolve(peer, 9, peer, timeout)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:

@@ -1,4 +1,4 @@
-"""Hold flowchan's version, and check that both ends of a connection have the same versions.
+"""Define flowchan's version, and check that both ends of a connection have the same versions.
 
 The build reads the version from this file. Reading the installation's metadata would take a sixth of an
 agent's start time.
@@ -14,13 +14,13 @@ VERSION = "0.1.0"
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions that both ends must share."""
+    """Return the versions that must be equal on both ends."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return {"python": python, "flowchan": VERSION}
 
 
 def differs(peer_versions: Mapping[str, Any]) -> str:
-    """Return why a peer with this hello cannot work with this process; empty if it can."""
+    """Return why a peer with these versions cannot work with this process; empty if it can."""
     ours = versions()
     if all(peer_versions.get(word) == version for word, version in ours.items()):
         return ""

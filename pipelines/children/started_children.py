@@ -23,7 +23,7 @@ from flowchan.run.policy.decisions import GRACE, Decided, EndWorker
 from flowchan.run.policy.events import Death, Failure, WorkerId
 
 WAITING = 64
-"""Number of unreceived values in one direction that makes ``send`` block."""
+"""``send`` blocks while this many values in one direction have not been received."""
 
 States = Mapping[int, ChildState]
 
@@ -125,7 +125,7 @@ class StartedChildren:
         with contextlib.suppress(RunError):  # calls to the children raise this error
             if not abort:
                 with contextlib.suppress(TimeoutError):
-                    run.wait(GRACE)  # the supervisor may still replace a dead child
+                    run.wait(GRACE)  # wait, because the supervisor may be replacing a dead child
             run.abort()
             run.wait()
         self._reports.end()
@@ -144,7 +144,7 @@ class StartedChildren:
 
 
 class Reports:
-    """Print the output of children on a thread of this program, and record their process ids."""
+    """Prints the output of children on a thread of this program, and records their process ids."""
 
     def __init__(self, channel: Channel[tuple[int, int | str]], states: States) -> None:
         self._channel, self._states = channel, states

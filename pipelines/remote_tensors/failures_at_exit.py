@@ -14,7 +14,7 @@ from flowchan.pipelines.remote_tensors.remote_errors import RemoteError
 EXIT_WAIT_S = 2.0
 """Seconds that the exit of the program waits for nodes that have not run all commands."""
 LEAST_WAIT_S = 0.1
-"""Seconds for each node after a busy node has used the time."""
+"""Seconds for each further node once a busy node has used up the time."""
 
 
 def report_at_exit() -> None:
@@ -42,7 +42,7 @@ def _report() -> None:
 
 
 def _unseen() -> list[RemoteError]:
-    """Return the deaths and failures that were not raised, of commands that end before the time is over."""
+    """Return the deaths and failures that were not raised, for commands that finish within the time limit."""
     dead = [one for one in device_table.clients() if one.death is not None]
     clients = [one for one in device_table.clients() if one.death is None]
     for client in clients:

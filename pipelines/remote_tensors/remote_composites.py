@@ -327,7 +327,7 @@ def register() -> None:
     for op, function in COMPOSITES.items():
         chosen = _for_cpu_nodes(op, function)
         library.impl(op.name().removeprefix("aten::"), chosen, "AutogradPrivateUse1")
-        handlers[op.name()] = _below_autograd(chosen)  # in inference mode
+        handlers[op.name()] = _below_autograd(chosen)  # torch uses this one in inference mode
     for name in CAST:
         library.impl(name, _refuse_autocast, "AutocastPrivateUse1")
     _libraries.append(library)  # torch drops the kernels of a library that is garbage-collected

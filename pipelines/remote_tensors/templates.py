@@ -269,7 +269,7 @@ class Evaluated:
         self.kept: list[int] = []
         self.outputs: list[TensorMeta] = []
         places = {id(meta): place for place, meta in enumerate(metas)}
-        # some results are the modified argument
+        # some results are modified arguments themselves
         places |= {id(metas[place]): place for place in mutated}
         leaves = flat_results(result)
         for place, leaf in enumerate(leaves):

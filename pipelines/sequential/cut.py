@@ -179,7 +179,8 @@ class Cut:
         parameters = sum(one.numel() for one in self.module.parameters() if one.requires_grad)
         if not back or not parameters:
             return chunks
-        # with fewer than two micro-batches per part, waiting would cost more time than adding gradients saves
+        # with fewer than two micro-batches per part, idle time would cost more than fewer gradient additions
+        # save
         return min(chunks, max(int(work / (ADDS * parameters)), 2 * len(self.parts)))
 
     def measure(self, piece: Any) -> None:

@@ -184,7 +184,7 @@ class Training:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         failed, self._over = self._over, True
-        if not self._run.started:  # no first batch was ever passed
+        if not self._run.started:  # the program has not passed any batch
             return
         self._run.close()
         if error is None and failed:  # the failed step has already raised its exception

@@ -22,7 +22,7 @@ IGNORED = "W004,W009"
 
 
 class Wrong(Exception):
-    """Report that a file of the release is wrong; the message says in what respect."""
+    """A file of the release is wrong; the message says why."""
 
 
 def digest(path: Path) -> str:

@@ -17,7 +17,7 @@ COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "zig")
 
 
 class NotHere(Exception):
-    """Report that this machine lacks a requirement of a step; the message names it."""
+    """This machine lacks a requirement of a step; the message names it."""
 
 
 def command(*words: str | Path, env: Mapping[str, str] | None = None) -> str:

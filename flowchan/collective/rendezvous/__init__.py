@@ -1,4 +1,4 @@
-"""Form a group by rendezvous, in one of several ways.
+"""Form a group by rendezvous.
 
-Each way only needs a means to exchange a few short values.
+Each module implements one method, which only needs a means to exchange a few short values.
 """

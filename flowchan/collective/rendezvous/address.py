@@ -38,8 +38,10 @@ from flowchan.transport.rendezvous import Coordinator, Participant, RendezvousEn
 from flowchan.transport.tcp import Listener, listen, split
 
 REJOIN_TIMEOUT_S = 10.0
-"""Seconds to wait for missing survivors before rank 0 tries to connect to them. Also the time limit for the
-rendezvous of those that have arrived."""
+"""Seconds to wait for missing survivors before rank 0 tries to connect to them.
+
+The rendezvous of the members that have arrived has the same time limit.
+"""
 POLL_INTERVAL_S = 0.02
 
 
@@ -123,7 +125,7 @@ def _reached(at: str, secret: bytes, rank: int | None, size: int, timeout: float
 class Place:
     """Address where a group met.
 
-    ``number`` is how often the original group has shrunk.
+    ``number`` counts how many times the original group has shrunk.
     """
 
     at: str
@@ -214,7 +216,7 @@ def _let_in(
             continue
         rank = hello["rank"]
         if rank in came:
-            came[rank].close()  # this member has arrived again
+            came[rank].close()  # the member had arrived before; only its new connection counts
         came[rank] = sock
         alive[old._host_of(rank)] = hello["alive"]
 

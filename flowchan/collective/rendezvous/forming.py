@@ -124,8 +124,8 @@ def within(
 ) -> Group | None:
     """Return the group of all members of ``parent`` with this ``key``.
 
-    ``part`` is its part on this host. If a member cannot connect, all members of ``parent`` raise its error
-    and close their parts.
+    ``part`` is the subgroup of these members on this host. If a member cannot connect, all members of
+    ``parent`` raise its error and close their parts.
     """
     made: Group | None = part
     failed: Exception | None = None
@@ -155,7 +155,7 @@ def _connected(
 ) -> Group | None:
     """Connect ``part`` to the parts on the other hosts.
 
-    ``belongs`` has a flag for each member of ``parent``: whether it joins.
+    ``belongs`` has a flag for each member of ``parent``, which says whether it joins.
     """
 
     def gather(value: Any) -> list[Any]:
@@ -176,11 +176,11 @@ def this_host() -> str:
     """Identify the current boot of this machine, and the namespaces and user of this process.
 
     Processes can share memory only if all of these are equal. A Unix socket can be reached only in its
-    network namespace, and a process ID is valid only in its PID namespace. Another time namespace shows other
-    start times of processes, which identify them. A user cannot open another user's memory.
+    network namespace, and a process ID is valid only in its PID namespace. Start times, which identify
+    processes, differ between time namespaces. A user cannot open another user's memory.
     """
     with open("/proc/sys/kernel/random/boot_id") as boot:
         paths = (f"/proc/self/ns/{kind}" for kind in ("net", "pid", "user", "time"))
-        # without one kind of namespace in the kernel, all processes share one
+        # if the kernel lacks a kind of namespace, all processes are in the same one
         spaces = (os.stat(path).st_ino if os.path.exists(path) else 0 for path in paths)
         return "/".join([boot.read().strip(), *map(str, spaces), str(os.getuid())])

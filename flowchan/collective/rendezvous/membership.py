@@ -17,16 +17,18 @@ from flowchan.transport.rendezvous import Participant, RendezvousEnded
 from flowchan.transport.tcp import route_to, split
 
 WITHIN = 60.0
-"""Seconds within which a member must reach the driver, and the other members once all have arrived. The
-driver waits for late members without a limit, because it notices deaths."""
+"""Seconds that a member has to reach the driver and, once all have arrived, the other members.
+
+The driver waits for late members without a limit, because it notices deaths.
+"""
 
 
 @dataclass
 class Membership:
     """Rank in a group that the driver forms, for a process on ``host``.
 
-    If ``elastic`` is true, the driver may end the group. The driver is reached at ``at`` with ``secret``,
-    over TLS if ``tls`` is true.
+    If ``elastic`` is true, the driver may end the group. The member connects to the driver at ``at`` with
+    ``secret``, over TLS if ``tls`` is true.
     """
 
     group: int

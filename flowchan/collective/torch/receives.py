@@ -1,4 +1,4 @@
-"""Let receives of the backend run while their caller sends."""
+"""Run the backend's receives in the background while their caller sends."""
 
 from __future__ import annotations
 

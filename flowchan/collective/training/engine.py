@@ -46,8 +46,7 @@ Batches = Iterable[Any] | Stream[Any] | Callable[[int], Iterable[Any] | Stream[A
 class State:
     """State of the training loop that hooks receive.
 
-    ``sample``, ``output`` and ``loss`` are None in a step in which other replicas have a sample but this one
-    does not.
+    ``sample``, ``output`` and ``loss`` are None while other replicas have a sample but this one does not.
 
     Attributes:
         training: False during :meth:`Engine.test`.

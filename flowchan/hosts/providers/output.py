@@ -13,7 +13,7 @@ from typing import IO
 LAST = 20
 LONGEST = 64 * 1024  # maximum bytes in a line; a longer line is relayed in pieces of about this size
 MARK = "flowchan-agent "
-"""Begins the part of a line that is meant for the provider rather than the user."""
+"""Marks text in a line that is meant for the provider rather than for the user."""
 
 
 @dataclass(frozen=True, slots=True)

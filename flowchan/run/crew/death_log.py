@@ -1,4 +1,4 @@
-"""Count the deaths of a run's workers to decide whether and when to replace them (R4, R10)."""
+"""Count the deaths of a run's workers; the counts decide whether and when to replace a worker (R4, R10)."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class DeathLog:
         return ""
 
     def _count(self, worker: PlannedWorker, ended: ProcessExit) -> int:
-        """Return the number of deaths that determines the delay of the next start."""
+        """Return the number of deaths on which the delay of the next start depends."""
         id = worker.id
         if ended.over_item:
             self._how[id] = [*self._how.get(id, [])[: ended.over_item - 1], ended.how]

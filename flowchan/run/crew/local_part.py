@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 class LocalPart:
     """Part of the crew on this machine; implements :class:`CrewPart`.
 
-    ``pooled`` holds a pool's processes, if the run belongs to a pool.
+    ``pooled`` has the processes of a pool, if the run uses one.
 
     Invariant. Threads of the program add to the dictionary ``threads`` while the supervisor reads it. Every
     reader must therefore copy it in one step.

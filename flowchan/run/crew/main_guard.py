@@ -65,7 +65,8 @@ class Unguarded(GraphError):
         return GraphError, (self.graph, self.problems)
 
 
-Unguarded.__module__, Unguarded.__qualname__ = "flowchan", "GraphError"  # what tracebacks show
+# so that tracebacks show the public name
+Unguarded.__module__, Unguarded.__qualname__ = "flowchan", "GraphError"
 
 
 def unguarded(graph: Blueprint) -> Unguarded:

@@ -50,7 +50,7 @@ class CrewPart(Protocol):
         """Open the ports of an additional worker and start it. On an error, release everything and raise."""
 
     def remove(self, id: WorkerId) -> None:
-        """Let a worker finish its current item and end."""
+        """Make a worker end after its current item."""
 
     def forget(self, id: WorkerId) -> None:
         """Forget a removed worker once its process has ended."""

@@ -34,7 +34,8 @@ def start_process(process: BaseProcess) -> None:
         _undo_launch(error)
         raise
     finally:
-        process.__dict__.pop("_bootstrap", None)  # it refers to the process
+        # removed, because it forms a reference cycle with the process
+        process.__dict__.pop("_bootstrap", None)
 
 
 def _run_child(bootstrap: Callable[..., int], process: BaseProcess, **options: Any) -> int:
@@ -116,7 +117,7 @@ def _undo_launch(error: BaseException) -> None:
             if "child_r" not in frame.f_locals:  # otherwise CPython has already closed the pipes
                 _close(frame.f_locals)
         elif module == "multiprocessing.forkserver" and function == "ensure_running":
-            if "fds_to_pass" not in frame.f_locals:  # as above
+            if "fds_to_pass" not in frame.f_locals:  # otherwise CPython has already closed the pipes
                 _close(frame.f_locals)
         elif module.startswith("multiprocessing.popen_") and function == "_launch":
             _undo_popen(frame.f_locals)

@@ -1,4 +1,4 @@
-"""Hold the channels and ports of a run, which the supervisor and all parts of the crew share.
+"""Open, replace and close the channels and ports of a run, which the supervisor and the crew share.
 
 This process opens all channels before any worker starts. It also opens the ports of workers on other hosts,
 which the links to their agents use.
@@ -55,7 +55,7 @@ class RunChannels(Protocol):
         """Return the error with which a broken channel was aborted; ``Broken`` if there was none."""
 
     def activity(self) -> Activity:
-        """Return the numbers of a quick look at all channels."""
+        """Return the counts that a cheap look at all channels provides."""
 
     def snapshots(self) -> tuple[Snapshot, ...]:
         """Return the counters of all channels."""
@@ -187,7 +187,7 @@ class RunPorts:
         return self.ports[id].inputs["items"]
 
     def result_read(self, id: WorkerId) -> None:
-        """Record that a thread now takes the items of a result. Any thread may call this method."""
+        """Record that a thread has begun to read a result. Any thread may call this method."""
         self._unread.pop(id, None)
 
     def started(self, id: WorkerId) -> seeds.Worker:

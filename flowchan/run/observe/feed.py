@@ -118,8 +118,8 @@ class Feed:
 
     def __init__(self, name: str, stats: weakref.ref[Callable[[float | None], RunStats]]) -> None:
         self._name, self._ref = name, stats
-        # A signal handler that raises in Condition.__enter__() would leave the lock locked.
-        # A handler cannot interrupt the entry of a lock, because that is native code.
+        # A signal handler that raises in Condition.__enter__() would leave the lock locked. Entering a lock
+        # is native code, which a handler cannot interrupt.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._subscriptions: tuple[Subscription, ...] = ()

@@ -19,7 +19,7 @@ from flowchan.run.policy.plan import Plan
 from flowchan.run.worker.item_recorder import source_of
 
 COMPLETE_AFTER_NS = 1_200_000_000
-"""Time to wait for an item's other spans after the item has reached an end."""
+"""Time to wait for the other spans of an item once one of its spans has reached an end of the graph."""
 MOST_ITEMS = 4096
 """Maximum number of items followed at a time. If there are more, the oldest are dropped."""
 MOST_SPANS = 200
@@ -53,7 +53,7 @@ class ItemPaths:
         self._items: OrderedDict[int, _Item] = OrderedDict()
         self._due: list[
             tuple[int, int, _Placed]
-        ] = []  # when each item is complete, its mark, and its last span
+        ] = []  # time at which each item counts as complete, its mark, and its last span
         self._lock = threading.Lock()
 
     def add(self, event: ItemSpans, now: int) -> list[ItemTraced]:

@@ -206,7 +206,7 @@ def _stage(about: _StageInput) -> StageStats:
     finished = max(0, items_in - in_hand - failed - unwanted - discarded)
     items_out = (max if stage.operator.repeats else sum)(given) if given else finished
     if stage.placement.hosts and stage.operator.owes and _lacks_readers(about, outs):
-        # No worker counts items that were on their way to or from a host when the stage ended.
+        # Workers do not count items that were in transit to or from a host when the stage ended.
         unwanted = max(unwanted, items_in - items_out - failed - in_hand)
     if about.cut_short and stage.operator.owes:
         discarded = max(0, items_in - items_out - failed - in_hand - unwanted)

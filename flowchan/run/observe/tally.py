@@ -74,7 +74,7 @@ class Tally:
             self.last_error = f"worker {death.worker} {death.summary}"
 
     def warn(self, stage: str, topic: str, text: str) -> None:
-        """Keep the last warning about a stage and topic for the report."""
+        """Keep a warning for the report, in place of earlier ones about the same stage and topic."""
         self._warnings[stage, topic] = text
 
     def account(self, state: PolicyState, elapsed: float, now: float) -> Account:

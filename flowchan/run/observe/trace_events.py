@@ -81,7 +81,7 @@ class TraceEvents:
         return _line(ph="i", s="p", pid=RUN_PID, tid=RUN_PID, name=name, ts=self._us(at), args=_args(text))
 
     def counter(self, name: str, at: int, value: float) -> str:
-        """Show that a counter has this value from time ``at`` on."""
+        """Record that a counter changes to this value at time ``at``."""
         # Perfetto shows the event's name, a space and the argument's name, so the last word is the argument.
         name, _, last = name.rpartition(" ")
         return _line(ph="C", pid=RUN_PID, tid=RUN_PID, name=name, ts=self._us(at), args={last: value})
@@ -139,7 +139,10 @@ class TraceEvents:
         return number
 
     def _tid(self, stage: str, worker: int, items: bool) -> Generator[str, None, int]:
-        """Return the thread ID of a worker. On first use, yield the lines that name the thread."""
+        """Return the id of the trace's thread for a worker.
+
+        On first use, yield the lines that name the thread.
+        """
         host = self._hosts.get((stage, worker), "")
         tid = self._tids.get((stage, worker, host, items))
         if tid is None:

@@ -143,7 +143,7 @@ class ViewConnection:
         return self._connection.fileno() < 0
 
     def _show(self, stats: RunStats) -> None:
-        """Send statistics, unless the viewer still has earlier lines to read."""
+        """Send statistics, unless the viewer has not read all earlier lines yet."""
         self._send()
         self._missed = bool(self._unsent)
         if not self._missed:

@@ -283,7 +283,7 @@ def _for_stage(model: Model, work: StageWork) -> str | None:
 
 
 def _to_process(model: Model, work: StageWork, workers: int) -> tuple[str, float]:
-    """Describe moving a stage's workers to processes, and return the description and the gain."""
+    """Predict the gain from moving a stage's workers to processes, and describe the change."""
     name = work.stage.name
     gain = _gain(model, Change({name: workers}, on_process=(name,)))
     number = "" if workers == work.stage.workers else f" and workers={workers}"

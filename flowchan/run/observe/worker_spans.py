@@ -52,7 +52,7 @@ class WorkerSpans:
         self._begin = self.at
 
     def read(self, now: int, waited: tuple[int, int, int]) -> Iterator[Span]:
-        """Take a reading, and yield the spans that have ended. Ignore a reading that comes too early.
+        """Process a reading, and yield the spans that it ends. Ignore a reading that comes too early.
 
         ``waited`` has the sums over the worker's open ports, so the values drop when a port is closed.
         """

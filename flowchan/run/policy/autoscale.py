@@ -195,7 +195,7 @@ def choose(
 
 
 def pinned(scaler: Scaler, elapsed: float, before: int, scale: Scale) -> Scaler:
-    """Return the state after the program itself has scaled a stage from ``before`` workers.
+    """Return the state after the program itself has changed a stage's number of workers from ``before``.
 
     Automatic scaling then leaves this stage alone.
     """

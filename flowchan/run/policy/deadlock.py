@@ -121,7 +121,7 @@ def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[Wor
 
 
 def _progress(seen: Observation) -> tuple[int, ...]:
-    """Return numbers that change whenever the run makes progress."""
+    """Return counts that change whenever the run makes progress."""
     passed = [number for edge in seen.stats.edges for number in (edge.passed, edge.inside)]
     return *passed, *(stage.restarts for stage in seen.stats.stages), *seen.counts
 
@@ -154,7 +154,7 @@ class Deadlocks:
         activity: Callable[[], Activity],
         observe: Callable[[frozenset[WorkerId]], Observation | None],
     ) -> Stuck | frozenset[WorkerId] | None:
-        """Return what :func:`judge` finds; None if no check is due or an answer is missing.
+        """Return the result of :func:`judge`; None if no check is due or an answer is missing.
 
         ``observe`` makes an observation; its argument is the set of ``alive`` workers with unread results. It
         returns None while answers from other hosts are missing.

@@ -193,7 +193,7 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
 
 
 def next_at(state: PolicyState) -> float:
-    """Return when the state will change if no event arrives earlier."""
+    """Return the time at which the state changes if no event arrives earlier."""
     if state.phase == "stopping":
         notice = math.inf if state.notified else state.since + STOP_NOTICE_S
         if not state.services_end and state.alive & state.services and state.alive <= state.services:

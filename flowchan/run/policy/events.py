@@ -249,7 +249,7 @@ class Crashed:
 
 
 ItemSpan = tuple[tuple[int, ...], int, int]
-"""Marks of sampled items, and the times of their get and of their first output's put, in nanoseconds."""
+"""Marks of sampled items, when the worker took them, and when it put their first output, in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,8 +89,8 @@ class Portable:
 
     def __init__(self, error: BaseException, where: str = "") -> None:
         self._text = text_of(error)
-        # Notes are sent outside the pickled exception, because its __reduce__ may omit them, like that of
-        # json's errors.
+        # Notes are sent outside the pickled exception, because its __reduce__ may omit them, as json's errors
+        # do.
         note = where or f"in {seeds.worker_text()}"
         if error.__traceback__ or error.__cause__ or error.__context__:
             note += ":\n" + "".join(traceback.format_exception(error)).rstrip()

@@ -20,12 +20,12 @@ from itertools import count
 from typing import Any
 
 Mark = int | tuple[Any, int]
-"""Number of a source item, or the pair of another mark and a position among its parts."""
+"""Number of a source item, or a pair for a part of an item: the item's mark and the part's position."""
 Marks = tuple[Mark, ...]
 Left = tuple[Marks, int]
-"""Report that an item with these marks has left the graph, or was replaced by this number of parts.
+"""Report about an item with these marks: the number of parts that replaced it, or 0 if it left the graph.
 
-It is a plain tuple, because the codec of channels encodes tuples fast, and there is one report per item.
+It is a plain tuple, because channels encode tuples fast and each item needs a report.
 """
 
 
@@ -83,7 +83,7 @@ NOTHING_FINISHED = FinishedItems()
 
 @dataclass(slots=True)
 class _Split:
-    """Parts of an item: their number and the item's marks, once known, and the parts that have left."""
+    """Parts of an item: how many there are and the item's marks, once known, and which parts have left."""
 
     marks: Marks = ()
     number: int | None = None
@@ -123,7 +123,7 @@ class Lineage:
         return numbers
 
     def _ended(self, whole: Mark) -> list[Mark]:
-        """Return the marks of an item whose parts have all left; otherwise an empty list."""
+        """Return the marks of an item once all of its parts have left; until then, an empty list."""
         known = self._parts[whole]
         if known.number is None or len(known.left) < known.number:
             return []

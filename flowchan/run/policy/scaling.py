@@ -50,7 +50,7 @@ class AddWorker:
 
 @dataclass(frozen=True, slots=True)
 class RemoveWorker:
-    """Let a worker finish its current item and end."""
+    """Make a worker end after its current item."""
 
     worker: WorkerId
 
@@ -85,7 +85,7 @@ class ScalingDecision:
 def scaled(
     size: Size, scale: Scale, peers: Collection[WorkerId], now: float
 ) -> tuple[Size, list[WorkerId], list[WorkerId]]:
-    """Return the new size of a stage, and the workers to add and to remove.
+    """Return the new size of a stage, and the workers to add or to remove.
 
     ``peers`` are the stage's current workers.
     """

@@ -53,11 +53,11 @@ class PolicyState:
         aborted: True if the run was aborted.
         terminated: True if late processes were terminated.
         killed: True if late processes were killed.
-        abandoned: Workers that were still alive when the run ended.
+        abandoned: Workers that had not ended when the run ended.
         gangs: Stages whose workers form a group and restart together.
         missing_peer: Reports from workers of gangs about missing peers.
-        restarting: Gangs whose workers are being ended because of a death, and the replacement of the dead
-            worker.
+        restarting: Gangs whose workers are being ended so that all can restart, each with the replacement of
+            the worker that died.
         ended_peers: Workers of gangs whose processes have ended and not been replaced.
         no_readers: Gangs in which a worker ended because its outputs have no readers.
         elastic: Gangs that continue while one of their workers is being replaced.
@@ -67,7 +67,7 @@ class PolicyState:
         changed: Elastic gangs in which a worker died, ended or joined since the current group was formed.
         began: When the run began.
         sizes: Sizes of the stages that can be scaled.
-        leaving: Workers that will end after their current item.
+        leaving: Workers that end after their current item, because the stage is being scaled down.
         services: Workers of services, which end after all others.
         services_end: True if the run has asked the services to end.
     """
@@ -108,13 +108,13 @@ class PolicyState:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether dead workers are still replaced."""
+        """Return whether the run still replaces dead workers."""
         return self.phase in ("running", "stopping")
 
     def ends_with_peers(self, worker: WorkerId) -> bool:
-        """Return whether a worker's process is expected to end.
+        """Return whether the end of a worker's process is expected.
 
-        It is if the worker has reported a missing peer, or if its gang is being restarted.
+        It is expected if the worker has reported a missing peer, or if its gang is being restarted.
         """
         return worker in self.missing_peer or worker.stage in self.restarting
 
@@ -173,7 +173,7 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
 def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bool) -> Decision:
     """Record that a worker ended with an error.
 
-    An ``expected`` error, such as the error of a terminated worker, is not a failure of the run.
+    An ``expected`` error, such as one from a worker that was terminated, is not a failure of the run.
     """
     breaking = state.phase in ("running", "stopping", "finishing") and not expected
     if not expected:

@@ -59,7 +59,7 @@ class StageLoop(asyncio.SelectorEventLoop):
         self.starter: asyncio.Task[Any] | None = None
 
     def has_only(self, tasks: Collection[asyncio.Task[Any] | None]) -> bool:
-        """Return whether the loop is idle and has no tasks but these. Call this on another thread."""
+        """Return whether the loop is idle and has no tasks except ``tasks``. Call this on another thread."""
         answer: concurrent.futures.Future[bool] = concurrent.futures.Future()
 
         def check() -> None:  # runs in the loop: without a GIL, no other thread may read the loop's tasks
@@ -94,8 +94,8 @@ def only_wait_for(channels: Collection[Channel[Any]]) -> bool:
 class Tasks:
     """Tasks of one async stage, for use by other threads.
 
-    Unlike a thread, a task can be cancelled while it waits. ``into`` is the input channel; without items in
-    it, the tasks have no work. ``ids`` are the workers, in the same order as the tasks.
+    Unlike a thread, a task can be cancelled while it waits. ``into`` is the input channel; if it is empty,
+    the tasks have no work. ``ids`` are the workers, in the same order as the tasks.
     """
 
     def __init__(self, into: Channel[Any] | None = None, ids: Sequence[WorkerId] = ()) -> None:

@@ -26,7 +26,7 @@ class Logged:
 
 
 def levels() -> dict[str, int]:
-    """Return the names and levels of loggers in this process that have a level of their own.
+    """Return the names of the loggers in this process whose level is set, and these levels.
 
     The root logger has the empty name.
     """
@@ -48,7 +48,7 @@ def _loggers() -> Iterator[logging.Logger]:
 class Sending(logging.Handler):
     """Handler that sends a worker process's records to the program.
 
-    It sends during runs; in a process of a pool, it also sends while the process is ending.
+    It sends during runs. In a process of a pool, it also sends while the process is ending.
     """
 
     def __init__(self) -> None:

@@ -27,10 +27,10 @@ Channels = Mapping[str, Channel[Any]]
 
 @dataclass(frozen=True, slots=True)
 class SharedWithRun:
-    """Values and memory that a worker shares with the program and with the other workers of its stage."""
+    """Objects and memory that a worker shares with the program and with the other workers of its stage."""
 
     pace: Pace | None = None
-    """Times at which the stage's workers start items, if its rate is limited."""
+    """Start times of the stage's items, which its workers share if its rate is limited."""
     finished: FinishedItems | None = None
     """In a run that can be resumed: the items of a source that earlier runs finished."""
     broadcasts: tuple[Broadcast[Any], ...] = ()
@@ -95,7 +95,7 @@ class PortNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenedPlan:
-    """Open channels by name, ``ports`` by worker, ``inputs`` and ``shared`` by stage name."""
+    """Open channels by name, ``ports`` by worker, and ``inputs`` and ``shared`` by stage name."""
 
     channels: dict[str, Channel[Any]]
     ports: dict[WorkerId, Ports]

@@ -40,7 +40,7 @@ class OperatorJob:
     retry_delay: float | None = None
     retry_on: tuple[type[Exception], ...] = (Exception,)
     timeout: float | None = None  # only for an async function; in a process, the function itself sets a timer
-    pace: Pace | None = None  # only for an async function; other functions wait for their starts themselves
+    pace: Pace | None = None  # only for an async function; any other function waits for its start time itself
     errors: Out[Failed[Any]] | None = None
     states: KeyedStates | None = None  # set if the stage has a state for each key
     answering: Answering | None = None  # set if items may come from ask()
@@ -51,8 +51,9 @@ class OperatorJob:
     on_failed_item: Callable[[str], None] = lambda _: None
     last_report_at: float = -FAILED_ITEM_INTERVAL_S
     on_clean_up: Callable[[], None] = lambda: None  # called when a task begins to clean up
-    unwanted: int = 0  # items whose branch lost its readers, or whose request was cancelled
-    predecessors: tuple[str, ...] = ()  # how earlier workers died that held the first item
+    # items whose branch lost its readers, or whose request was cancelled; they have no receiver
+    unwanted: int = 0
+    predecessors: tuple[str, ...] = ()  # how the earlier workers that held the first item died
     too_late: bool = False  # true if the first item has timed out too often
     is_over: Callable[[], bool] = lambda: False  # returns whether a channel of the worker is broken
 
@@ -140,11 +141,11 @@ class OperatorJob:
             raise ItemFailed(self.bare(item)) from error
 
     def bare(self, item: Any) -> Any:
-        """Return the item as the user's functions see it."""
+        """Return the item without its request or marks, as the user's functions see it."""
         return bare(item) if self.tracking is None else unmarked(item)
 
     def parts(self, item: Any, elements: Iterable[Any]) -> Iterable[Any]:
-        """Return the elements to put in place of ``item``."""
+        """Return the elements that replace ``item``, with marks if the run can be resumed."""
         return elements if self.tracking is None else self.tracking.parts(item, elements)
 
     def not_sent(self, out: Out[Any] | Addressed, item: Any, error: Exception) -> None:

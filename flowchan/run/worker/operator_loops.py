@@ -1,4 +1,6 @@
-"""Define the operators' loops. Each works with ports, like a general stage that a user writes.
+"""Define the operators' loops.
+
+Like the function of a general stage, each takes items from ports and puts items into ports.
 
 Each function is the loop of one operator, and takes an :class:`OperatorJob` and its ports. It returns when
 its input is drained, or raises ``Closed`` when its output has no readers; both are clean ends. Taking an item
@@ -104,7 +106,7 @@ def unbatch(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 def put_or_end(out: Out[Any], output: Any) -> None:
-    """Put an output while the user's iterator is running. Raise OwnEnd if ``out`` has ended."""
+    """Put an output while the user's iterator is running. Raise ``OwnEnd`` if ``out`` has ended."""
     try:
         out.put(output)
     except Exception as error:
@@ -218,7 +220,7 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
     for item in items:
         copies = [item] * len(branches) if job.tracking is None else job.tracking.copies(item, len(branches))
         for out, copied in zip(list(branches), copies, strict=True):
-            # each branch removes requests from a separate list
+            # each branch removes requests from its list, so it needs a separate one
             own = job.answering is not None and has_requests(item)
             try:
                 out.put(list(item) if own else copied)

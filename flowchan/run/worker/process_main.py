@@ -37,7 +37,7 @@ from flowchan.transport.device import transfer
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Tells a process to act as the worker ``info`` in one run, with these ports.
+    """Order for a process: act as the worker ``info`` in one run, with these ports.
 
     The process reports to ``mail``. ``suspicion`` describes earlier deaths on the first item. A worker in a
     gang uses ``memberships``. ``levels`` are the program's log levels. ``terminals`` are the terminals that a
@@ -94,7 +94,7 @@ def pooled_main(
     for order in orders:
         with printing_to(order.terminals):
             outcome = runs.do(order)
-        del order  # release everything from this run
+        del order  # release all objects of this run
         if outcome != "done":
             break
         runs.rest()
@@ -132,8 +132,8 @@ def _prepare(id: WorkerId, parent: int, devices: str | None) -> None:
 def show_name(name: str, end: str = "") -> None:
     """Set this process's name in ``ps``, ``top`` and debuggers: a worker's stage and number.
 
-    The kernel keeps 15 bytes; ``end`` is never cut off. The command line stays as it is, because users find
-    the processes of their program by it.
+    The kernel keeps 15 bytes; ``end`` is never cut off. The command line is not changed, because users search
+    it for the processes of their program.
     """
     name = name.encode(errors="replace")[: 15 - len(end)].decode(errors="ignore")
     with contextlib.suppress(OSError):  # no /proc on this system

@@ -67,7 +67,7 @@ def _arrived(question: int, packed: Packed, board: str) -> Request:
 
 
 class _Unknown:
-    """Placeholder for all other objects while a pickle is searched for requests."""
+    """Placeholder for every object that is not a request, while a pickle is searched."""
 
     def __new__(cls, *_: Any, **__: Any) -> _Unknown:
         return object.__new__(cls)
@@ -88,7 +88,7 @@ class _Questions(pickle.Unpickler):
 
 
 def _bare(item: Any, _: Any) -> Any:
-    """Return a sampled item without its box."""
+    """Return a sampled item without the box around it."""
     return item
 
 
@@ -152,7 +152,7 @@ class Answering:
         return call_later if is_async(function) else call
 
     def _wanted_part(self, item: Any) -> Any:
-        """Return the item if its caller still waits; for a batch, only the members with waiting callers.
+        """Return the item if its caller still waits. For a batch, return only the members whose callers wait.
 
         Raise ``Dropped`` if nothing is left, or the error from unpickling the item.
         """

@@ -34,7 +34,7 @@ def marks_of(item: Any) -> Marks:
 
 
 def _part(item: Any, place: int) -> Any:
-    """Return one part of an item, or of all members of a batch, which keeps the item's value."""
+    """Give an item, or each member of a batch, the mark of its part number ``place``, and keep the value."""
     if type(item) is list:
         return [_part(member, place) for member in item]
     marks, value = item
@@ -46,7 +46,7 @@ def _part_marks(marks: Marks, place: int) -> Marks:
 
 
 class Tracking:
-    """Marks of the items that a worker takes and puts. ``tell`` reports items that have left."""
+    """Tracks the marks of the items that a worker takes and puts. ``tell`` reports items that have left."""
 
     def __init__(self, stage: Stage, finished: FinishedItems, tell: Callable[[Left], None]) -> None:
         self._operator = stage.operator

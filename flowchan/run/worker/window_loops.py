@@ -31,7 +31,8 @@ class ArrivalClock:
 
     def now(self) -> float:
         """Return the present time."""
-        wall, steady = time.time(), time.monotonic()  # in this order, a pause between the two does no harm
+        # in this order, a pause between both calls can only make the clock late
+        wall, steady = time.time(), time.monotonic()
         self._ahead = max(self._ahead, wall - steady)
         return self._ahead + steady
 
@@ -129,7 +130,7 @@ class TimeWindows:
 
     @property
     def next_end(self) -> float:
-        """Return the earliest end of an open window; infinite if none is open."""
+        """Return the earliest end of all open windows; infinite if none is open."""
         return self._ends[0][0] if self._ends else math.inf
 
 
@@ -261,7 +262,8 @@ def join(job: OperatorJob, *, left: In[Any], right: In[Any], out: Out[tuple[Any,
         _Side(left, options["key"], Clock(options["time"], arrivals)),
         _Side(right, options["other_key"], Clock(options["other_time"], arrivals)),
     )
-    closed = -math.inf  # partners of items from before this time may have been dropped
+    # items before this time may have been dropped, so later arrivals find no partners among them
+    closed = -math.inf
     while True:
         try:
             selected = select([left, right])

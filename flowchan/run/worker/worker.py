@@ -119,12 +119,13 @@ def work(
     try:
         end_pinning()
         outcome = end(worker, job, ports, release, ended_by, tell, sends)
-    except BaseException as error:  # each worker must report its end, or the run waits forever
+    except BaseException as error:  # each worker must report its end; otherwise, the run would wait forever
         with contextlib.suppress(Closed, Broken):  # the run has ended
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
     hears_aborts.set(None)  # since Python 3.14, a thread keeps its context after it ends
     release.done()
-    if membership is not None:  # the supervisor must learn of the end before the other members do
+    # the supervisor must learn of this worker's end before the other members of the group do
+    if membership is not None:
         membership.close(ended_by)
     return outcome
 
@@ -146,7 +147,7 @@ def run_body(job: OperatorJob, stage: Stage, ports: Ports, membership: GangMembe
 
 
 def ends_of(job: OperatorJob, stage: Stage, ports: Ports) -> dict[str, Any]:
-    """Return the ports for the operator's loop.
+    """Return the ports as arguments for the operator's loop.
 
     A general stage's function gets an error if it puts an item to a worker that has ended. For other
     operators, such items are only counted.

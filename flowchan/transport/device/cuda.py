@@ -1,9 +1,9 @@
 """Handle torch's CUDA tensors for ``transfer.py``.
 
 Copies, streams and events use torch. Shared memory uses the driver directly, with functions that every driver
-since CUDA 9 has. The allocator of torch may return memory without a handle, such as expandable segments. The
-sharing of storages in torch keeps its reference counts in files. Each call uses the device's primary context,
-like torch.
+since CUDA 9 has. The allocator of torch is not used for this, because its memory may have no handle, as in
+expandable segments. Nor is torch's sharing of storages, because it keeps its reference counts in files. Each
+call uses the device's primary context, like torch.
 """
 
 from __future__ import annotations

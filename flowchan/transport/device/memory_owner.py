@@ -24,7 +24,7 @@ class Owner:
             self._fd = open_pidfd(pid)
             if self._fd is not None:
                 self._poll.register(self._fd, select.POLLIN)
-        # the process has ended, or its pid is from another namespace; opening its memory will fail
+        # the process has ended, or its pid is from another namespace; in both cases, opening its memory fails
         except OSError:
             pass
 

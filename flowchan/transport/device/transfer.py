@@ -58,7 +58,7 @@ POLL_INTERVAL_S, IDLE_POLLS = 0.02, 25
 
 
 class DeviceKind(NamedTuple):
-    """Location of an item's contents, and the process that owns that memory."""
+    """Location of an item's contents: the kind of device, the device, the memory, and the memory's owner."""
 
     kind: str
     device: str
@@ -88,7 +88,7 @@ class Arrived(bytes):
 
 
 class DeviceParcel:
-    """Blocks of one item. Called with the channel once the item is in it."""
+    """Blocks of one item. The core calls this object with the channel once the channel contains the item."""
 
     def __init__(self, id: int, blocks: list[Block]) -> None:
         self.id, self.blocks = id, blocks
@@ -125,7 +125,8 @@ class TransferState:
         self.ids = itertools.count(int.from_bytes(os.urandom(8), "little"))
         self.pools: dict[str, ArenaPool] = {}
         self.kept: dict[int, KeptExport] = {}
-        self.ported: weakref.WeakSet[Any] = weakref.WeakSet()  # channels read only through ports
+        # channels that processes read only through ports
+        self.ported: weakref.WeakSet[Any] = weakref.WeakSet()
         self.owners: dict[bytes, Owner] = {}
         self.copies: deque[Copy] = deque()
         self.settling = False
@@ -393,7 +394,7 @@ def _settle_loop() -> None:
 def _wait_at_exit() -> None:
     """Wait until other processes have read this process's memory, or no process can read it any more.
 
-    During a run, this can take any time, because the supervisor ends this process when the run is over.
+    During a run, this wait has no time limit, because the supervisor ends this process when the run is over.
     """
     limit, pause, next_check = float(os.environ.get(EXIT_WAIT, "60")), 0.0005, 0.02
     began = since = time.monotonic()
