@@ -36,7 +36,7 @@ MAKERS = {
     "faster-fifo": fast_fifo,
     "os pipe": os_pipe,
 }
-# Reading the CPU clock and one wake-up together take a few tens of microseconds.
+# Lower CPU times are not measurable: reading the clock and one wake-up take a few tens of microseconds.
 NOT_MEASURABLE = 1e-3
 
 

@@ -157,7 +157,8 @@ struct Traits<Ring> {
     }
     // While a caller is starving, every caller is woken, so no wake-up needs to be passed on.
     static void sleep_again(Ring&, const Caller&, Wakes&) {}
-    static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn is woken separately
+    // ordered writers are woken separately, one for each turn
+    static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}
     static void pass_on(Ring& r, const Caller& caller, Wakes& wakes) {
         if (caller.ordered)
             r.wake_turns(wakes);

@@ -190,7 +190,7 @@ struct In {
     nb::object channel;
     Channel* ch;
     ReaderState state;
-    std::vector<LocalQueue::Item> leased_items;  // threads: items on lease; those not finished are given back
+    std::vector<LocalQueue::Item> leased_items;  // threads: leased items; the unfinished ones are given back
     std::vector<Out*> feeds;                     // the writers of the outputs for the leased item
     std::atomic<uint64_t> forks = fork_count;
     uint64_t generation = 0;
@@ -365,7 +365,7 @@ void abort_channel(Channel& ch, PyObject* cause);
 nb::dict channel_stats(Channel& ch);
 nb::tuple observe(nb::list channels);
 
-// Follow sampled items through this port from now on. None stops that.
+// Follow sampled items through this port from now on. Pass None to stop.
 template <class Port>
 void trace(Port& port, nb::object tracing) {
     port.tracing = tracing.is_none() ? nullptr : nb::inst_ptr<ItemTracing>(tracing);

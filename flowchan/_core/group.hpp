@@ -77,7 +77,7 @@ struct alignas(LINE) Cell {
     uint32_t flags = 0;
     uint64_t key = 0;  // identifies the call; equal on all members of one operation
     uint64_t bytes = 0;
-    uint32_t filled = 0;  // ns taken to write this operation's data, if it is timed
+    uint32_t filled = 0;  // time in ns to write this operation's data, if measured
     uint32_t took = 0;    // duration in ns of the last timed operation, from its last arrival on
     unsigned char data[INLINE] = {};
 };
@@ -346,7 +346,7 @@ class Member {
     uint64_t joined_ = 0;
     GroupHeader* header_ = nullptr;
     Algorithm chosen_[OPERATIONS] = {};
-    // The plan of the next operation, unless that operation cannot run it. All members have the same one,
+    // The plan of the next operation, unless that operation cannot run it. It is the same on all members,
     // because rank 0 published it in the last matching call. They also agree on which plans can run. Choices
     // that a member made in a mismatched call do not affect it.
     static constexpr uint8_t UNKNOWN = 0xff;

@@ -200,14 +200,14 @@ struct Header : Constants {
     // the word is set before another process gets the channel.
     uint64_t keeps_numbers;
 
-    alignas(64) uint64_t numbered;  // number of items that have got a number
+    alignas(64) uint64_t numbered;  // number of items that have been numbered
     uint64_t leased;                // number of leased items, over all sessions
     uint64_t viewed_bytes;          // bytes in viewed slots, without loaned slots
 
     alignas(64) WaitQueue reader_queue;  // wait queues need no redo, see waiting.hpp
     WaitQueue writer_queue;
-    // When a process last searched for dead sessions. This is a hint and orders no other memory access. Every
-    // call reads it, so it shares its cache line with no word that changes often.
+    // Time at which a process last searched for dead sessions. This is a hint and orders no other memory
+    // access. Every call reads it, so it shares its cache line with no word that changes often.
     alignas(64) std::atomic<uint64_t> swept_ns;
     Redo redo[RECORDS];
 

@@ -372,9 +372,10 @@ class Sink {
         return ring->seen_state() != BROKEN &&
                std::atomic_ref(ring->header().readers).load(std::memory_order_relaxed) > 0;
     }
-    // The bytes of item `got` that arrived before a connection broke. The others follow over the next one.
+    // The bytes of item `got` that arrived before a connection broke. The others arrive over the next
+    // connection.
     std::vector<char> part;
-    bool part_reported = false;  // over this connection
+    bool part_reported = false;  // the part was reported over this connection
     bool over = false;           // its session or its channel has ended
     bool refuses = false;   // an item arrived that the ring cannot accept; its channel will be broken soon
     bool recalled = false;  // worker side: the recall must be acknowledged

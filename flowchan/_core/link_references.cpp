@@ -163,7 +163,7 @@ bool Link::free_unread(LinkStream& stream, Sink& sink) {
     return true;
 }
 
-// Return whether this item may be put now, as far as the order of items and outputs is concerned.
+// Return whether the order of items and outputs allows this item to be put now.
 bool Link::can_put(LinkStream& stream, Sink& sink, const Sink::Staged& item) {
     const bool is_to_be_fetched = !owner_side_ && item.kind == REFERENCE;
     return !is_to_be_fetched && is_settled(stream, sink, item.key);

@@ -156,7 +156,7 @@ bool Ring::redo() {
 
 // Repair the ring after the lock's owner died in its critical section. Only the last Change can be
 // incomplete, and this completes it. Among the operations with several Changes, only `advance` must be
-// continued here. The next call continues any other.
+// continued here. The next call continues any other unfinished operation.
 void Ring::recover() {
     if (!redo()) found_damage();
     Wakes wakes;

@@ -176,8 +176,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     change.set(h_->leased, h_->leased + 1);
 }
 
-// Take the slot at the head, which is known to be valid. `leases`: the session that gets it on lease, or
-// null.
+// Take the slot at the head, which is known to be valid. `leases`: the session that leases it, or null.
 [[gnu::always_inline]] inline void Ring::take_head(Taken& taken, ReaderState* reader, Session* leases,
                                                    uint32_t session, Wakes& wakes) {
     Slot* slot = at<Slot>(h_->head);

@@ -2,8 +2,8 @@
 //
 // Invariant. An item gets its number when it is first taken, so numbers follow the FIFO order. Items that
 // were given back are therefore at the front, sorted by number, and the items behind them have no numbers
-// yet. An item that returns goes to the place that its number determines (`find_place`). The head would be
-// wrong, because items with lower numbers may have returned before it.
+// yet. An item that returns goes to the place that its number determines (`find_place`). Putting it at the
+// head would be wrong, because items with lower numbers may have returned before it.
 //
 // A session's lease list is in the order in which the session took the items. The links rely on that. It need
 // not be the order of the numbers: a reader that has item 3 may then take item 1, which another reader gave

@@ -272,9 +272,9 @@ void Ring::rebuild_lists(uint32_t cls) {
 // --- views ---
 
 // Return whether a reader may read the payload of this slot in place. The slot is about to be taken. A small
-// payload is copied even from a large block, so that the slot is freed at once. The end of the memory, as
-// much as the largest item needs, must not be viewed. Even a few views spread over it would block a writer of
-// such an item.
+// payload is copied even from a large block, so that the slot is freed at once. No reader may view the end of
+// the memory that the largest item might need. Even a few views spread over it would block a writer of such
+// an item.
 bool Ring::may_view(const Slot* slot) const {
     if (slot->viewer()) return false;
     if (slot->kind == PINNED) return true;  // small, and viewed only while the reader uses its object
@@ -315,7 +315,7 @@ void Ring::unview(Slot* slot, Wakes& wakes) {
     if (held) memory_freed(wakes);
 }
 
-// Lend memory that a writer fills in place. The slot is HELD and LOANED, and is outside of the FIFO.
+// Lend memory that a writer fills in place. The slot is HELD and LOANED, and outside the FIFO.
 Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
     if (h_->state == BROKEN) return Step::Broken;
     if (h_->state == CLOSED) return broken() ? Step::Broken : Step::Closed;

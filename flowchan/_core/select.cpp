@@ -22,7 +22,7 @@ constexpr int64_t ASKED_AGAIN_NS = 5'000'000;
 constexpr size_t MOST_RECALLS = 8;
 constexpr size_t MOST_ROUNDS = 100;  // limited, because other processes may move remote items all the time
 
-// The queue entries of one wait. They are left when the wait ends.
+// The queue entries of one wait. The wait leaves them when it ends.
 class WaitQueues {
   public:
     WaitQueues(std::deque<Place>& places, bool again) : places_(places) {

@@ -1,10 +1,10 @@
 // Estimates how many bytes an item keeps alive, from some of its parts.
 //
-// Buffers, strings and `nbytes` count exactly. For a container, SAMPLES of its elements stand for all of
-// them. In a list or a tuple, they are evenly spaced. The parts of any other object are those that the
-// garbage collector would visit. For one item, at most TRIALS objects are visited, so a batch of 20,000 rows
-// costs no more than one of a hundred. Parts that many items share (a class, a module, a function) count as
-// zero. Other shared parts count for each item, because sharing cannot be detected.
+// Buffers and strings, and any `nbytes`, count with their exact sizes. For a container, SAMPLES of its
+// elements stand for all of them. In a list or a tuple, they are evenly spaced. The parts of any other object
+// are those that the garbage collector would visit. For one item, at most TRIALS objects are visited, so a
+// batch of 20,000 rows costs no more than one of a hundred. Parts that many items share (a class, a module, a
+// function) count as zero. Other shared parts count for each item, because sharing cannot be detected.
 //
 // In a free-threaded interpreter, other threads may change the item at any time. So all samples of an object
 // are taken together, in the object's critical section. Each sample is a new reference, and is visited

@@ -44,7 +44,8 @@ class Tuner {
     int64_t least(uint32_t plan) const { return least_[plan]; }
 
   private:
-    // Operations with each plan in a trial. Other load rarely disturbs all of them.
+    // Number of operations with each plan in a trial. The shortest time counts, because other load rarely
+    // disturbs all of them.
     static constexpr uint32_t TRIES = 4;
     static constexpr uint32_t LATE = 2;  // the time of an operation is known this many operations later
     static constexpr uint32_t FEWEST = 128, MOST = 2048;  // operations until the slower plan is tried again

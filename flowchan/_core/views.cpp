@@ -93,7 +93,7 @@ nb::object private_view(nb::handle self) {
     if (view.size >= MAPPED)
         p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, ring.fd(),
                  off_t(begin));
-    if (p == MAP_FAILED) {  // too small, or no more mappings: make a plain copy
+    if (p == MAP_FAILED) {  // the view is too small for a mapping, or no mapping is left: make a plain copy
         nb::object copy = View::copy_of(view.at, view.size);
         nb::inst_ptr<View>(copy)->writable = true;
         return copy;

@@ -221,9 +221,9 @@ struct WaitQueue {
     int64_t total_wait_ns() const { return waited_ns + int64_t(all_waiting()) * now_ns(); }
 };
 
-// The sleepers that an operation wakes after it drops the lock. `readers` and `writers` count those of the
-// wait queues. `word` lists the words of waiters that do not share their word. Such a waiter may have gone.
-// Waking its word then wakes no thread or an unrelated one, and both are harmless.
+// The sleepers that an operation wakes after it drops the lock. `readers` and `writers` count the sleepers to
+// wake in the wait queues. `word` lists the words of waiters that do not share their word. A waiter in this
+// list may have left by now. Waking its word then wakes no thread or an unrelated one, and both are harmless.
 struct Wakes {
     static constexpr uint32_t MOST = 8;
     uint32_t readers = 0;

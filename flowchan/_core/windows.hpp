@@ -47,7 +47,7 @@ class Windows {
     bool show_slots(uint64_t from);
 
     // Convert between the offset and the address of a word in the header, a session, a group or a slot. `has`
-    // returns whether an offset belongs to such a word.
+    // returns whether an offset belongs to one of these words.
     uint64_t* at(uint64_t offset) const {
         return reinterpret_cast<uint64_t*>((offset < blocks_at_ ? header_ : slots_) + offset);
     }

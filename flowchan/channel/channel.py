@@ -99,8 +99,8 @@ class ChannelStats:
         write_wait: Total time that writers have waited.
         turn_wait: Part of ``write_wait`` that ordered writers spent waiting for their turn while the channel
             was empty.
-        readers_waiting_for: How long at least one reader has been waiting without interruption.
-        writers_waiting_for: How long at least one writer has been waiting without interruption.
+        readers_waiting_for: Seconds for which at least one reader has been waiting without a break.
+        writers_waiting_for: Seconds for which at least one writer has been waiting without a break.
         selecting: Waiters that another event may also wake (``select``, ``await``, a timeout).
         woken: Waiters that have been woken but are not running yet.
         awaiting: Waiters in ``selecting`` that are coroutines in this process.
@@ -161,7 +161,7 @@ def most_bytes() -> int:
 class Channel(_core.Channel[T]):
     """Bounded FIFO of items with any number of writers and readers.
 
-    A channel is first open, then closed and finally drained, unless it fails: then it is broken. All
+    A channel is first open, then closed and finally drained. If it fails, it is broken instead. All
     transports fulfil the same contract (docs/explanation/contract.md).
 
     Args:

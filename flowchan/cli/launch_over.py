@@ -44,7 +44,7 @@ class OutputLine:
 
 @dataclass(frozen=True)
 class RankEnded:
-    """All ranks on a host have ended; has the host's first failure."""
+    """All ranks on a host have ended; ``failure`` describes the first failure on this host."""
 
     failure: str
 

@@ -30,8 +30,8 @@ class LoadError(FlowchanError):
     """No graph could be loaded from the file.
 
     The file does not exist, is not valid Python, fails during import, or does not define exactly one graph.
-    Or the arguments do not match the file's function. The message is one line; ``__cause__`` is the user's
-    own error.
+    Alternatively, the arguments do not match the file's function. The message is one line; ``__cause__`` is
+    the user's own error.
     """
 
 

@@ -15,7 +15,7 @@ from flowchan.transport.interrupts import signal_of
 from flowchan.viz.live.terminal import LiveView
 
 LIST_WITHIN_S = 3.0
-"""Seconds in which all programs together must answer, for the list."""
+"""Time limit in seconds for the answers of all programs, when they are listed."""
 
 
 def top(chosen: str | None, width: int) -> int:

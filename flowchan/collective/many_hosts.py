@@ -189,7 +189,7 @@ class LinkedGroup(Group):
         self._remote.close(wait=False)
 
     def _disbanding(self) -> Callable[[], None]:
-        """Return a function with which one thread ends the group while another uses it."""
+        """Return a function that lets one thread end the group while another thread uses it."""
         local_plan, links = self._node._disbanding(), self._links
 
         def disband() -> None:

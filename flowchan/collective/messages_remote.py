@@ -241,7 +241,7 @@ class RemotePeer:
                 self._out[0].put((b"", rest), 0.0)
         except BaseException as error:
             if sent and sent[0] < len(data):
-                _shut_down(self._sock)  # the message was sent only in part
+                _shut_down(self._sock)  # the peer has only a part of the message, so end the connection
             if sent or not isinstance(error, OSError) or is_interrupt(error):
                 raise
         return bool(sent)

@@ -135,7 +135,7 @@ class Messages:
         return handle
 
     def progress(self, source: int, remaining: RemainingTime, until: ReceiveHandle | None = None) -> None:
-        """Receive messages for the started receives from a source, up to the handle ``until``."""
+        """Receive messages from a source for the receives that were started, up to the handle ``until``."""
         started = self._started.get(source, ())
         while started and not (until is not None and until.has_ended):
             first = started[0]
@@ -308,7 +308,7 @@ class SameHostPeer:
     def __init__(self, member: SharedMember, index: int) -> None:
         self._member, self._index = member, index
         self._made: Out[Any] | None = None
-        self._out: Out[Any] | None = None  # the same port, once the channel is published
+        self._out: Out[Any] | None = None  # same port as _made, set once the channel is published
         # whether the receiver has opened the channel; if so, the receiver's exit breaks it
         self._is_found = False
         self._in: list[In[Any]] = []

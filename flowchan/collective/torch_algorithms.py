@@ -42,8 +42,10 @@ aborted."""
 WITHIN = timedelta(seconds=60)
 """Time limit for creating a backend after all members have agreed on it."""
 ENDLESS = timedelta(days=20)
-"""Used in place of torch's timeouts, because a member may be slow. In milliseconds, it must fit into torch's
-type."""
+"""Used in place of torch's timeouts, because a member may be slow.
+
+The value in milliseconds must fit into torch's type.
+"""
 
 # The types of these objects differ between versions of torch.
 _dist: Any = dist

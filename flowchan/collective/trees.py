@@ -88,8 +88,8 @@ def grown(hosts: int, root: int, table: Table, small: bool = False) -> Tree:
     arrives at most ``HARDLY`` times as late, because slow connections often share a wire. If ``small`` is
     true, sending counts as instantaneous.
 
-    Times are rounded to powers of two, at least ``LEAST``. If several senders are equal, the one reached
-    first is used. Measurement noise therefore does not change the tree.
+    Times are rounded to powers of two, at least ``LEAST``. If several senders are equal, the message comes
+    from the one that was reached first. Measurement noise therefore does not change the tree.
     """
     tree = Tree(root, {}, {host: [] for host in range(hosts)})
     free_at = {root: 0.0}

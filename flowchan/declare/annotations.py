@@ -110,7 +110,7 @@ def element_type(kind: Any) -> Any:
 
 
 def listed(item: Any) -> Any:
-    """Return the type of a list of the stream's items."""
+    """Return the type of a list whose elements are the stream's items."""
     return list if item is None else types.GenericAlias(list, (item,))
 
 

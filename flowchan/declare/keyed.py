@@ -91,7 +91,7 @@ def keyed_stage(
     """Declare a stage that may process items by key.
 
     Args:
-        graph: Graph that the stage joins.
+        graph: Graph to add the stage to.
         kind: Name of the stage's operator.
         function: The user's function.
         origin: Output that the stage reads.

@@ -25,7 +25,7 @@ class DefaultNumber(int):
 DEFAULT_CAPACITY = 64
 DEFAULT_RESTARTS: int = DefaultNumber(10)
 UNLIMITED_RESTARTS = 10**9
-"""As many restarts as this count as unlimited."""
+"""A stage with at least this many restarts has no limit."""
 DEFAULT_MAX_DEATHS = 3
 
 

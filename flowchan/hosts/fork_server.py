@@ -157,7 +157,7 @@ class Seed:
         return None
 
     def _leave(self) -> None:
-        """Detach a new process from the server, except that the kernel kills it if the server dies."""
+        """Detach a new process from the server, but let the kernel kill it if the server dies."""
         os.setsid()
         die_with(self._pid)
         signal.set_wakeup_fd(-1)

@@ -42,7 +42,7 @@ class Reduced(NamedTuple, Generic[T]):
 def combined(values: Sequence[Any], function: Function) -> Any:
     """Combine the values with a function; return None if there are none.
 
-    Raise ``ValueError`` if the values' keys or lengths differ. Errors of the function pass through.
+    Raise ``ValueError`` if the values' keys or lengths differ. Exceptions from the function propagate.
     """
     total = values[0] if values else None
     for value in values[1:]:

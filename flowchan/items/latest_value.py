@@ -128,8 +128,8 @@ class LatestValueReader:
     def latest(self) -> Versioned:
         """Return the current version.
 
-        Raises ``Broken`` if the program has exited or released the value. Errors from unpickling pass
-        through.
+        Raises ``Broken`` if the program has exited or released the value. Exceptions from unpickling
+        propagate.
         """
         last = self._last
         return last if last is not None and last.version == self._word[0] else self._read()

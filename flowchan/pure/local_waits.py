@@ -100,7 +100,7 @@ def _try_each(operations: list[_Operation]) -> tuple[int, Any]:
 
 
 def _try_now(operations: list[_Operation]) -> tuple[int, Any]:
-    """Try the operations at a single moment: if nothing changes during the tries, all had to wait then."""
+    """Try the operations as if at one moment: if nothing changed during the tries, all had to wait then."""
     while True:
         before = _moves(operations)
         done = _try_each(operations)

@@ -12,7 +12,7 @@ from typing import Any
 NEVER = math.inf
 """Deadline of a call without a timeout. A deadline of 0 means that the call must not wait."""
 SLICE_S = 0.1
-"""Longest sleep of the main thread: a signal that arrives just before a sleep does not end the sleep."""
+"""Longest sleep of the main thread, because a signal that arrives just before a sleep does not end it."""
 UNNUMBERED = math.inf
 
 

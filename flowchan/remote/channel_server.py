@@ -50,7 +50,7 @@ CHILD_TIMEOUT_S = 1.0  # seconds within which a live owner replies to its forked
 
 
 class ChannelServer:
-    """Server of several channels, each with a number, at one address.
+    """Server for several numbered channels, at one address.
 
     Unless ``kept`` is true, it ends when its last channel has been released.
 

@@ -375,7 +375,7 @@ class Connection(Calls):
                 time.sleep(0.005)
             if not self.lost and (count := stream.undelivered()):
                 _report_undelivered(self.address, count)
-        _notify(self._notices, "end", 0)  # after all other notices
+        _notify(self._notices, "end", 0)  # queued after all other notices
         self._has_left.wait(EXIT_TIMEOUT_S)
         self._left = True
         self._end()

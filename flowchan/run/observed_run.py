@@ -198,8 +198,8 @@ class ObservedRun(ABC):
 
         Raises:
             KeyError: The graph has no such stage.
-            ValueError: The stage's number of workers cannot change or would fall below 1. Also if ``stage``
-                is given without a change (``workers`` or ``faster``), or a change without ``stage``.
+            ValueError: The stage's number of workers cannot change or would fall below 1. Or ``stage`` was
+                given without a change (``workers`` or ``faster``), or a change without ``stage``.
             RuntimeError: In the window, no item passed through the stage, or no item left the graph.
 
         Example:

@@ -121,7 +121,7 @@ class Coordinator:
             TimeoutError: Some ranks did not connect in time; the message lists them.
             RendezvousEnded: Two processes have the same rank, or different values of ``size``.
         """
-        arrived: list[socket.socket] = []  # those without a rank
+        arrived: list[socket.socket] = []  # connections of participants without a rank
         try:
             self._assemble(accept, arrived)
         except BaseException:
@@ -157,7 +157,7 @@ class Coordinator:
             who = "a member without a rank" if rank is None else f"rank {rank}"
             rank = size if rank is None else rank
             if rank in self.sockets and _has_ended(self.sockets[rank]):
-                self.sockets.pop(rank).close()  # the same rank connects again
+                self.sockets.pop(rank).close()  # the rank has connected again, so close its old connection
             self.come(rank if 0 < rank < size and rank not in self.sockets else size, sock)
             if its_size != size:
                 self.end(
@@ -167,7 +167,7 @@ class Coordinator:
             elif size in self.sockets:
                 self.end(f"each rank must be used once, got two processes with rank {rank}", True)
             if self.over:
-                while self.sockets:  # wait until they have received the reason
+                while self.sockets:  # wait until the participants have received the reason
                     self._receive_ready()
                 raise RendezvousEnded(self.over, True)
 

@@ -1,7 +1,8 @@
 """Call several children at once.
 
 A call serves every live child before it raises an error. If several children failed, the call raises the
-error of the first dead child or, without a death, the first error. The other errors become its notes.
+error of the first dead child or, without a death, the first error. The other errors are attached to it as
+notes.
 """
 
 from __future__ import annotations

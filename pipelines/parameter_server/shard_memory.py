@@ -245,7 +245,7 @@ class OpenShard:
         late = time.monotonic() + MOST_LOCKED_S
         while not self._lock(_BLOCK_LOCK + block, fcntl.F_WRLCK) and time.monotonic() < late:
             time.sleep(0.0001)
-        # Only after the wait: a reader that holds the lock must find its copy valid.
+        # Clear the version only after the wait: a reader that holds the lock must find its copy valid.
         self._words[_VERSION_OF_BLOCK + block] = 0
         self._lock(_BLOCK_LOCK + block, fcntl.F_UNLCK)
         return self.blocks[block]

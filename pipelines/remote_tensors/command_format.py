@@ -18,7 +18,7 @@ import torch
 Batch = tuple[int, list[Any], list[int]]
 """Position of the batch in the client's stream of numbers, the commands, and the ids to free after them.
 
-The ids are those of tensors and templates."""
+The ids belong to tensors and templates."""
 
 
 def pack_batch(position: int, commands: Sequence[Any], frees: Sequence[int]) -> bytes:

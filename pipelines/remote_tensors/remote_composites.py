@@ -236,7 +236,7 @@ def _recurrent(step: Step) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _recurrent_packed(step: Step) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the implementation of such a layer for packed sequences, such as ``aten::gru.data``."""
+    """Return the implementation of a layer for packed sequences, such as ``aten::gru.data``."""
 
     def layer(
         data: Tensor, sizes: Tensor, hx: Tensor, params: Sequence[Tensor], *options: Any

@@ -38,7 +38,10 @@ micro-batch adds to every gradient in memory once, which should take little time
 A linear layer reaches this number with 256 samples. As above, operations are counted, not timed."""
 
 PASSING = {"process": 100e-6, "thread": 50e-6}
-"""Overhead per batch and part, in seconds. The program, at both ends of the pipe, has twice this overhead."""
+"""Overhead per batch and part, in seconds.
+
+The program has twice this overhead, because it works at both ends of the pipe.
+"""
 
 
 class Cut:

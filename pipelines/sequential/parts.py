@@ -150,7 +150,7 @@ def divided(
     parts = []
     for number, (start, end) in enumerate(pairwise(ends)):
         inner = nn.Sequential(OrderedDict(layers[start:end]))
-        inner.training = module.training  # a new container is in training mode
+        inner.training = module.training  # a new container starts in training mode
         parts.append(Part(number, inner, devices[number] if devices is not None else None, remote))
     return parts
 

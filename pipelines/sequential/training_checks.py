@@ -1,4 +1,4 @@
-"""Checks of the arguments of ``trainer(...)`` before training starts."""
+"""Check the arguments of ``trainer(...)`` before training starts."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def _decision(ids: ElementIds, decision: ScalingDecision) -> Json:
 
 
 def _progress(progress: Progress, now: RunStats) -> Json:
-    """Return the progress of the graph's end with the largest fraction of items left."""
+    """Return the progress of that end of the graph which has the largest fraction of items left."""
     shown = progress.bars(now)
     known = [bar for bar in shown if bar.total is not None]
     if not known:

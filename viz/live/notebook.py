@@ -71,7 +71,8 @@ def _row(bar: Bar, stats: RunStats) -> str:
 def _filled(picture: str, stats: RunStats) -> str:
     """Return the SVG picture, filled with the current statistics of the run."""
     for number, stage in enumerate(stats.stages):
-        color = SLOW if stage.name == stats.bottleneck else INK  # the picture is light even on a dark page
+        # dark by default, because the picture is light even on a dark page
+        color = SLOW if stage.name == stats.bottleneck else INK
         does = _does(stage)
         # padding spaces are half as wide as other characters, so this centres the text
         padding = " " * (len(LIVE.format(0)) - len(does))

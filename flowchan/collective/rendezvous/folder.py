@@ -67,7 +67,7 @@ def _write(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # left by a killed process
+        with contextlib.suppress(FileNotFoundError):  # a killed process may have left this file
             new.unlink()
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)

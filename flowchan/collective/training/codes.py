@@ -234,7 +234,7 @@ _CODES: dict[str, Callable[[], Code]] = {"topk": TopK, "qsgd": QSGD}
 
 
 def code_maker(codes: Any) -> Callable[[], Code]:
-    """Return a function that creates a code, given the code's name or such a function."""
+    """Return a function that creates a code, given such a function or the code's name."""
     if isinstance(codes, str) and codes in _TYPES:
         return lambda: HalfPrecision(_TYPES[codes])
     made = _CODES.get(codes) if isinstance(codes, str) else codes

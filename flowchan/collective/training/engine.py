@@ -34,9 +34,10 @@ HOOKS = (
 )
 """Names of the hooks, in the order of their calls.
 
-They run before the first epoch; before each epoch; with the sample; with the output; with the output and
-loss; with the gradients, averaged over all replicas; after the optimizer's step; after each epoch; and after
-the last epoch. ``on_sample`` and ``on_output`` may replace the sample and the output.
+``on_start`` runs before the first epoch, and ``on_start_epoch`` before each one. The next four run when the
+state has the sample, the output, the loss, and the gradients, averaged over all replicas. ``on_sample`` and
+``on_output`` may replace the sample and the output. ``on_update`` runs after the optimizer's step. The last
+two run after each epoch and after the last one.
 """
 
 Batches = Iterable[Any] | Stream[Any] | Callable[[int], Iterable[Any] | Stream[Any]]

@@ -488,7 +488,7 @@ class ElasticAverage:
                 torch.sub(parameter, centre.views[parameter], out=pull).mul_(self._strength)
         own = [(parameter, pull.clone()) for pulls in self._pulls for parameter, pull in pulls.views.items()]
         self._move(contributes=True)
-        for parameter, pull in own:  # last: if a member died above, the centre must not have moved
+        for parameter, pull in own:  # updated last, so that the centre does not move if a member has died
             parameter.sub_(pull)
 
     def join(self) -> None:

@@ -141,7 +141,7 @@ class _Seed:
 
 
 class Forked:
-    """Agent on this machine, whose end is always noticed.
+    """Agent on this machine; this process always notices when it ends.
 
     Killing it also kills all processes that it started.
 

@@ -37,7 +37,10 @@ class Local:
         return "127.0.0.1"
 
     def start(self, number: int, launch: Launch) -> Forked:
-        """Start an agent, whose end is always noticed. Killing it kills all processes that it started."""
+        """Start an agent.
+
+        This process always notices when the agent ends. Killing it kills all processes that it started.
+        """
         return Forked(self.hosts[number], launch)
 
 

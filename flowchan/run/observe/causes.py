@@ -26,7 +26,7 @@ from flowchan.run.policy.stats import Cause, EdgeStats, RunStats, StageStats, Wo
 BUSY = 0.85
 """Minimum utilisation of a bottleneck, and of a core or lock that counts as fully used."""
 SLOWEST = 0.25
-"""Minimum utilisation of a stage that is named because there is nothing else to name.
+"""Minimum utilisation of a stage to be named if no other cause is found.
 
 A stage must also be busy for at least this share of the window to be named."""
 SEEN = 0.1

@@ -90,7 +90,7 @@ class _TraceFile:
 
     def write(self, text: str) -> None:
         data = text.encode("ascii")
-        if self._compresses:  # as a gzip member, because viewers do not open a file with an incomplete member
+        if self._compresses:  # a complete gzip member, because viewers reject a file with an incomplete one
             data = gzip.compress(data, compresslevel=1)
         begin = os.lseek(self._file, 0, os.SEEK_CUR) if self._is_regular else 0
         try:

@@ -1,4 +1,4 @@
-"""Count what a run's channels do not count. The run's events update the counts."""
+"""Count the quantities that a run's channels do not count. The run's events update the counts."""
 
 from __future__ import annotations
 

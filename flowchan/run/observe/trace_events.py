@@ -44,10 +44,10 @@ class TraceEvents:
     def __init__(self, graph: str, stages: tuple[str, ...], start: int) -> None:
         self.graph, self._start = graph, start
         self._pids = {stage: FIRST_STAGE_PID + place for place, stage in enumerate(stages)}
-        self._hosts: dict[tuple[str, int], str] = {}  # by worker: name of its host
+        self._hosts: dict[tuple[str, int], str] = {}  # name of each worker's host, by worker
         self._tids: dict[tuple[str, int, str, bool], int] = {}
         self._item_end: dict[int, int] = {}  # by thread: end of the last item span
-        # Thread and begin of each item span, by stage, worker and the time of the get in seconds.
+        # Thread and start time of each item span, by stage, worker and the time of the get in seconds.
         self._drawn: dict[tuple[str, int, float], tuple[int, int]] = {}
         self._numbers, self._flows = count(1), count(1)
         self._names: dict[int, int] = {}  # by mark: sample number

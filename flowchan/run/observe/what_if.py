@@ -29,7 +29,7 @@ from flowchan.run.policy.stats import RunStats, StageStats
 NOISE = 0.05
 """Relative error that every range covers at least."""
 CROWDED = 0.5
-"""Relative error that a range covers in addition, times the share of work time spent waiting for a core."""
+"""Relative error that a range adds, times the share of work time spent waiting for a core."""
 WORTH = 1.2
 """Suggest a change only if the predicted ratio of rates is at least this."""
 LEAST_WINDOW_S, LEAST_ITEMS = 1.0, 20

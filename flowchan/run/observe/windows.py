@@ -22,7 +22,7 @@ from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 EVERY_S = 0.5
 """Minimum number of seconds between snapshots of a run."""
 COST = 1000
-"""Snapshots are at least this many times their own duration apart."""
+"""The interval between snapshots is at least this many times the duration of one."""
 FINENESS = 8
 """A snapshot is dropped if the time between its neighbours is at most their age divided by this number."""
 

@@ -359,7 +359,7 @@ def _filled(
             filled[slowest] += 1
         else:
             growing.discard(slowest)
-    for name in sorted(shared):  # give back what no other stage needs
+    for name in sorted(shared):  # give back the workers that no other stage needs
         missing = workers[name] - filled[name]
         filled[name] += max(0, min(missing, _room(limits, filled, name)))
     return filled

@@ -72,7 +72,7 @@ STOP_NOTICE_S = 30.0
 """Seconds after which a stopped run warns that it is still processing items."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-"""Delay of a replacement in seconds: after two deaths on the same item, and at most."""
+"""Delay of a replacement in seconds: the first, after two deaths on the same item, and the longest."""
 
 HOPELESS = 4
 """Number of deaths in a row, before the worker starts to work, that end the run."""

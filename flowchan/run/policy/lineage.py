@@ -73,7 +73,7 @@ class FinishedItems:
         return place < len(self.bits) and bool(self.bits[place] >> bit & 1)
 
     def length(self) -> int:
-        """Return how many items the source has up to the last finished one."""
+        """Return the number of the source's items, up to and including the last finished one."""
         last = range(self.source, 8 * len(self.bits), self.sources)
         return next((place + 1 for place in reversed(range(len(last))) if self.is_finished(last[place])), 0)
 

@@ -181,7 +181,8 @@ class OperatorJob:
         if self.answering is not None:
             items.channel.close()
             items._on_poison(1, lambda *_: None)
-            with contextlib.suppress(ChannelError, ValueError):  # drained, or closed by another thread
+            # the channel is drained, or another thread has closed it
+            with contextlib.suppress(ChannelError, ValueError):
                 while True:
                     item = items.get_nowait()
                     number += 1

@@ -310,7 +310,8 @@ class Requests:
         self._failure = failure
         self._on_cancelled = on_cancelled
         self._numbers = itertools.count(1)
-        self._open: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # with the stage of the input
+        # stage of the input and future of each request, by number
+        self._open: dict[int, tuple[str, asyncio.Future[Any]]] = {}
         self._waiting_at: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._cancelled: CancelledRequests | None = None

@@ -4,10 +4,10 @@ A batch is one item of its stage, so a member that kills its worker would make a
 When one more death would use up ``max_deaths``, a ``map`` after a ``batch`` gets the members in batches of
 one.
 
-Algorithm. The worker reports each member before it calls the function (``TriesMember``), so it is known which
-member the worker died on. The replacement skips this member and tries the others. In the end, members that
-killed a worker fail, and the results of the others form the batch's result. If a call with one member does
-not return a list of one result, the function is called again with all remaining members.
+Algorithm. The worker reports each member before it calls the function (``TriesMember``), so the crew knows
+which member killed the worker. The replacement skips this member and tries the others. In the end, members
+that killed a worker fail, and the results of the others form the batch's result. If a call with one member
+does not return a list of one result, the function is called again with all remaining members.
 
 Invariant. Once outputs may have been put, further attempts must put the same outputs in the same order,
 because a replacement skips those already put. The worker therefore reports when all members have been tried

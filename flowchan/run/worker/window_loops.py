@@ -246,7 +246,7 @@ class _Side(Generic[T]):
                 yield item
 
     def drop_before(self, until: float) -> None:
-        """Drop the items whose time is before a given one."""
+        """Drop the items from before a given time."""
         while self._times and self._times[0][0] < until:
             key = heapq.heappop(self._times)[2]
             left = [pair for pair in self._by_key.pop(key, ()) if pair[0] >= until]

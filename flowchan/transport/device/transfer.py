@@ -158,7 +158,8 @@ class TransferState:
         with self.lock:
             for key, kept in list(self.kept.items()):
                 kept.sweep()
-                is_used = sys.getrefcount(kept.channel) > 2  # more references than ours and the argument
+                # more references than our own and the argument of getrefcount
+                is_used = sys.getrefcount(kept.channel) > 2
                 if not kept.blocks or not (is_used or _is_open_in_other_process(kept.channel)):
                     del self.kept[key]
 
@@ -357,7 +358,7 @@ def settle() -> None:
     for _ in range(len(copies)):
         try:
             copy = copies.popleft()
-        except IndexError:  # another thread is doing the same
+        except IndexError:  # another thread took the last item
             return
         try:
             if not copy.device.done(copy.event):
