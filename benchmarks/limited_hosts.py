@@ -20,7 +20,7 @@ HEAD = "10.76.0.1"
 class Namespaces:
     """Provider that starts one agent in each network namespace of ``hosts``.
 
-    The program listens at ``address``.
+    The program listens on ``address``.
     """
 
     hosts: tuple[str, ...]

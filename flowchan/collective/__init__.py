@@ -82,7 +82,7 @@ def group(
         ValueError: An argument is out of range, only one of ``size`` and ``at`` is given, or the members
             cannot learn the port.
         TimeoutError: Some members did not arrive in time, or rank 0 is unreachable.
-        OSError: Rank 0 cannot listen at ``at``.
+        OSError: Rank 0 cannot listen on ``at``.
         GroupError: The launcher's variables are wrong, two members have the same rank, or ``FLOWCHAN_AT`` or
             ``FLOWCHAN_SECRET`` is missing for members on several hosts. Under Slurm, a folder shared by all
             hosts replaces these two: ``FLOWCHAN_FOLDER`` (default ``~/.flowchan``).

@@ -28,7 +28,7 @@ REFUSED_QUICKLY_S, REJECTION_TIMEOUT_S = 1.0, 30.0
 class Connector:
     """Secret and listening address with which members on different hosts connect.
 
-    Each member listens at ``listen_at`` on a free port, or through ``transport`` if that is not None.
+    Each member listens on a free port of ``listen_at``, or through ``transport`` if that is not None.
     """
 
     secret: bytes = field(repr=False)
@@ -54,13 +54,13 @@ class Connector:
         return dial(address, timeout) if self.transport is None else self.transport.connect(address, timeout)
 
     def host_of(self, address: str) -> str:
-        """Return the IP address or name of this host, which listens at ``address``."""
+        """Return the IP address or name of this host, which listens on ``address``."""
         return split(address)[0] if self.transport is None else self.listen_at
 
     def connect(
         self, address: str, hello: Hello, wanted: Callable[[], bool], give_up: float = math.inf
     ) -> socket.socket:
-        """Connect to the member that listens at an address.
+        """Connect to the member that listens on an address.
 
         Args:
             address: Address of the member.

@@ -57,7 +57,7 @@ class GroupTransport(Protocol):
         """
 
     def connect(self, address: str, timeout: float) -> socket.socket:
-        """Connect to the member that listens at an address.
+        """Connect to the member that listens on an address.
 
         Args:
             address: Address that ``listen`` returned on that member.

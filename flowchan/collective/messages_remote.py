@@ -50,7 +50,7 @@ Framed = tuple[bytes, bytes]
 class RemotePeers:
     """Peers of member ``rank`` on other hosts.
 
-    Member ``rank`` accepts their connections at ``listener``; the others listen at ``addresses``.
+    Member ``rank`` accepts their connections at ``listener``; the others listen on ``addresses``.
     """
 
     def __init__(

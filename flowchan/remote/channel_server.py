@@ -1,6 +1,6 @@
 """Serve the channels that this process owns to other processes.
 
-Such a channel is an ordinary ring in its owner, the process that created it. The server listens at one
+Such a channel is an ordinary ring in its owner, the process that created it. The server listens on one
 address for all of the owner's channels, and accepts clients that prove that they know the secret. Each client
 process has one link and one :class:`ClientSession`. The server carries out a client's requests on the channel
 itself. Each port that a client opens is an ordinary port in the owner, which the link uses.
@@ -55,7 +55,7 @@ class ChannelServer:
     Unless ``kept`` is true, it ends when its last channel has been released.
 
     Args:
-        address: Address to listen at.
+        address: Address to listen on.
         secret: Secret of the server, which clients must prove that they know (default: 32 random bytes).
         tls: True if connections are encrypted.
         peer_timeout: Seconds without a sign of life from this process after which clients give up.
@@ -63,7 +63,7 @@ class ChannelServer:
 
     Raises:
         ValueError: The address is invalid.
-        OSError: The server cannot listen at ``address``.
+        OSError: The server cannot listen on ``address``.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class Clients:
     """Listener through which clients join a server.
 
     Args:
-        address: Address to listen at.
+        address: Address to listen on.
         secret: Secret of the server, which clients must prove that they know (default: 32 random bytes).
         tls: Encrypt the connections.
         capacity: Capacity of each channel.
@@ -56,7 +56,7 @@ class Clients:
 
     Raises:
         ValueError: The address or the secret is invalid.
-        OSError: The server cannot listen at the address.
+        OSError: The server cannot listen on the address.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ def serve(
     """Set the address at which this process's channels across hosts can be reached from now on.
 
     Args:
-        address: Host and port to listen at; port 0 picks any free port (default: ``"127.0.0.1:0"``, for
+        address: Host and port to listen on; port 0 picks any free port (default: ``"127.0.0.1:0"``, for
             programs on this machine only).
         secret: At least 16 bytes that programs on other hosts need (default: 32 random bytes).
         tls: Encrypt and authenticate the traffic with TLS (default: False).

@@ -66,7 +66,7 @@ def listen(address: str, secret: bytes, *, tls: bool = False) -> SocketListener:
     """Listen for programs that know a secret.
 
     Args:
-        address: Address of this machine to listen at, as ``host:port``. Port 0 picks a free port. Only this
+        address: Address of this machine to listen on, as ``host:port``. Port 0 picks a free port. Only this
             address accepts connections; ``"0.0.0.0:4711"`` accepts them on all IPv4 addresses.
         secret: Secret of both ends, at least 16 bytes.
         tls: Encrypt the connections with TLS 1.3 (default: False). Requires the package cryptography:

@@ -48,7 +48,7 @@ class Reach(NamedTuple):
     def channel(self) -> Channel[Any]:
         """Make a channel of this process that other hosts can reach.
 
-        The channel listens at this process's address on the route to the program.
+        The channel listens on this process's address on the route to the program.
         """
         address = joined((route_to(self.at), 0))
         return ChannelServer(address, tls=self.tls, peer_timeout=self.peer_timeout).make(WAITING)

@@ -1,6 +1,6 @@
 """Form a group at an address that all members know, and later let its survivors meet there again.
 
-When a group across hosts shrinks, rank 0 decides which members remain. It listens at the address again, and
+When a group across hosts shrinks, rank 0 decides which members remain. It listens on the address again, and
 waits for all members known to be alive. Each member that arrives reports which members on its host are alive,
 according to their shared memory. After ``REJOIN_TIMEOUT_S`` seconds, rank 0 tries to connect to the members
 that are still missing. A member that accepts the connection is merely late, so rank 0 waits longer for it.
@@ -63,7 +63,7 @@ def meet_at(
 ) -> Group:
     """Return this process's member of the group that meets at the address ``at`` with this secret.
 
-    If ``rank`` is None, the order of arrival decides: the first member to listen at ``at`` is rank 0.
+    If ``rank`` is None, the order of arrival decides: the first member to listen on ``at`` is rank 0.
     ``host`` identifies the host (default: detected). Rank 0 calls ``publish`` once it listens. Raise
     ``ValueError`` if the other members cannot learn the port.
     """
