@@ -100,7 +100,7 @@ def _try_each(operations: list[_Operation]) -> tuple[int, Any]:
 
 
 def _try_now(operations: list[_Operation]) -> tuple[int, Any]:
-    """Try all operations as if at one moment: if nothing changes meanwhile, none was possible at that time."""
+    """Try all operations as if at one moment: if no item moves during the tries, none was possible."""
     while True:
         before = _moves(operations)
         done = _try_each(operations)

@@ -52,7 +52,7 @@ class PortClock:
 class ReaderState:
     """State of a reading port.
 
-    ``number`` is the number of its first leased item, or of its last one if it leases none.
+    ``number`` is the number of its first leased item, or of its latest one if it leases none.
     """
 
     number: float = -1

@@ -46,7 +46,7 @@ class TensorHandle:
 
 
 class HandleRef(weakref.ref[Any]):
-    """Weak reference to a handle or template that appends itself to its client's frees at the end.
+    """Weak reference that joins its client's frees when its handle or template dies.
 
     The callback is the C method ``list.append``. With a ``__del__`` method, Python would sometimes swallow a
     Ctrl-C, because it ignores exceptions that signal handlers raise in finalisers.

@@ -65,7 +65,7 @@ class SentCommands:
 
         Args:
             unsent: Commands that were not sent.
-            running: Number of the operation that the node was running, or minus the number of the last
+            running: Number of the operation that the node was running, or the negative number of the last
                 finished operation. None if unknown.
         """
         operations = [*self._recent(), *self._commands(unsent)]

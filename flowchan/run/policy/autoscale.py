@@ -42,7 +42,7 @@ LONGEST_WINDOW_S = 60.0
 LEAST_GAIN = 0.05
 """Workers are added only if the predicted rate grows by at least this fraction."""
 BUSY = 0.85
-"""At least one of the stages that get workers must have this utilisation."""
+"""Workers are added only if at least one of the growing stages has this utilisation."""
 IDLE = 0.65
 """A stage may lose workers below this utilisation."""
 IDLE_WINDOWS = 3
