@@ -138,7 +138,7 @@ class HostLauncher:
             self._orders.close()
 
     def _end(self, number: int) -> None:
-        with contextlib.suppress(ChannelError, ValueError):  # raised if all hosts have ended
+        with contextlib.suppress(ChannelError, ValueError):  # all hosts have ended
             self._orders.put_nowait(number)
 
     def interrupt(self, number: int, _: object) -> None:

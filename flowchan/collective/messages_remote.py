@@ -212,8 +212,8 @@ class RemotePeer:
                 messages: Channel[Framed] = Channel(capacity=64)
                 writer = messages.writer()
                 sender = start("send", self._pass_on, messages)
-                # All three are assigned in one step. If Ctrl-C comes before it, the channel loses its writer,
-                # and so the thread ends.
+                # All three are assigned in one step. If Ctrl-C comes before this assignment, the channel
+                # loses its writer, so the thread ends.
                 self._out = messages, writer, sender
             self._waiting += 1
         try:

@@ -14,7 +14,7 @@ from flowchan.transport.tcp import joined
 def channel_maker(pool: Pool) -> Callable[[int], Channel[Any]]:
     """Return a function that creates a channel across hosts with a given capacity.
 
-    All these channels share one server. It listens on the address at which the pool's agents reach this
+    All these channels share one server. It listens at the address at which the pool's agents reach this
     program, and ends when its last channel is released.
     """
     address = joined((pool.provider.listen_at(), 0))

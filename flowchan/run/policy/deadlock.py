@@ -156,8 +156,8 @@ class Deadlocks:
     ) -> Stuck | frozenset[WorkerId] | None:
         """Return the result of :func:`judge`; None if no check is due or an answer is missing.
 
-        ``observe`` makes an observation; its argument is the set of ``alive`` workers with unread results. It
-        returns None while answers from other hosts are missing.
+        ``observe`` gets the workers of ``alive`` with unread results, and returns an observation. It returns
+        None while answers from other hosts are missing.
         """
         if now < self.next_at:
             return None
