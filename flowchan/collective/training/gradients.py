@@ -251,8 +251,8 @@ class Gradients:
             return
         if parameter not in buffer.missing:
             raise RuntimeError(
-                "backward was called twice; call Gradients.wait() after each backward(), or use "
-                "accumulate(); with AllReduceSGD or Engine, pass overlap=False"
+                "backward was called twice; call Gradients.wait() after each backward(), use accumulate(), "
+                "or pass overlap=False to AllReduceSGD or Engine"
             )
         buffer.missing.remove(parameter)
         while len(self._started) < len(self._buffers) and not self._buffers[len(self._started)].missing:
