@@ -4,7 +4,7 @@
     flowchan viz examples/duplicates_hosts.py -o duplicates_hosts.svg
 
 The program prints how many files each host has hashed. DIRECTORY must exist on every host. The program
-reaches the hosts with ssh. If you name no hosts, two agents run on this machine.
+reaches the hosts with ssh. If you name no hosts, it starts two agents on this machine.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def channel_text(edge: Edge, captions: Mapping[str, str]) -> tuple[str, str]:
         return "", ""
     unusual = [f"capacity {edge.capacity:,}"] if edge.capacity != DEFAULT_CAPACITY else []
     unusual += ["one for each worker"] if edge.worker else []
-    unusual += ["to the worker named"] if edge.to_worker else []
+    unusual += ["to the named worker"] if edge.to_worker else []
     return type_text(edge.item), " · ".join(unusual)
 
 

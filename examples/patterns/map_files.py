@@ -2,8 +2,8 @@
 
     python examples/patterns/map_files.py [DIRECTORY] [--workers N] [--on thread|process]
 
-The files are divided equally among the workers in advance. The default directory is the standard library of
-the running Python.
+The program divides the files equally among the workers in advance. The default directory is the standard
+library of the running Python.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def main() -> None:
     """Run, check and draw graphs of stages and channels.
 
     FILE is a Python file that defines a graph: either a Graph object or a function that returns one. The
-    function is called with ARGS, converted to the types of its annotated parameters.
+    command calls the function with ARGS, converted to the annotated types of its parameters.
 
     If the file defines several graphs, write FILE:NAME. FILE may also be a module (package.module:NAME), or -
     for standard input.
@@ -243,8 +243,8 @@ def record(
 ) -> int:
     """Run the graph in FILE, and write the items of CHANNEL to a file.
 
-    The names of the channels are those in the report of a run. If the file reaches a limit, the recording
-    ends and the run continues. "flowchan peek" shows the items, and "flowchan replay" feeds them to a stage.
+    The report of a run lists the names of the channels. If the file reaches a limit, the recording ends and
+    the run continues. "flowchan peek" shows the items, and "flowchan replay" feeds them to a stage.
 
     The file contains pickles, so use it only if you trust it as you trust code.
     """
@@ -457,10 +457,10 @@ def launch(
 
     Every host must have SCRIPT at the same path; a relative path refers to the current folder. Each process
     gets the environment variables that torchrun sets, so flowchan.collective.group() and torch.distributed
-    find the other members. Each line of output is prefixed with the rank of its process. If one process
-    fails, the others are terminated, and the last line reports the first failure.
+    find the other members. The command prefixes each line of output with the rank of its process. If a
+    process fails, the command terminates the others, and its last line reports the first failure.
 
-    If a host has at least as many cores as ranks, its cores are divided evenly among its ranks.
+    If a host has at least as many cores as ranks, each rank gets an equal share of the cores.
     """
     if (count is None) == (each is None):
         raise click.UsageError(
@@ -496,7 +496,7 @@ def _launch(
 
 @main.group()
 def hosts() -> None:
-    """Check other machines that can run stages."""
+    """Check the hosts on which stages are to run."""
 
 
 @hosts.command("check")
@@ -505,9 +505,9 @@ def hosts() -> None:
 def check_hosts(spec: str, debug: bool) -> None:
     """Check HOSTS, for example local:2, ssh:gpu1,user@gpu2, slurm or ray:4.
 
-    For each host, this shows whether an agent starts and can connect to this machine. It also shows the
-    versions of Python and flowchan, the round-trip time and bandwidth, the relative speed, and the available
-    cores, memory and GPUs.
+    For each host, the command shows whether an agent can start and connect to this machine. It also shows
+    the versions of Python and flowchan, the round-trip time and bandwidth, the relative speed, and the
+    available cores, memory and GPUs.
     """
     from flowchan.cli import hosts
 

@@ -50,7 +50,7 @@ def summary(path: str) -> str:
     if not recording.complete:
         line += "\nit is incomplete, because its program was killed or is still running, or its disk was full"
     if recording.stopped:
-        line += f"\nthe recording ended before the channel: {recording.stopped}"
+        line += f"\nthe recording ended before the channel did: {recording.stopped}"
     return line
 
 

@@ -252,8 +252,8 @@ class AgentHandle:
         if self.is_stuck() and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "host %s: the connection broke before any item arrived (%s); the agent dials again, with "
-                "pauses of up to %g s, until nothing has arrived for %g s",
+                "host %s: the connection broke before any item arrived (%s); the agent reconnects, with "
+                "pauses of up to %g s, and gives up when nothing has arrived for %g s",
                 self.host, self._why_broken, LONGEST, self._peer_timeout,
             )  # fmt: skip
 

@@ -32,7 +32,7 @@ def _report() -> None:
         return
     count = "an operation has failed" if len(failures) == 1 else f"{len(failures)} operations have failed"
     print(
-        f"flowchan: the program ends, and {count} on its nodes, which it has not noticed; call "
+        f"flowchan: the program ends without noticing that {count} on its nodes; call "
         "nodes.sync() or nodes.close() before the program ends",
         *(str(one).splitlines()[0] for one in failures[1:]),
         str(failures[0]).rstrip(),

@@ -84,7 +84,7 @@ def test_record_reports_that_a_limit_ended_the_recording(
     result = flowchan("record", "words.py:made", "numbers", "--most", "4")
     reason = "the limit of 4 items was reached"
     assert f"'numbers' ended after 4 items, and the run continues: {reason}" in caplog.text
-    assert f"the recording ended before the channel: {reason}\n" in result.stdout
+    assert f"the recording ended before the channel did: {reason}\n" in result.stdout
     assert list(Recording("items.rec")) == list("0123")
     flowchan("record", "words.py:made", "words", "--max-bytes", "0.5KB")
     assert (folder / "items.rec").stat().st_size < 700

@@ -24,7 +24,7 @@ failures_at_exit.EXIT_WAIT_S = failures_at_exit.LEAST_WAIT_S = 60  # for a machi
 nodes = RemoteNodes(2, on=hosts.local(1) if sys.argv[1] == "hosts" else "process")
 x, y = (torch.ones(3, device=node) for node in nodes)
 """
-HEADING = "flowchan: the program ends, and {} on its nodes, which it has not noticed; call nodes.sync() or"
+HEADING = "flowchan: the program ends without noticing that {} on its nodes; call nodes.sync() or"
 
 
 def run(programs: Template, text: str, on: str = "process") -> Any:

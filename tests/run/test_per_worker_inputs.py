@@ -268,7 +268,7 @@ def test_check_rejects_an_errors_stream_as_per_worker_input() -> None:
 def test_picture_has_one_arrow_to_the_named_worker() -> None:
     graph = Graph("addressed")
     addressed(graph, graph.source(pairs(), name="send"), "thread")
-    assert to_mermaid(graph).count("to the worker named") == 1
+    assert to_mermaid(graph).count("to the named worker") == 1
     assert [edge.name for edge in graph.edges if edge.reader == "work"] == [
         "send to 1",
         "send to 2",

@@ -261,7 +261,7 @@ def _memory(view: _View) -> Cause | None:
     short = next((edge for edge in view.stats.edges if edge.short_of_bytes), None)
     if short is None:
         return None
-    return Cause("memory", short.writer, f"channel {short.name!r} has free places but no memory left")
+    return Cause("memory", short.writer, f"channel {short.name!r} has reached its limit in bytes")
 
 
 def _in_flight(view: _View) -> Cause | None:

@@ -22,7 +22,7 @@ REMEDY = (
 NO_STAGE_PUTS = "no stage puts an item; one stage in the loop must put an item before it gets one, or return"
 MORE_MEMORY = (
     "give the run more memory (`graph.run(memory=…)`), because a channel with a blocked "
-    "writer has free places but no memory left"
+    "writer has room for more items, but not for their bytes"
 )
 """Remedies for three cases: some worker waits to put, all wait to get, or memory is short."""
 

@@ -150,7 +150,7 @@ class GraphView {
   describeEdge(id) {
     const edge = this.last?.edges.find((one) => one.id === id), { tips, name } = this.edges.get(id);
     if (!edge) return;
-    const text = `${name}: ${edge.inside} of ${edge.capacity} places taken, ${rateText(edge.rate)}; waiting: `
+    const text = `${name}: ${edge.inside} of ${edge.capacity} items inside, ${rateText(edge.rate)}; waiting: `
       + `${edge.waiting_readers} readers, ${edge.waiting_writers} writers`;
     for (const tip of tips) say(tip, text);
   }

@@ -6,7 +6,7 @@ const $ = (id) => document.getElementById(id);
 const MOST_POINTS = 3600;
 const SILENT_AFTER_S = 5;
 const CAUSE_TEXT = {
-  bottleneck: "Bottleneck", input: "Waits for the input", consumer: "Waits for the program", order: "Waits for the order",
+  bottleneck: "Bottleneck", input: "Waits for the input", consumer: "Waits for the program", order: "Waits for earlier items",
   gil: "Interpreter lock", cores: "All cores in use", memory: "Out of memory", in_flight: "Too few items in flight",
   starting: "Starting",
 };
@@ -45,7 +45,7 @@ class Page {
     $("legend").replaceChildren(
       ...STATES.map((state) => key(`key ${state}`, STATE_TEXT[state])),
       key("worker busy", "worker, busy"), key("worker input", "worker, waiting for input"),
-      key("key room", "occupied places in a channel"),
+      key("key room", "fill level of a channel"),
       ...Object.entries(PLACES).filter(([fill]) => this.view.has(fill)).map(([, [className, text]]) => key(`key ${className}`, text)),
     );
   }
