@@ -132,8 +132,8 @@ def sealed(item: Any) -> Any:
     if isinstance(packed, list) and any(map(is_storage, packed)):
         take_back()
         raise TypeError(
-            f"can't send {short(item)} to another host: it contains a tensor in memory that only processes on "
-            "one machine can share; send tensor.clone()"
+            f"can't send {short(item)} to another host: it contains a tensor in memory that only processes "
+            "on one machine can share; send tensor.clone()"
         )
     return Sealed(packed)
 
