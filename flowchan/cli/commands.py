@@ -440,6 +440,14 @@ def top(run: str | None) -> None:
     help="Write output to RANK/stdout.log and RANK/stderr.log in this folder instead of the terminal.",
 )
 @click.option("--pin/--no-pin", default=True, help="Pin each rank to its own cores, if the host has enough.")
+@click.option(
+    *("--shutdown-timeout", "--shutdown_timeout"),
+    type=click.IntRange(min=0),
+    default=30,  # as long as torchrun and Slurm wait
+    show_default=True,
+    metavar="SECONDS",
+    help="Time from asking ranks to end until they are killed (torchrun has the same option).",
+)
 @click.option("-m", "--module", is_flag=True, help="Treat SCRIPT as the name of a module, as python -m does.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -447,11 +455,10 @@ def launch(
     count: int | None,
     each: int | None,
     spec: str | None,
-    log_dir: Path | None,
-    pin: bool,
     module: bool,
     script: str,
     args: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Run N processes of SCRIPT as the members of a group, on this host or on several hosts.
 
@@ -471,11 +478,11 @@ def launch(
         # agents on other hosts run in other folders
         script = str(Path(script).absolute()) if spec else script
     command = [*(["-m"] if module else []), script, *args]
-    raise SystemExit(_exit_code(lambda: _launch(count, each, spec, log_dir, pin, command), debug=False))
+    raise SystemExit(_exit_code(lambda: _launch(count, each, spec, command, **options), debug=False))
 
 
 def _launch(
-    count: int | None, each: int | None, spec: str | None, log_dir: Path | None, pin: bool, script: list[str]
+    count: int | None, each: int | None, spec: str | None, script: list[str], log_dir: Any, **options: Any
 ) -> int:
     from flowchan.cli.launch import Logs, launch, show
 
@@ -486,9 +493,9 @@ def _launch(
 
             pool = _pool(spec)
             ranks = count or (each or 1) * len(pool.hosts)
-            failure, interrupted = launch_over(pool, ranks, script, tell, pin)
+            failure, interrupted = launch_over(pool, ranks, script, tell, **options)
         else:
-            failure, interrupted = launch(count or each or 1, script, tell, pin)
+            failure, interrupted = launch(count or each or 1, script, tell, **options)
     if failure and not interrupted:
         click.echo(f"flowchan: {failure}", err=True)
     return 128 + interrupted if interrupted else FAILED if failure else DONE

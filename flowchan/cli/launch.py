@@ -26,7 +26,6 @@ from flowchan.run.crew.process_exit import signal_name
 from flowchan.transport.interrupts import interrupts_deferred, signal_of, terminate_as_interrupt
 from flowchan.transport.tcp import joined, listen
 
-KILL_DELAY_S = 5.0  # seconds from asking a rank to end until SIGKILL
 _OWN_END = 1.0  # seconds that the other ranks get to exit on their own after a failure
 _POLL_INTERVAL_S = 0.05
 _FOLLOWED = ("MemberDied", "MemberLeft")  # errors that a rank raises because another rank failed
@@ -208,7 +207,7 @@ class LaunchJob:
     """All ranks of a script on this host, from their start until all have ended.
 
     ``first`` is the number of the first rank. With ``pin``, each rank gets separate cores, if the host has
-    enough.
+    enough. Ranks that still run ``shutdown_timeout`` seconds after they were asked to end are killed.
     """
 
     def __init__(
@@ -218,8 +217,10 @@ class LaunchJob:
         environ: dict[str, str],
         tell: Tell,
         pin: bool,
+        shutdown_timeout: float,
         first: int = 0,
     ) -> None:
+        self._shutdown_timeout = shutdown_timeout
         self.interrupted_by = 0  # number of the first signal
         # ranks that failed before any rank was asked to end, in the order of detection
         self._failed: list[Rank] = []
@@ -299,7 +300,7 @@ class LaunchJob:
         self.interrupted_by = self.interrupted_by or number
 
     def _end(self, number: int, now: float) -> None:
-        self._end_by, self._kill_by = float("inf"), now + KILL_DELAY_S
+        self._end_by, self._kill_by = float("inf"), now + self._shutdown_timeout
         for rank in self.ranks:
             if rank.code() is None or number == signal.SIGKILL:
                 rank.signal(number)
@@ -347,15 +348,19 @@ def free_address(host: str) -> str:
         return listener.address
 
 
-def launch(count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, int]:
+def launch(
+    count: int, script: Sequence[str], tell: Tell, pin: bool, shutdown_timeout: float
+) -> tuple[str, int]:
     """Run all ranks of a script, or of a module after ``-m``, until they end.
+
+    Ranks that still run ``shutdown_timeout`` seconds after they were asked to end are killed.
 
     Return a description of the first failure (empty if none failed), and the number of the signal that
     interrupted the job (0 if none did).
     """
     environ = variables(count, count, free_address("127.0.0.1"), secrets.token_hex(8))
     with terminate_as_interrupt():
-        job = LaunchJob(count, [sys.executable, *script], environ, tell, pin)
+        job = LaunchJob(count, [sys.executable, *script], environ, tell, pin, shutdown_timeout)
         try:
             job.run()
         finally:

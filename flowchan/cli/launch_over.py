@@ -54,7 +54,8 @@ class Share:
     """Ranks to run on one host.
 
     These are ``local_count`` of the ``count`` ranks, from number ``first`` on. The host is number ``host`` of
-    ``hosts`` and is called ``name``. ``towards`` is the launcher's address.
+    ``hosts`` and is called ``name``. ``towards`` is the launcher's address. The others are
+    arguments of :class:`LaunchJob`.
     """
 
     name: str
@@ -64,21 +65,35 @@ class Share:
     local_count: int
     count: int
     towards: str
+    pin: bool
+    shutdown_timeout: float
 
 
-def run_ranks(share: Share, script: Sequence[str], pin: bool, orders: In[Any], messages: Out[Any]) -> None:
-    """Run the ranks on one host. The first host also sends addresses at which the others can reach it."""
+def run_ranks(share: Share, script: Sequence[str], orders: In[Any], messages: Out[Any]) -> None:
+    """Run the ranks on one host. The first host also sends addresses at which the others can reach it.
+
+    If a signal comes before the addresses, no rank starts.
+    """
     if share.host == 0:
         address = route_to(share.towards)
         messages.put(Begin(free_address(address), free_address(address), secrets.token_hex(16)))
     begin = orders.get()
+    if not isinstance(begin, Begin):
+        messages.put(RankEnded(""))
+        return
     environ = variables(
         share.count, share.local_count, begin.master, begin.secret[:8], share.host, share.hosts
     )
     environ |= {"FLOWCHAN_AT": begin.at, "FLOWCHAN_SECRET": begin.secret}
     command = [sys.executable, *script]
     job = LaunchJob(
-        share.local_count, command, environ, lambda *line: messages.put(OutputLine(*line)), pin, share.first
+        share.local_count,
+        command,
+        environ,
+        lambda *line: messages.put(OutputLine(*line)),
+        share.pin,
+        share.shutdown_timeout,
+        share.first,
     )
     try:
         while job.goes_on():
@@ -94,36 +109,36 @@ def run_ranks(share: Share, script: Sequence[str], pin: bool, orders: In[Any], m
 class HostLauncher:
     """Launches ``count`` ranks, spread evenly over the hosts of a pool."""
 
-    def __init__(self, pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> None:
+    def __init__(
+        self, pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool, shutdown_timeout: float
+    ) -> None:
         self._tell = tell
         self.interrupted_by = 0  # number of the first signal
         self.failures: list[str] = []
-        self._later = threading.Timer(LATER, self._end, (signal.SIGTERM,))
+        self._later = threading.Timer(LATER, self._send, (signal.SIGTERM,))
         names = pool.hosts[:count]
         self._remaining = len(names)
-        graph = Graph("launch")
-        orders = graph.input("orders")
+        self._graph = graph = Graph("launch")
+        self._input = orders = graph.input("orders")
+        self._orders: Any = None  # once the run has started
         each = orders.tee(len(names)) if len(names) > 1 else (orders,)
         towards, first, messages = pool.provider.listen_at(), 0, []
         for host, (name, order) in enumerate(zip(names, each, strict=True)):
             local_count = count // len(names) + (host < count % len(names))
-            run = partial(
-                run_ranks, Share(name, host, len(names), first, local_count, count, towards), script, pin
-            )
-            messages.append(graph.stage(run, order, name=name, on=pool[name]))
+            share = Share(name, host, len(names), first, local_count, count, towards, pin, shutdown_timeout)
+            messages.append(graph.stage(partial(run_ranks, share, script), order, name=name, on=pool[name]))
             first += local_count
         self._messages = graph.merge(*messages).collect()
-        self._run = graph.start()
-        self._orders = self._run[orders]
 
     def run(self) -> None:
-        """Wait until all ranks have ended and all output has been passed on."""
-        with self._run as run:
+        """Start the ranks, and wait until all have ended and all output has been passed on."""
+        with self._graph.start() as run:
+            self._orders = run[self._input]
             for word in run.iter(self._messages):
                 if isinstance(word, OutputLine):
                     self._tell(word.rank, word.text, word.is_error)
                 elif isinstance(word, Begin):
-                    self._orders.put(word)
+                    self._send(word)
                 else:
                     self._host_ended(word)
 
@@ -137,17 +152,24 @@ class HostLauncher:
             self._later.cancel()
             self._orders.close()
 
-    def _end(self, number: int) -> None:
+    def _send(self, order: Begin | int) -> None:
         with contextlib.suppress(ChannelError, ValueError):  # all hosts have ended
-            self._orders.put_nowait(number)
+            self._orders.put_nowait(order)
 
     def interrupt(self, number: int, _: object) -> None:
-        """Send the signal to the ranks; the second call kills them."""
+        """Send the signal to the ranks; the second call kills them.
+
+        Raise ``KeyboardInterrupt`` while the hosts are starting.
+        """
         self.interrupted_by = self.interrupted_by or number
-        self._end(number)
+        if self._orders is None:
+            raise KeyboardInterrupt
+        self._send(number)
 
 
-def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, int]:
+def launch_over(
+    pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool, shutdown_timeout: float
+) -> tuple[str, int]:
     """Launch the ranks on the hosts of a pool, as ``launch`` does on this host.
 
     Args:
@@ -156,6 +178,7 @@ def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: 
         script: Program and its arguments.
         tell: Prints a rank's output.
         pin: Give each rank a share of the cores.
+        shutdown_timeout: Seconds from asking the ranks to end until they are killed.
 
     Returns:
         The same pair as from ``launch``.
@@ -164,10 +187,12 @@ def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: 
         HostError: A host is unusable.
         RunError: A host was lost.
     """
-    launcher = HostLauncher(pool, count, script, tell, pin)
+    launcher = HostLauncher(pool, count, script, tell, pin, shutdown_timeout)
     before = {number: signal.signal(number, launcher.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         launcher.run()
+    except KeyboardInterrupt:  # while the hosts were starting
+        return "", launcher.interrupted_by
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

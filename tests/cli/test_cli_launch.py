@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ import psutil
 import pytest
 from support import scripts
 from support.local_agents import agents_of
+from support.scripted_clock import ScriptedClock
 from support.waiting import wait_until
 
-from flowchan.cli import launch
+from flowchan import Channel
+from flowchan.cli import launch, launch_over
 
 COMMAND = ["-c", "from flowchan.cli.commands import main; main()", "launch"]
 
@@ -221,13 +225,109 @@ def test_launcher_leaves_no_process_behind(tmp_path: Path, number: int, where: l
         wait_until(lambda: not any(map(psutil.pid_exists, grandchildren)))
 
 
+HANGING_SSH = """#!/bin/sh
+case " $* " in *" -G "*) echo hostname 127.0.0.1; exit;; esac
+touch "STARTED"
+exec sleep 1000
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_while_a_host_starts_ends_the_launcher(tmp_path: Path, number: int) -> None:
+    hanging, is_started = tmp_path / "bin" / "ssh", tmp_path / "started"
+    hanging.parent.mkdir()
+    hanging.write_text(HANGING_SSH.replace("STARTED", str(is_started)))
+    hanging.chmod(0o755)
+    path = f"{hanging.parent}:{os.environ['PATH']}"
+    args = ["-n", "1", "--hosts", "ssh:host", scripts.script(tmp_path, SUMS)]
+    with scripts.start(*COMMAND, *args, env={"PATH": path}) as launcher:
+        wait_until(is_started.exists)
+        launcher.send_signal(number)
+        _, errors = launcher.communicate(timeout=100)
+    assert launcher.returncode == 128 + number, errors
+    assert "Traceback" not in errors
+
+
+def test_signal_before_the_addresses_starts_no_rank(tmp_path: Path) -> None:
+    share = launch_over.Share("host", 1, 2, 1, 1, 2, "127.0.0.1", pin=False, shutdown_timeout=60)
+    orders, messages = Channel(), Channel()
+    orders.put(signal.SIGTERM)
+    mark = tmp_path / "started"
+    launch_over.run_ranks(share, ["-c", f"open({str(mark)!r}, 'w')"], orders.reader(), messages.writer())
+    assert messages.get() == launch_over.RankEnded("")
+    assert not mark.exists()
+
+
+SAVES = """
+import signal
+signal.signal(signal.SIGTERM, lambda *_: print("saving", flush=True))
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+class JobClock(ScriptedClock):
+    sleep = staticmethod(time.sleep)
+
+
+@pytest.fixture
+def saving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[launch.LaunchJob, ScriptedClock]]:
+    """Yield a job whose rank has begun to write a checkpoint, and the job's clock."""
+    lines: list[str] = []
+
+    def tell(_rank: int, line: str, _is_error: bool) -> None:
+        lines.append(line)
+
+    clock = JobClock()
+    monkeypatch.setattr(launch, "time", clock)
+    job = launch.LaunchJob(1, [sys.executable, "-c", SAVES], dict(os.environ), tell, False, 30)
+    with contextlib.closing(job):
+        while "ready" not in lines:
+            job.poll()
+        job.interrupt(signal.SIGTERM)
+        while "saving" not in lines:
+            job.poll()
+        yield job, clock
+
+
+def test_rank_gets_time_for_a_checkpoint_after_a_signal(
+    saving: tuple[launch.LaunchJob, ScriptedClock],
+) -> None:
+    job, clock = saving
+    clock.now = 29.9
+    job.poll()
+    assert job.ranks[0].code() is None
+    clock.now = 30.1
+    job.run()
+    assert job.ranks[0].code() == -signal.SIGKILL
+
+
+def test_second_signal_kills_a_rank_that_writes_a_checkpoint(
+    saving: tuple[launch.LaunchJob, ScriptedClock],
+) -> None:
+    job, _ = saving
+    job.interrupt(signal.SIGTERM)
+    job.run()
+    assert job.ranks[0].code() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("where", [[], ["--hosts", "local:1"]], ids=["here", "on hosts"])
+def test_shutdown_timeout_limits_the_time_for_a_checkpoint(tmp_path: Path, where: list[str]) -> None:
+    with started(tmp_path, SAVES, "-n", "1", "--shutdown-timeout", "0", *where) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "[0] ready\n"
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=25) == 128 + signal.SIGTERM
+
+
 def test_process_group_is_not_signalled_after_its_rank_is_reaped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After a rank that has ended is reaped, its process id may be reused."""
     found: list[bool] = []
     monkeypatch.setattr(os, "killpg", lambda pid, _: found.append(psutil.pid_exists(pid)))
-    job = launch.LaunchJob(2, [sys.executable, "-c", ""], dict(os.environ), launch.show, False)
+    job = launch.LaunchJob(2, [sys.executable, "-c", ""], dict(os.environ), launch.show, False, 30)
     job.run()
     job.interrupt(signal.SIGINT)
     job.interrupt(signal.SIGINT)
