@@ -328,7 +328,9 @@ class Agent:
         hello = {**versions(), **about, "outputs": self._kept.address}
         within = max(0.0, orders.peer_timeout - silent)
         try:
-            sock, answer = reach(orders.address, orders.secret, hello, why=why, within=within, tls=orders.tls)
+            sock, answer, _ = reach(
+                orders.address, orders.secret, hello, why=why, within=within, tls=orders.tls
+            )
         except OSError as error:
             self._give_up(str(error))
         if answer.get("epochs", {}).get(str(orders.number), orders.epoch) != orders.epoch:

@@ -90,7 +90,7 @@ class Connection(Calls):
 
     def _dial(self, within: float, why: str) -> Any:
         try:
-            sock, their_hello = reach(
+            sock, their_hello, _ = reach(
                 self.address, self._secret, self._hello,
                 why=why, within=within, tls=self._tls, wanted=lambda: not self._has_left.is_set(),
             )  # fmt: skip

@@ -59,7 +59,7 @@ def reach(
     within: float,
     tls: bool,
     wanted: Callable[[], bool] = lambda: True,
-) -> tuple[socket.socket, Hello]:
+) -> tuple[socket.socket, Hello, str]:
     """Connect to ``address``, authenticate both ends, and retry until that succeeds.
 
     Args:
@@ -72,7 +72,7 @@ def reach(
         wanted: Function that returns False if the caller does not need the connection any more.
 
     Returns:
-        The connection and the peer's hello.
+        The connection, the peer's hello, and the IP address of this host in the connection.
 
     Raises:
         OSError: No attempt succeeded in time. The cause is the last failure that the time limit did not cut
@@ -93,8 +93,9 @@ def reach(
             absent = False
             if was_absent:
                 backoff.reset()  # the peer has just appeared, so the next attempt may come soon
+            ours = sock.getsockname()[0]
             remaining = max(0.0, give_up - time.monotonic())
-            return meet(sock, secret, dialled=True, hello=hello, timeout=remaining, tls=tls)
+            return *meet(sock, secret, dialled=True, hello=hello, timeout=remaining, tls=tls), ours
         except unless_interrupted(OSError) as error:
             if failed is None or time.monotonic() < give_up:
                 failed = error

@@ -32,7 +32,7 @@ class Returning(Linked):
         self.threads = [threading.Thread(target=work) for work in (self._accept, self._reconnect)]
 
     def connect(self) -> None:
-        sock, _ = reach(
+        sock, _, _ = reach(
             self.listener.address, self.secret, {},
             why="can't reach the owner side",
             within=WAIT_LIMIT_S, tls=self.tls, wanted=lambda: not self.over.is_set(),

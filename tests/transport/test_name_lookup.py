@@ -50,11 +50,56 @@ except HostError as error:
 """
 
 GROUP = """
-for rank in (0, 1):
+for rank in (0, 1, None):
     try:
         collective.group(rank=rank, size=2, at="silent.example:4711", secret=secret, timeout=0.2)
     except OSError as error:
         print(error)
+"""
+
+SHRINK = """
+from concurrent.futures import ThreadPoolExecutor
+from flowchan.collective.rendezvous.address import meet_at
+with open("hosts", "a") as file:
+    file.write("127.0.0.1 silent.example\\n")
+with ThreadPoolExecutor(2) as pool:
+    form = lambda rank: meet_at("silent.example:4711", secret, rank, 2, 60.0, host=str(rank))
+    survivor, victim = pool.map(form, range(2))
+victim._abandon()
+open("hosts", "w").close()
+try:
+    survivor.shrink(timeout=0.2)
+except TimeoutError as error:
+    print(error)
+survivor._abandon()
+"""
+
+MEMBERSHIP = """
+import select, sys
+from flowchan.collective.rendezvous.membership import Membership
+from flowchan.transport.listener import AuthenticatedListener
+from flowchan.transport.rendezvous import Coordinator
+from flowchan.transport.tcp import listen as listen_at
+with open("hosts", "a") as file:
+    file.write("127.0.0.1 driver.example\\n")
+def drive():
+    coordinator = Coordinator(1)
+    coordinator.come(0, listener.accept(60.0)[0])
+    while coordinator.sockets:
+        select.select(list(coordinator.sockets.values()), [], [])
+        coordinator.receive(0)
+def note(event, args):
+    if event == "socket.getaddrinfo" and args[0] == "driver.example":
+        print("lookup by", threading.current_thread().name)
+with listen_at("127.0.0.1:0") as first, AuthenticatedListener(first, secret, {}, tls=TLS) as listener:
+    at = "driver.example:" + first.address.partition(":")[2]
+    driver = threading.Thread(target=drive)
+    driver.start()
+    sys.addaudithook(note)
+    membership = Membership(0, 0, 1, "group", "host").reached(at, secret, TLS)
+    print("member", membership.__enter__().rank)
+    membership.close()
+    driver.join()
 """
 
 CTRL_C = """
@@ -100,8 +145,22 @@ def test_connect_ends_in_time_if_the_name_server_is_silent(tmp_path: Path) -> No
 
 def test_group_ends_in_time_if_the_name_server_is_silent(tmp_path: Path) -> None:
     lines = printed(GROUP, tmp_path)
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert all(re.search(LATE, line) for line in lines)
+
+
+def test_shrink_ends_in_time_if_the_name_server_is_silent(tmp_path: Path) -> None:
+    (line,) = printed(SHRINK, tmp_path)
+    assert line.startswith("shrink of ")
+    assert re.search(LATE, line)
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_membership_looks_up_the_name_of_the_driver_once(tmp_path: Path, tls: bool) -> None:
+    """The main thread only checks whether the name is an IP address."""
+    *lookups, member = printed(MEMBERSHIP.replace("TLS", str(tls)), tmp_path)
+    assert lookups == ["lookup by MainThread", "lookup by lookup of driver.example"]
+    assert member == "member 0"
 
 
 def test_ctrl_c_interrupts_the_lookup_of_a_name(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from flowchan.collective.connector import Connector
-from flowchan.collective.deadline import countdown
+from flowchan.collective.deadline import RemainingTime, countdown
 from flowchan.collective.group import Group
 from flowchan.collective.many_hosts import LinkedGroup
 from flowchan.collective.one_host import Gather
@@ -77,7 +77,7 @@ def meet_at(
         return meet_by(gather, own, connector, remaining() or 0.0, name, host)
 
     try:
-        if (first := _first_listener(rank, at, timeout)) is not None:
+        if (first := _first_listener(rank, at, remaining)) is not None:
             ours = split(first.address)[0]
             with contextlib.closing(Coordinator(size, time.monotonic() + timeout)) as coordinator:
                 with AuthenticatedListener(first, secret, {"rank": 0}) as listener:
@@ -88,8 +88,7 @@ def meet_at(
                     coordinator.assemble(listener.accept)
                 met = form(coordinator.gather, 0, Connector(secret, ours))
         else:
-            sock = _reached(at, secret, rank, size, remaining() or 0.0)
-            ours = sock.getsockname()[0]
+            sock, ours = _reached(at, secret, rank, size, remaining() or 0.0)
             sock.settimeout(max(0.001, remaining() or 0.0))
             with contextlib.closing(Participant(sock, "rank 0")) as participant:
                 own = participant.receive() if rank is None else rank
@@ -99,24 +98,29 @@ def meet_at(
     return Place(at, secret, host).of(met)
 
 
-def _first_listener(rank: int | None, at: str, timeout: float) -> Listener | None:
+def _first_listener(rank: int | None, at: str, remaining: RemainingTime) -> Listener | None:
     """Return the listener of rank 0, or ``None`` on the other members."""
-    if rank is not None:
-        return listen(at, timeout) if rank == 0 else None
+    if rank:
+        return None
     try:
-        return listen(at, timeout)
+        return listen(at, remaining())
     except OSError as error:
-        # another member or another host is listening
-        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+        if rank is None and error.errno == errno.EADDRINUSE:  # another member is listening
+            return None
+        # Another host is listening, or the name cannot be resolved yet.
+        if rank is None and error.errno == errno.EADDRNOTAVAIL and remaining():
             return None
         raise
 
 
-def _reached(at: str, secret: bytes, rank: int | None, size: int, timeout: float) -> socket.socket:
+def _reached(
+    at: str, secret: bytes, rank: int | None, size: int, timeout: float
+) -> tuple[socket.socket, str]:
+    """Return a connection to rank 0, and the IP address of this host in the connection."""
     why = f"{'a member' if rank is None else f'rank {rank}'} of {size} timed out: rank 0 has not answered"
     try:
-        sock, _ = reach(at, secret, {"rank": rank, "size": size}, why=why, within=timeout, tls=False)
-        return sock
+        sock, _, ours = reach(at, secret, {"rank": rank, "size": size}, why=why, within=timeout, tls=False)
+        return sock, ours
     except unless_interrupted(OSError) as error:
         raise TimeoutError(str(error)) from None
 
@@ -166,7 +170,7 @@ REMEDY = "create a new group, or run a graph with an elastic gang"
 def _lead(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: float) -> Group:
     came: dict[int, socket.socket] = {}
     try:
-        with AuthenticatedListener(_listener(old, place.at), secret, {"rank": 0}) as listener:
+        with AuthenticatedListener(_listener(old, place.at, give_up), secret, {"rank": 0}) as listener:
             ours = split(listener.address)[0]
             _let_in(old, listener, came, give_up)
         survivors = sorted([0, *came])
@@ -182,10 +186,12 @@ def _lead(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: flo
             sock.close()
 
 
-def _listener(old: LinkedGroup, at: str) -> Listener:
+def _listener(old: LinkedGroup, at: str, give_up: float) -> Listener:
     try:
-        return listen(at)
-    except OSError as error:
+        return listen(at, _rejoin_timeout(give_up))
+    except unless_interrupted(OSError) as error:
+        if time.monotonic() >= give_up:
+            raise TimeoutError(f"shrink of {old._title()} timed out: {error}") from None
         raise GroupError(f"{old!r} cannot be shrunk: {error}; {REMEDY}") from None
 
 
@@ -252,7 +258,7 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
     while True:
         within = _rejoin_timeout(give_up)
         try:
-            sock, _ = reach(place.at, secret, hello, why=why, within=within, tls=False)
+            sock, _, ours = reach(place.at, secret, hello, why=why, within=within, tls=False)
             break
         except unless_interrupted(OSError) as error:
             late = _is_late(old, [0], give_up)
@@ -260,7 +266,6 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
                 raise TimeoutError(f"shrink of {old._title()} timed out: {error}") from None
             if not late:
                 raise GroupError(f"{error}; {REMEDY}") from None
-    ours = sock.getsockname()[0]
     with contextlib.closing(Participant(sock, "rank 0")) as participant:
         # Rank 0 may wait for late members without limit; if it dies, the connection ends.
         sock.settimeout(None if give_up == math.inf else max(0.001, give_up - time.monotonic()))

@@ -14,7 +14,6 @@ from flowchan.collective.rendezvous.forming import meet_by
 from flowchan.errors import MemberDied
 from flowchan.transport.dial import reach
 from flowchan.transport.rendezvous import Participant, RendezvousEnded
-from flowchan.transport.tcp import route_to, split
 
 WITHIN = 60.0
 """Seconds that a member has to reach the driver and, once all have arrived, the other members.
@@ -62,9 +61,9 @@ class Membership:
         """
         why = f"rank {self.rank} of group {self.name!r} cannot reach the driver"
         hello = {"group": self.group, "rank": self.rank}
-        sock, _ = reach(self.at, self.secret, hello, why=why, within=WITHIN, tls=self.tls)
+        sock, _, ours = reach(self.at, self.secret, hello, why=why, within=WITHIN, tls=self.tls)
         secret = hmac.digest(self.secret, f"group {self.group}".encode(), "sha256")
-        connector = Connector(secret, route_to(split(self.at)[0], WITHIN), self.tls)
+        connector = Connector(secret, ours, self.tls)
         with contextlib.ExitStack() as stack:
             participant = stack.enter_context(contextlib.closing(Participant(sock, "the driver")))
             try:
