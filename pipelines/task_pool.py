@@ -139,7 +139,7 @@ class TaskPool(Executor):
             RuntimeError: The pool is closed.
             concurrent.futures.BrokenExecutor: The whole pool has failed.
         """
-        if _exiting.is_set():
+        if _exiting:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
         future: Future[T] = Future()
         if self._watcher.is_alive():
@@ -321,11 +321,12 @@ def _watch(run: Run, tasks: dict[int, Task]) -> None:
 # Watcher threads of pools that have tasks, each with the function that closes its pool. At exit, the
 # interpreter waits for these threads, as it does for any executor.
 _running: dict[threading.Thread, Callable[[], None]] = {}
-_exiting = threading.Event()
+_exiting = False
 
 
 def _finish_all() -> None:
-    _exiting.set()
+    global _exiting
+    _exiting = True
     running = dict(_running)
     for close in running.values():
         close()

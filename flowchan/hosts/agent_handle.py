@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from flowchan import _core
 from flowchan.channel.channel import Channel
+from flowchan.channel.latch import Latch
 from flowchan.errors import Broken, Closed, Empty, Full
 from flowchan.hosts.agent_messages import AgentReport, Command, Leave, Waiting
 from flowchan.hosts.host_clock import HostClock
@@ -77,7 +78,7 @@ class AgentHandle:
         self.echoed = 0  # number of the last echo
         self.clock = HostClock()
         self.waiting = Waiting(0, {})  # the agent's last report on which of its workers' threads wait
-        self.is_decided = threading.Event()  # set once the agent has dialled or ended
+        self.is_decided = Latch()  # set once the agent has dialled or ended
         self._provider, self._peer_timeout = provider, peer_timeout
         self._callbacks = callbacks
         self._address = ""

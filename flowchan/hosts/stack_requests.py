@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import threading
 import time
 from collections.abc import Mapping
+from queue import Empty, SimpleQueue
 
 from flowchan.hosts.agent_handle import AgentHandle
 from flowchan.hosts.agent_messages import AskStacks, WrittenStack
@@ -23,30 +24,28 @@ class StackRequests:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._answers: dict[int, dict[WorkerId, str]] = {}  # by request number
-        self._answered = threading.Condition()
+        self._answers: dict[int, SimpleQueue[WrittenStack]] = {}  # by request number
 
     def receive(self, answer: WrittenStack) -> None:
         """Record an answer. Ignore one that comes too late."""
-        with self._answered:
-            if answer.number in self._answers:
-                self._answers[answer.number][answer.worker] = answer.text
-                self._answered.notify_all()
+        answers = self._answers.get(answer.number)
+        if answers is not None:
+            answers.put(answer)
 
     def ask(self, agents: Mapping[WorkerId, AgentHandle]) -> dict[WorkerId, str]:
         """Return the stack of each worker; a one-line message if its agent does not answer."""
         number, found = next(self._numbers), dict[WorkerId, str]()
-        with self._answered:
-            self._answers[number] = found
-        for agent in set(agents.values()):
-            agent.hint(AskStacks(number, tuple(id for id, of in agents.items() if of is agent)))
-        deadline = time.monotonic() + ANSWER_WITHIN_S
-        with self._answered:
-            try:
-                while time.monotonic() < deadline and _missing(agents, found):
-                    self._answered.wait(POLL_INTERVAL_S)
-            finally:
-                del self._answers[number]
+        answers = self._answers[number] = SimpleQueue()
+        try:
+            for agent in set(agents.values()):
+                agent.hint(AskStacks(number, tuple(id for id, of in agents.items() if of is agent)))
+            deadline = time.monotonic() + ANSWER_WITHIN_S
+            while time.monotonic() < deadline and _missing(agents, found):
+                with contextlib.suppress(Empty):
+                    answer = answers.get(timeout=POLL_INTERVAL_S)
+                    found[answer.worker] = answer.text
+        finally:
+            del self._answers[number]
         missing = {
             id: f"no stack: host {agents[id].host!r} did not answer within {ANSWER_WITHIN_S:g} s\n"
             for id in _missing(agents, found)

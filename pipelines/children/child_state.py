@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowchan import Channel, ChildDied, Closed, Empty, StageError
+from flowchan.channel.latch import Latch
 from flowchan.pipelines.children.child_links import ChildLinks
 from flowchan.run.policy.events import Death
 
@@ -31,25 +32,24 @@ class Alive:
     def __init__(self, count: int, reports: Channel[Any]) -> None:
         self._ends = itertools.count(1)
         self._count, self._reports = count, reports
-        # A signal handler that raises in Condition.__enter__() would leave the lock locked.
-        # Entering a lock is native code, and a signal handler cannot interrupt it.
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._next_end = Latch()
 
     def one_ended(self) -> None:
         if next(self._ends) == self._count:
             self._reports.close()
             self._reports = released()
-        with self._lock:
-            self._changed.notify_all()
+        ended, self._next_end = self._next_end, Latch()
+        ended.set()
 
     def wait_for(self, condition: Callable[[], bool], until: float | None) -> None:
         """Wait until the condition is true or the deadline passes.
 
         Only the exit of a child may change the condition.
         """
-        with self._lock:
-            self._changed.wait_for(condition, remaining(until))
+        while True:
+            ended = self._next_end  # before the check, which therefore sees all earlier exits
+            if condition() or not ended.wait(remaining(until)):
+                return
 
 
 class ChildState:
@@ -73,7 +73,7 @@ class ChildState:
     def __init__(self, links: ChildLinks, alive: Alive) -> None:
         self.links, self.host, self.pid = links, "", 0
         self.owner = os.getpid()
-        self.greeted, self.ended = threading.Event(), threading.Event()
+        self.greeted, self.ended = Latch(), Latch()
         self.has_program = self.closing = False
         self.value: Any = None
         self.alive = alive

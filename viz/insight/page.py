@@ -73,7 +73,9 @@ class RunPage:
         self._subscription: Subscription | None = None
         self._previous: RunStats | None = None  # statistics of the latest snapshot
         self._describing = threading.Lock()
-        self._changed = threading.Condition()
+        # A signal handler that raises in Condition.__enter__() would leave the lock locked.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._latest = (0, b"")  # number and text of the latest snapshot; number 0 means none yet
         self._final: Json | None = None
         self._over = False
@@ -114,7 +116,7 @@ class RunPage:
             self._final = self._snapshot(stats, None)
             self._publish(self._final)
         finally:
-            with self._changed:
+            with self._lock:
                 self._over = True
                 self._changed.notify_all()
             self._server.close()
@@ -152,7 +154,7 @@ class RunPage:
 
     def _publish(self, state: Json) -> None:
         text = _event("snapshot", state)
-        with self._changed:
+        with self._lock:
             self._latest = self._latest[0] + 1, text
             self._changed.notify_all()
 
@@ -176,7 +178,7 @@ class RunPage:
             if not self._viewers and self._subscription is not None:
                 self._subscription.close()
                 self._subscription = None
-                with self._changed:
+                with self._lock:
                     if not self._over:  # otherwise a connection may still have to send the final snapshot
                         self._latest = (0, b"")
 
@@ -185,7 +187,7 @@ class RunPage:
         yield _event("history", self._history.series(self._ids))
         sent, over = 0, False
         while not over:
-            with self._changed:
+            with self._lock:
                 while self._latest[0] == sent and not self._over:
                     self._changed.wait()
                 (number, text), over = self._latest, self._over

@@ -17,6 +17,7 @@ from flowchan.collective.group import Group
 from flowchan.collective.handles import end_before_threads
 from flowchan.collective.torch.works import Work, timed
 from flowchan.errors import GroupError, Mismatch
+from flowchan.transport.interrupts import unless_interrupted
 
 _TURN = 0.02
 """Seconds after which a receiving thread lets another thread receive."""
@@ -36,7 +37,10 @@ class Receives:
     def __init__(self, member: Group) -> None:
         self._member = member
         self._threads: dict[int | None, ThreadPoolExecutor] = {}
-        self._changed = threading.Condition()  # guards the attributes below
+        # Guards the attributes below. A signal handler that raises in Condition.__enter__() would leave the
+        # lock locked, so methods enter the lock.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._other: defaultdict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)
         self._waiting: Counter[int | None] = Counter()  # number of waiting receives, by source
         self._receiving: set[int | None] = set()  # sources from which some thread is receiving
@@ -72,7 +76,7 @@ class Receives:
         """
         give_up = math.inf if limit is None else time.monotonic() + limit
         is_late = False
-        with self._changed:
+        with self._lock:
             self._waiting[source] += 1
             try:
                 while (came := self._of(source, tag)) is None:
@@ -102,17 +106,17 @@ class Receives:
     def _receive_next(self, source: int | None) -> None:
         """Receive one message for any waiting receive, unless none arrives during this turn."""
         self._receiving.add(source)
-        self._changed.release()
+        self._lock.release()
         received: Any = None
         try:
             if source is None:
                 received = self._member.receive_any(timeout=_TURN)
             else:
                 received = self._member.receive(source, timeout=_TURN), source
-        except TimeoutError:
+        except unless_interrupted(TimeoutError):
             pass
         finally:
-            self._changed.acquire()
+            self._lock.acquire()
             if received is not None:
                 (its_tag, found), sender = received
                 self._other[sender, its_tag].append(found)
@@ -132,7 +136,7 @@ class Receives:
 
     def close(self) -> None:
         """End waiting receives, because the member is about to leave."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads.values():

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+from flowchan.channel.latch import Latch
 from flowchan.errors import FlowchanError
 from flowchan.items.text import shown
 from flowchan.run.observe.feed import Feed
@@ -139,7 +140,7 @@ class RunTrace:
             text = f"run: trace={self.path!r} could not be opened: {error.strerror}; choose another path"
             raise type(error)(error.errno, text) from None
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._over = Latch()
         self._thread: threading.Thread | None = None
         self._lines: list[str] = []
         self._is_empty = True
