@@ -19,7 +19,7 @@ import mmap
 import os
 import pickle
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,22 +88,36 @@ def _move(storage: Any, tensors: list[Tensor], place: Any) -> None:
         tensor.data = moved.set_(place, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+class _Block(mmap.mmap):
+    """Memory block of this process that its address identifies until the block is unmapped.
+
+    A weak reference's callback would run after the memory is unmapped. In between, another thread could map a
+    new block at the same address, and the callback would then close the descriptor of the new block.
+    """
+
+    descriptor = start = -1
+
+    def __del__(self, blocks: dict[int, Any] = _blocks, close: Callable[[int], None] = os.close) -> None:
+        """Forget the address. Python calls this before the memory is unmapped."""
+        if self.start != -1:
+            del blocks[self.start]
+        if self.descriptor != -1:
+            close(self.descriptor)
+
+
 def _new_block(size: int) -> mmap.mmap:
     descriptor = os.memfd_create("flowchan parameters", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, size)
-        memory = mmap.mmap(descriptor, size)
+        memory = _Block(descriptor, size)
     except BaseException:
         os.close(descriptor)
         raise
+    memory.descriptor = descriptor
     start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     _blocks[start] = size, descriptor, f"{os.getpid()} {next(_numbers)}"
-    weakref.finalize(memory, _forget, start)
+    memory.start = start
     return memory
-
-
-def _forget(start: int) -> None:
-    os.close(_blocks.pop(start)[1])
 
 
 def is_shared(tensor: Tensor) -> bool:
