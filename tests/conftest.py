@@ -427,7 +427,7 @@ def children() -> set[str]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End the watchdog, because no further test begins."""
+    """Let the watchdog limit the exit of this process, because no further test begins."""
     session.config.stash[WATCHDOG].close()
 
 

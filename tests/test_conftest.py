@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -13,9 +15,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from support.long_files import LONG_FILES
 from support.preloaded_programs import OurTemplate, SharedTemplate
+from support.waiting import wait_until
 
 from flowchan import Channel
 
@@ -124,6 +128,7 @@ def test_leftovers_of_template_programs_are_reported(pytestconfig: pytest.Config
 
 
 SKIPS = """
+import psutil
 import pytest
 
 @pytest.mark.parametrize("number", range(3))
@@ -247,7 +252,65 @@ def test_hanging_test_ends_with_stack_traces(tmp_path: Path) -> None:
     assert re.search(r'test_small.py", line \d+ in test_hangs', said)
 
 
+HANGS_AT_EXIT = """
+import threading
+
+def test_it(): ...
+
+def wait_for_ever(): threading.Event().wait()
+
+threading.Thread(target=wait_for_ever).start()
+"""
+
+
+def test_hang_after_the_last_test_ends_with_stack_traces(tmp_path: Path) -> None:
+    (tmp_path / "test_small.py").write_text(HANGS_AT_EXIT)
+    status, said = run_all(tmp_path, "--timeout=3")
+    assert status == 1
+    assert re.search(r'test_small.py", line \d+ in wait_for_ever', "\n".join(said))
+    assert "  pytest failed, although none of its tests did" in said
+
+
+WAITS = """
+import os, pathlib, signal, subprocess, sys
+
+def test_waits():
+    if IGNORES:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    new = pathlib.Path(__file__).with_name("new")
+    new.write_text(f"{os.getpid()} {child.pid}")
+    new.rename(new.with_name("pids"))
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.mark.parametrize("ignores", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_all_processes_of_a_run(tmp_path: Path, number: int, ignores: bool) -> None:
+    """A second signal also ends a process that ignores the first."""
+    (tmp_path / "test_small.py").write_text(WAITS.replace("IGNORES", str(ignores)))
+    pids = tmp_path / "pids"
+    with subprocess.Popen(
+        [sys.executable, RUN_TESTS, "-p", "conftest", f"--rootdir={tmp_path}", "-q", "--files", "."],
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as run:
+        wait_until(pids.exists)
+        family = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+        while run.poll() is None:
+            run.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.wait(5 if ignores else 100)
+    assert run.returncode == 128 + number
+    wait_until(lambda: not any(process.is_running() for process in family))
+
+
 COMBINES = """
+import psutil
 import pytest
 
 @pytest.fixture(params="ab")
@@ -278,6 +341,7 @@ def test_looks(long_walk):
     print("long", long_walk)
 """
 PAIRS = """
+import psutil
 import pytest
 
 @pytest.mark.each_pair
@@ -288,6 +352,7 @@ def test_combines(first, second, third):
     print("ran", first, second, third)
 """
 MANY = """
+import psutil
 import pytest
 
 @pytest.mark.parametrize("letter", "abcdefgh")

@@ -12,6 +12,8 @@ load average. Either the test or the product then depends on the machine's load.
 
 The whole run also fails if some tests have not run. Examples are a crashed process, a file that cannot be
 collected, and a run that selects no tests.
+
+Ctrl-C or SIGTERM ends the run and all its processes. A second one kills the processes at once.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +34,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import psutil
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.append(str(TESTS))
@@ -46,6 +51,8 @@ LEAST_BYTES = 80_000
 """Size of the last groups. The size of a file is a rough measure of the time that its tests take."""
 MOST = 20
 """Largest number of failed tests that are run again; more failures come from a change, not from load."""
+END_WITHIN_S = 20.0
+"""Seconds that interrupted pytest processes have for their teardown."""
 PASSED, FAILED, NO_TESTS = 0, 1, 5
 """Exit statuses with which pytest reports that all tests of its files have run."""
 
@@ -143,6 +150,62 @@ def groups(files: list[str]) -> Iterator[list[str]]:
         yield group
 
 
+class Processes:
+    """The pytest processes that are running."""
+
+    def __init__(self) -> None:
+        self._starting = threading.Lock()
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._ends = False
+
+    def call(self, command: list[str], output: IO[bytes]) -> int:
+        """Run a command and return its exit status; run nothing after ``end()``."""
+        with self._starting:
+            if self._ends:
+                return -signal.SIGKILL
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # Ctrl-C reaches it through end(), and only once
+            )
+            self._running.append(process)
+        status = process.wait()
+        self._running.remove(process)
+        return status
+
+    def end(self) -> None:
+        """Interrupt all processes, and kill those that are left later, together with their descendants."""
+        with self._starting:
+            self._ends = True
+        running, family = list(self._running), set(descendants())
+        give_up = time.monotonic() + END_WITHIN_S
+        with contextlib.suppress(RunInterrupted, subprocess.TimeoutExpired):
+            for process in running:
+                process.send_signal(signal.SIGINT)
+            for process in running:
+                process.wait(max(0.0, give_up - time.monotonic()))
+        for left in family | set(descendants()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+
+
+def descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+processes = Processes()
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM arrived; ``args[0]`` is its number."""
+
+
+def interrupt(number: int, _: object) -> None:
+    raise RunInterrupted(number)
+
+
 def pytest_run(*arguments: str) -> tuple[int, dict[str, Any] | None, str]:
     """Run pytest; return its exit status, its outcomes and its output. The outcomes are ``None`` if pytest
     was killed before it wrote them."""
@@ -151,7 +214,7 @@ def pytest_run(*arguments: str) -> tuple[int, dict[str, Any] | None, str]:
         command = [sys.executable, "-m", "pytest", f"--outcomes={kept}", *arguments]
         output = Path(folder) / "output"  # not a pipe, which a process that a test has left would keep open
         with output.open("wb") as file:
-            status = subprocess.call(command, stdout=file, stderr=subprocess.STDOUT)
+            status = processes.call(command, file)
         outcomes = json.loads(kept.read_text()) if kept.exists() else None
         return status, outcomes, output.read_text(errors="replace")
 
@@ -175,7 +238,8 @@ def main() -> int:
     parser.add_argument("--ignore", action="append", default=[])
     parser.add_argument("--files", nargs="*", default=["tests"])
     known, options = parser.parse_known_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without SIGINT
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs without SIGINT
+        signal.signal(number, interrupt)
     ignored = known.ignore if "--hosts" in options else [*known.ignore, str(TESTS / "hosts_real")]
     files = list(test_files(known.files, ignored))
     loading = {file for file in files if loads_large(Path(file.partition("::")[0]))}
@@ -193,12 +257,13 @@ def main() -> int:
                 status, outcomes, output = ended.result()
                 print(output, end="", flush=True)
                 total.add(status, outcomes)
-        except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)
-            raise
-        if len(total.failed) <= MOST:
-            for test in total.failed:
-                run_alone(test, options)
+            if len(total.failed) <= MOST:
+                for test in total.failed:
+                    run_alone(test, options)
+        except RunInterrupted as interrupted:
+            pool.shutdown(wait=False, cancel_futures=True)
+            processes.end()
+            return 128 + int(interrupted.args[0])
     return total.show()
 
 

@@ -27,13 +27,13 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._end: Callable[[], None] | None = None
         self._deadline = self._wakes = float("inf")
-        self._backstop = 0.0
+        self._backstop = self._limit_s = 0.0
 
     def begin(self, limit_s: float, end: Callable[[], None]) -> bool:
         """Begin to watch a test, and return whether this has started a thread."""
         now = time.monotonic()
         with self._changed:
-            self._deadline, self._end = now + limit_s, end
+            self._deadline, self._end, self._limit_s = now + limit_s, end, limit_s
             if self._deadline < self._wakes:
                 self._changed.notify()
         if self._thread is None:
@@ -51,10 +51,12 @@ class Watchdog:
             self._deadline, self._end = float("inf"), None
 
     def close(self) -> None:
-        """Cancel faulthandler's timer, because no further test begins."""
+        """Let the process exit within the limit of the last test; faulthandler ends it otherwise."""
         self.pause()
         self._backstop = 0.0
         faulthandler.cancel_dump_traceback_later()
+        if self._limit_s:
+            faulthandler.dump_traceback_later(self._limit_s, exit=True, file=self._stderr)
 
     def _watch(self) -> None:
         with self._changed:
