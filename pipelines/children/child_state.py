@@ -33,12 +33,14 @@ class Alive:
         self._ends = itertools.count(1)
         self._count, self._reports = count, reports
         self._next_end = Latch()
+        self._replacing = threading.Lock()
 
     def one_ended(self) -> None:
         if next(self._ends) == self._count:
             self._reports.close()
             self._reports = released()
-        ended, self._next_end = self._next_end, Latch()
+        with self._replacing:  # otherwise two children that end at once could lose a latch
+            ended, self._next_end = self._next_end, Latch()
         ended.set()
 
     def wait_for(self, condition: Callable[[], bool], until: float | None) -> None:
