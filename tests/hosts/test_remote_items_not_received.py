@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.peers import HostPeer, ThreadPeer
-from support.waiting import wait_blocked, wait_until
+from support.waiting import WAIT_LIMIT_S, wait_blocked, wait_until
 
 from flowchan import Channel, Drained, Empty, HostError, NothingReady, select
 from flowchan.channel.channel import LARGEST
@@ -202,7 +202,7 @@ def test_item_of_a_cancelled_get_goes_to_a_waiting_reader(how):
         return waiting.result()
 
     peer = HostPeer(use)
-    assert back.get() == "both wait"
+    assert back.get(timeout=WAIT_LIMIT_S) == "both wait"
     channel.put("the item")
     assert peer.result() == "the item"
 
