@@ -191,6 +191,47 @@ def test_remote_workers_count_as_waiting_only_if_they_report_it() -> None:
     assert (into.waiting_readers, out.waiting_readers, out.waiting_writers) == (1, 1, 2)
 
 
+def test_remote_reader_that_reports_no_wait_is_not_waiting() -> None:
+    absent = tuple(dataclasses.replace(stage(name), hosts=("far",)) for name in ("first", "second"))
+    stats = observation(edge("first", "second", readers=5, writers=1), stages=absent).stats
+    (found,) = Waits().put_into(stats).edges
+    assert (found.waiting_readers, found.waiting_writers) == (0, 1)
+
+
+def test_next_check_is_due_one_interval_after_the_last() -> None:
+    deadlocks = Deadlocks(10.0)
+    assert deadlocks.next_at == 10.0 + STILL
+    waiting = Activity(7, 2, 0)
+    deadlocks.check(20.0, TWO, lambda: waiting, pytest.fail)  # the first check sees progress
+    assert deadlocks.next_at == 20.0 + STILL
+    deadlocks.check(30.0, TWO, lambda: waiting, lambda _: None)
+    assert deadlocks.next_at <= 30.0  # other hosts have not answered
+    deadlocks.check(30.1, TWO, pytest.fail, lambda _: LOOP)
+    assert deadlocks.next_at == 30.1 + STILL
+
+
+def test_observation_asks_only_about_live_workers_with_unread_results() -> None:
+    first, second = sorted(TWO, key=str)
+    deadlocks = Deadlocks(0.0)
+    activity = Activity(7, 0, 1, unread=frozenset({first, RESULT}))
+    asked: list[frozenset[WorkerId]] = []
+    for now in (1.0, 2.0):
+        deadlocks.check(now, frozenset({first, second}), lambda: activity, asked.append)
+    assert asked == [{first}]
+
+
+def test_failure_of_a_deadlock_names_a_stage_that_waits_to_put() -> None:
+    mixed = observation(
+        edge("source", "zip", readers=1), edge("tee", "source", readers=1), edge("tee", "zip", writers=1)
+    )
+    stuck = judge(mixed, mixed)
+    assert isinstance(stuck, Stuck)
+    assert stuck.failure.worker == WorkerId("tee", 1)
+    stuck = judge(LOOP, LOOP)
+    assert isinstance(stuck, Stuck)
+    assert stuck.failure.worker == WorkerId("second", 1)  # it reads the first channel
+
+
 def test_run_is_not_inspected_before_the_interval() -> None:
     deadlocks = Deadlocks(0.0)
     assert deadlocks.check(STILL / 2, TWO, pytest.fail, pytest.fail) is None
