@@ -1,20 +1,30 @@
-"""Create events about workers, as a supervisor receives them."""
+"""Create events about workers, as a supervisor receives them.
+
+Most events come from other processes, so their names equal those in the state, but are other objects.
+"""
 
 from __future__ import annotations
 
+import pickle
 import signal
 
 from flowchan.errors import MemberDied
 from flowchan.run.policy.events import Death, Failure, WorkerId
 
 
+def received(worker: WorkerId) -> WorkerId:
+    """Return the same worker as another process reports it."""
+    sent: WorkerId = pickle.loads(pickle.dumps(worker))
+    return sent
+
+
 def failure(worker: WorkerId, text: str = "wrong") -> Failure:
-    return Failure(worker, ValueError(text), "item", 1)
+    return Failure(received(worker), ValueError(text), "item", 1)
 
 
 def died(worker: WorkerId) -> Death:
-    return Death(worker, "was killed by SIGKILL", 1, -signal.SIGKILL)
+    return Death(received(worker), "was killed by SIGKILL", 1, -signal.SIGKILL)
 
 
 def missing(worker: WorkerId) -> Failure:
-    return Failure(worker, MemberDied("another died"), None, 1)
+    return Failure(received(worker), MemberDied("another died"), None, 1)
