@@ -59,7 +59,9 @@ def test_unknown_worker_is_refused(how: str, worker: int) -> None:
 
 
 @HOW
-@pytest.mark.parametrize("item", ["ab", [1, "a"], (1,), (1, "a", "b"), ("1", "a"), (1.0, "a"), (True, "a"), None])
+@pytest.mark.parametrize(
+    "item", ["ab", [1, "a"], (1,), (1, "a", "b"), ("1", "a"), (1.0, "a"), (True, "a"), None]
+)
 def test_item_that_is_not_a_numbered_pair_is_refused(how: str, item: Any) -> None:
     two = Two()
     with pytest.raises(TypeError, match=r"put: item must be a pair \(worker, item\), got"):
@@ -114,7 +116,7 @@ def test_item_that_cannot_be_pickled_is_not_unwanted() -> None:
     assert unwanted == []
 
 
-def test_put_nowait_raises_if_the_channel_of_the_worker_is_full() -> None:
+def test_put_nowait_raises_if_the_channel_is_full() -> None:
     two = Two(capacity=1)
     two.end.put_nowait((1, "a"))
     with pytest.raises(Full):
@@ -145,7 +147,7 @@ def test_put_many_has_no_limit_by_default() -> None:
     assert two.inside() == [4, 3]
 
 
-def test_channel_of_the_end_is_broken_or_open_if_one_is() -> None:
+def test_end_prefers_a_broken_channel_to_an_open_one() -> None:
     two = Two()
     first, second = two.channels
     assert two.end.channel is first

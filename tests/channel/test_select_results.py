@@ -70,7 +70,7 @@ def test_pair_may_be_a_tuple_or_a_list(pair: Any) -> None:
 
 
 class NamedPair(tuple[Any, ...]):
-    """Tuple of a class of its own, as a named tuple is."""
+    """Subclass of tuple, like a named tuple."""
 
 
 def test_pair_may_be_of_a_subclass_of_tuple() -> None:
@@ -79,7 +79,7 @@ def test_pair_may_be_of_a_subclass_of_tuple() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(), (1,), (1, 2, 3), [1], [1, 2, 3], "ab", {"a": 1, "b": 2}, None])
-def test_put_that_is_not_a_pair_is_refused_with_its_value(wrong: Any) -> None:
+def test_put_that_is_not_a_pair_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"select: puts must be pairs \(channel, item\), got "):
         select(puts=[wrong])
 

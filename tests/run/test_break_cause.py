@@ -73,7 +73,7 @@ def test_report_of_an_abort_comes_before_channels_found_broken(line: Line) -> No
     assert found.worker == FIRST
 
 
-def test_break_without_a_report_began_where_no_worker_passed_it_on(line: Line) -> None:
+def test_break_without_a_report_began_at_its_first_channel(line: Line) -> None:
     line.breaks.record_met(Met(SECOND, ("first",)))  # it then breaks its other channel, "second"
     line.broken = {None: ["second", "first"]}
     line.breaks.check()
@@ -83,7 +83,7 @@ def test_break_without_a_report_began_where_no_worker_passed_it_on(line: Line) -
     assert str(found.error) == "first"
 
 
-def test_break_that_was_passed_on_in_a_circle_names_the_first_found(line: Line) -> None:
+def test_break_passed_on_in_a_circle_names_the_first(line: Line) -> None:
     line.breaks.record_met(Met(FIRST, ("source",)))
     line.breaks.record_met(Met(SECOND, ("second",)))
     line.breaks.record_met(Met(SECOND, ("first",)))
@@ -105,7 +105,7 @@ def test_failure_is_reported_once(line: Line) -> None:
     assert not line.breaks.has_reported(FIRST)
 
 
-def test_end_of_a_worker_with_a_broken_channel_is_held_back(line: Line) -> None:
+def test_end_with_a_broken_channel_is_held_back(line: Line) -> None:
     line.broken = {FIRST: ["source"]}
     assert line.breaks.keeps(Ended(FIRST))
     assert not line.breaks.keeps(Ended(SINK))
@@ -160,7 +160,7 @@ def test_decision_waits_for_all_reports_up_to_a_limit(line: Line) -> None:
     assert line.is_due()
 
 
-def test_end_of_a_worker_is_due_once_the_supervisor_breaks_all_channels(line: Line) -> None:
+def test_held_end_is_due_once_the_supervisor_breaks_channels(line: Line) -> None:
     line.broken = {FIRST: ["source"]}
     line.breaks.keeps(Ended(FIRST))
     assert not line.is_due()

@@ -220,7 +220,7 @@ def test_observation_asks_only_about_live_workers_with_unread_results() -> None:
     assert asked == [{first}]
 
 
-def test_failure_of_a_deadlock_names_a_stage_that_waits_to_put() -> None:
+def test_deadlock_names_a_stage_that_waits_to_put() -> None:
     mixed = observation(
         edge("source", "zip", readers=1), edge("tee", "source", readers=1), edge("tee", "zip", writers=1)
     )

@@ -34,7 +34,7 @@ def test_death_uses_a_restart_unless_it_says_otherwise() -> None:
     assert (DEATH.retired, DEATH.always, DEATH.irreplaceable, DEATH.error) == (False, False, "", None)
 
 
-def test_spans_of_another_host_are_moved_to_the_clock_of_this_one() -> None:
+def test_spans_of_another_host_are_moved_to_this_clock() -> None:
     spans = ItemSpans(WORK, (((1, 2), 100, 250), ((3,), 300, 301)))
     assert spans.shifted(1000) == ItemSpans(WORK, (((1, 2), 1100, 1250), ((3,), 1300, 1301)))
     assert spans.shifted(-50).spans[0] == ((1, 2), 50, 200)

@@ -37,7 +37,7 @@ def test_worker_waits_at_any_channel_of_its_stage() -> None:
     assert not all_wait(stats(stage("zip", alive=3), stage("sink", alive=2), edges=(first, second)))
 
 
-def test_more_waits_than_live_workers_are_still_a_wait_of_all() -> None:
+def test_more_waits_than_live_workers_are_a_wait() -> None:
     """A worker that ended after its channel was read is counted there."""
     assert all_wait(stats(stage("zip"), edges=(edge("numbers", "zip", waiting_readers=2),)))
 
@@ -82,11 +82,14 @@ def does(one: StageStats, *others: StageStats, edges: tuple[EdgeStats, ...] = ()
             {"starting": 1, "alive": 3},
             "  'work' ×3 works on 0 items (busy 0 %); 1 of its 3 workers are starting",
         ),
-        ({"kind": "collect"}, "  'work' waits for the program to read its items with run.iter() or run.wait()"),
+        (
+            {"kind": "collect"},
+            "  'work' waits for the program to read its items with run.iter() or run.wait()",
+        ),
         ({"kind": "collect", "in_hand": 1}, "  'work' works on 1 item (busy 0 %)"),
     ],
 )
-def test_line_of_a_stage_tells_what_it_does(values: dict[str, Any], text: str) -> None:
+def test_line_of_a_stage_shows_its_work(values: dict[str, Any], text: str) -> None:
     assert does(stage("work", **values)) == text
 
 
@@ -99,7 +102,7 @@ def test_line_of_a_stage_tells_what_it_does(values: dict[str, Any], text: str) -
         (stage("next", alive=0), "'next' has ended"),
     ],
 )
-def test_line_of_a_blocked_writer_tells_what_its_reader_does(reader: StageStats, text: str) -> None:
+def test_line_of_a_blocked_writer_shows_its_reader(reader: StageStats, text: str) -> None:
     blocked = edge("work", "next", waiting_writers=1, writers_waiting_for=1.25)
     assert does(stage("work"), reader, edges=(blocked,)) == (
         f"  'work' waits to put into 'work' (1 of 4) for 1.2 s, whose reader {text}"
@@ -113,7 +116,7 @@ def test_line_of_a_blocked_writer_tells_what_its_reader_does(reader: StageStats,
         (stage("orders", alive=0), "'orders' has ended"),
     ],
 )
-def test_line_of_a_waiting_reader_tells_what_its_writer_does(writer: StageStats, text: str) -> None:
+def test_line_of_a_waiting_reader_shows_its_writer(writer: StageStats, text: str) -> None:
     waiting = edge("orders", "work", waiting_readers=1, readers_waiting_for=2.0, inside=0)
     assert does(stage("work"), writer, edges=(waiting,)) == (
         f"  'work' waits for an item from 'orders' (0 of 4) for 2.0 s, whose writer {text}"
@@ -131,7 +134,7 @@ def test_line_lists_all_waits_of_a_stage_and_no_others() -> None:
     )
 
 
-def test_full_channel_names_its_memory_and_the_processes_that_hold_it() -> None:
+def test_full_channel_names_the_processes_that_hold_its_memory() -> None:
     full = edge(
         "work", "next", waiting_writers=1, short_of_bytes=True, bytes=2_500_000, share=3_000_000,
         holders=(Holder(11, 2, 1_500_000), Holder(12, 1, 500_000)),
@@ -146,7 +149,8 @@ def test_full_channel_names_its_memory_and_the_processes_that_hold_it() -> None:
     ("number", "text"),
     [
         (0, "0.0 KB"), (1_500, "1.5 KB"), (123_400, "123.4 KB"), (10**6 - 1, "1,000.0 KB"), (10**6, "1.0 MB"),
-        (123_400_000, "123.4 MB"), (10**9 - 1, "1,000.0 MB"), (10**9, "1.0 GB"), (12_345 * 10**8, "1,234.5 GB"),
+        (123_400_000, "123.4 MB"), (10**9 - 1, "1,000.0 MB"), (10**9, "1.0 GB"),
+        (12_345 * 10**8, "1,234.5 GB"),
     ],
 )  # fmt: skip
 def test_amount_has_the_unit_that_fits(number: int, text: str) -> None:

@@ -15,7 +15,10 @@ from flowchan.run.policy.transitions import Phase, PolicyState, with_failure
 FIRST, SECOND, OTHER = WorkerId("first", 1), WorkerId("first", 2), WorkerId("other", 1)
 UNKNOWN = WorkerId("first", 0)
 START = PolicyState(
-    alive=frozenset({FIRST, SECOND, OTHER}), processes=frozenset(), sources=frozenset(), ends=frozenset({OTHER})
+    alive=frozenset({FIRST, SECOND, OTHER}),
+    processes=frozenset(),
+    sources=frozenset(),
+    ends=frozenset({OTHER}),
 )
 
 
@@ -36,10 +39,13 @@ def test_error_of_an_aborted_channel_and_its_worker_counts_once(worker: WorkerId
 
 @pytest.mark.parametrize(
     "other",
-    [broke(FIRST, WRONG, None), broke(SECOND, WRONG), broke(WorkerId("other", 0), WRONG), broke(FIRST, KeyError(1))],
+    [
+        broke(FIRST, WRONG, None), broke(SECOND, WRONG), broke(WorkerId("other", 0), WRONG),
+        broke(FIRST, KeyError(1)),
+    ],
     ids=["no channel", "another worker", "another stage", "another error"],
 )  # fmt: skip
-def test_error_that_has_another_cause_counts_too(other: Failure) -> None:
+def test_error_with_another_cause_counts_separately(other: Failure) -> None:
     new = Failure(FIRST, ValueError("wrong"), "item", 1)
     assert with_failure((other,), new) == (other, new)
 
@@ -58,7 +64,7 @@ def test_broken_channel_ends_a_run_that_goes_on(phase: Phase) -> None:
 
 
 @pytest.mark.parametrize("phase", ["running", "stopping", "finishing", "failing", "aborting"])
-def test_deadlock_ends_only_a_run_whose_workers_are_needed(phase: Phase) -> None:
+def test_deadlock_ends_a_run_only_before_it_ends(phase: Phase) -> None:
     state = PolicyState(START.alive, frozenset(), frozenset(), START.ends, phase=phase)
     stuck = failure(OTHER)
     found, actions = decide(state, Stuck(stuck), 7.0)

@@ -109,7 +109,7 @@ def test_added_worker_gets_the_channels_of_its_peers() -> None:
     assert list(added.channels()) == ["source", "work"]
 
 
-def test_worker_of_a_failing_stage_has_the_channel_of_failed_items() -> None:
+def test_worker_has_the_channel_of_its_failed_items() -> None:
     graph = Graph("failing")
     work = graph.source(range(3)).map(abs, name="work")
     work.sink(abs)

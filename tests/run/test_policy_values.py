@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 MODULES = (
-    "actions", "autoscale", "deadlock", "decisions", "events", "failures", "health", "plan", "scaling", "seeds",
-    "stats", "transitions",
+    "actions", "autoscale", "deadlock", "decisions", "events", "failures", "health", "plan", "scaling",
+    "seeds", "stats", "transitions",
 )  # fmt: skip
-"""Modules of ``run/policy`` with values that several threads share, for example with listeners of the feed."""
+"""Modules of ``run/policy`` with values that several threads share, such as listeners of the feed."""
 
 
 def values_of(module: str) -> list[type[Any]]:

@@ -90,7 +90,8 @@ def test_run_with_an_ended_stage_is_ready() -> None:
 
 
 def test_health_lists_all_stages_except_inputs() -> None:
-    stats = run_stats(stage("orders", alive=0, kind="input"), stage("work", starting=1), stage("last", alive=0))
+    orders = stage("orders", alive=0, kind="input")
+    stats = run_stats(orders, stage("work", starting=1), stage("last", alive=0))
     health = health_of(stats, state_of(), failed=True, waiting=3, now=0.0)
     assert health.stages == {"work": "starting", "last": "ended"}
     assert (health.failed, health.waiting) == (True, 3)
