@@ -69,8 +69,8 @@ def test_death_over_an_item_uses_no_restart(log: Log) -> None:
     ((level, text),) = log.lines()
     assert level == "WARNING"
     assert text.splitlines() == [
-        "the process of worker work 1 (pid 1 on host far) was killed by SIGKILL while it was processing an item "
-        "(death 2 over this item); it is replaced",
+        "the process of worker work 1 (pid 1 on host far) was killed by SIGKILL while it was processing an "
+        "item (death 2 over this item); it is replaced",
         "its stack was (most recent call last):",
         "line 1",
         "line 2",
