@@ -219,3 +219,10 @@ def test_placement_without_shares_counts_the_workers_of_all_stages() -> None:
     stream.map(abs, on=pool[{"a": 1, "b": 1}], workers=1, name="again").sink(abs)
     found = [(one.id.stage, one.host) for one in planned(graph).workers if one.host]
     assert found == [("first", "a"), ("shared", "a"), ("second", "b"), ("second", "b"), ("again", "b")]
+
+
+def test_assigned_hosts_are_used_in_turn() -> None:
+    pool = hosts.ssh({"a": 8, "b": 8, "c": 8}).assigned(["c", "a", "b", "a"])
+    graph = Graph("assigned")
+    graph.source(range(3)).map(abs, on=pool, workers=6).sink(abs)
+    assert [one.host for one in planned(graph).workers if one.host] == ["c", "a", "b", "a", "c", "a"]
