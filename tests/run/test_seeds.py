@@ -7,6 +7,7 @@ worker's process derive from that seed.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import importlib.util
 import os
 import random
@@ -23,7 +24,7 @@ from runs import everywhere, run_python, script
 
 import flowchan
 from flowchan import Graph, In, Out, Worker
-from flowchan.run.policy.seeds import seed_of
+from flowchan.run.policy.seeds import enter, seed_of, worker_text
 
 
 def ask(_: Any) -> Worker:
@@ -138,6 +139,25 @@ def test_seeds_differ_by_run_stage_number_and_incarnation() -> None:
     }
     assert len(seeds) == 5 * 3 * 4 * 3
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_seeds_use_all_63_bits() -> None:
+    seeds = [seed_of(run, "a", 1, 0) for run in range(200)]
+    for bit in range(63):
+        assert {seed >> bit & 1 for seed in seeds} == {0, 1}
+
+
+def test_text_of_a_worker_has_its_stage_number_and_host() -> None:
+    def texts() -> Iterator[str]:
+        yield worker_text()
+        enter(Worker("map", 2, 3, seed=1))
+        yield worker_text()
+        enter(Worker("map", 2, 3, seed=1, host="gpu1"))
+        yield worker_text()
+
+    found = contextvars.Context().run(lambda: list(texts()))
+    assert found == ["the worker", "the worker map 2", "the worker map 2 on host 'gpu1'"]
+    assert worker_text() == "the worker"
 
 
 def test_reported_seed_reproduces_the_random_numbers() -> None:
