@@ -44,12 +44,14 @@ class Addressed:
     def put_many(self, items: Iterable[tuple[int, Any]], timeout: float | None = None) -> None:
         """Put the items of an iterable in order, waiting up to ``timeout`` seconds in total."""
         until = None if timeout is None else time.monotonic() + timeout
-        for number, item in enumerate(items):
-            try:
+        number = 0
+        try:
+            for item in items:
                 self.put(item, None if until is None else max(0.0, until - time.monotonic()))
-            except Exception as error:
-                error.items_put = number  # type: ignore[attr-defined]
-                raise
+                number += 1
+        except Exception as error:
+            error.items_put = number  # type: ignore[attr-defined]
+            raise
 
     async def aput(self, item: tuple[int, Any]) -> None:
         """Put an item like ``put``, without blocking the event loop."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -137,6 +138,19 @@ def test_error_in_put_many_tells_how_many_items_were_put(timeout: float) -> None
     with pytest.raises(TypeError) as wrong:
         two.end.put_many([(2, "e"), "wrong"])  # type: ignore[list-item]
     assert wrong.value.items_put == 1  # type: ignore[attr-defined]
+
+
+def test_error_of_the_iterable_counts_the_items_put_before() -> None:
+    def items() -> Iterator[tuple[int, str]]:
+        yield 1, "a"
+        yield 2, "b"
+        raise KeyError("no more")
+
+    two = Two()
+    with pytest.raises(KeyError) as raised:
+        two.end.put_many(items())
+    assert raised.value.items_put == 2  # type: ignore[attr-defined]
+    assert two.inside() == [1, 1]
 
 
 def test_put_many_has_no_limit_by_default() -> None:
