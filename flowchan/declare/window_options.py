@@ -7,7 +7,7 @@ from typing import Any
 
 from flowchan.declare.callables import is_async, is_callable_class
 from flowchan.declare.options import PlainOptions
-from flowchan.items.arguments import callable_argument, finite_seconds, known_options, pause, whole
+from flowchan.items.arguments import callable_argument, finite_pause, finite_seconds, known_options, whole
 from flowchan.items.text import shown
 
 WINDOW_ARGUMENTS = ("size", "seconds", "every", "key", "time", "allowed_lateness")
@@ -79,7 +79,7 @@ def _by_time(kind: str, key: Any, time: Any, allowed_lateness: Any) -> dict[str,
     for name, function in (("key", key), ("time", time)):
         if function is not None:
             _function(kind, name, function)
-    lateness = pause(kind, "allowed_lateness", allowed_lateness)
+    lateness = finite_pause(kind, "allowed_lateness", allowed_lateness)
     if lateness and time is None:
         raise TypeError(
             f"{kind}: allowed_lateness requires time, because items are never late by their time of arrival"

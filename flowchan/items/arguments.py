@@ -49,8 +49,17 @@ def finite_seconds(call: str, argument: str, value: Any) -> float:
 
 def pause(call: str, argument: str, value: Any) -> float | None:
     """Check that the value is a non-negative number of seconds, or ``None`` for no pause."""
-    length = None if value is None else _number(call, argument, value, " or None")
-    if length is not None and not length >= 0:
+    return None if value is None else _pause(call, argument, value, " or None")
+
+
+def finite_pause(call: str, argument: str, value: Any) -> float:
+    """Check that the value is a non-negative number of seconds."""
+    return _pause(call, argument, value, "")
+
+
+def _pause(call: str, argument: str, value: Any, or_none: str) -> float:
+    length = _number(call, argument, value, or_none)
+    if not length >= 0:
         raise ValueError(f"{call}: {argument} must be at least 0 seconds, got {value}")
     return length
 

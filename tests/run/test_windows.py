@@ -268,6 +268,12 @@ def test_join_drops_items_that_can_have_no_more_partners(monkeypatch: pytest.Mon
         ((2,), {"time": float}, TypeError, "time and allowed_lateness require seconds"),
         ((), {"seconds": 2, "allowed_lateness": 1}, TypeError, "allowed_lateness requires time"),
         ((), {"seconds": 2, "time": float, "allowed_lateness": -1}, ValueError, "allowed_lateness must be"),
+        (
+            (),
+            {"seconds": 2, "time": float, "allowed_lateness": None},
+            TypeError,
+            "allowed_lateness must be a number of seconds, got None",
+        ),
         ((2,), {"key": 1}, TypeError, "key must be a function"),
         ((2,), {"sice": 1}, TypeError, "did you mean 'size'"),
     ],
@@ -286,6 +292,11 @@ def test_wrong_window_option_raises_at_the_declaration(
         ({"key": str, "within": 0}, ValueError, "within must be greater than 0"),
         ({"key": str, "within": 1, "other_time": float}, TypeError, "other_time also requires time="),
         ({"key": str, "within": 1, "allowed_lateness": 1}, TypeError, "allowed_lateness requires time"),
+        (
+            {"key": str, "within": 1, "time": float, "allowed_lateness": None},
+            TypeError,
+            "allowed_lateness must be a number of seconds, got None",
+        ),
     ],
 )
 def test_wrong_join_option_raises_at_the_declaration(options: Any, error: Any, match: str) -> None:
