@@ -222,7 +222,7 @@ def test_placement_without_shares_counts_the_workers_of_all_stages() -> None:
 
 
 def test_assigned_hosts_are_used_in_turn() -> None:
-    pool = hosts.ssh({"a": 8, "b": 8, "c": 8}).assigned(["c", "a", "b", "a"])
+    pool = hosts.ssh({"a": 8, "b": 8, "c": 8}).assigned(["c", "a", "b", "b"])
     graph = Graph("assigned")
     graph.source(range(3)).map(abs, on=pool, workers=6).sink(abs)
-    assert [one.host for one in planned(graph).workers if one.host] == ["c", "a", "b", "a", "c", "a"]
+    assert [one.host for one in planned(graph).workers if one.host] == ["c", "a", "b", "b", "c", "a"]
