@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import pickle
 import threading
 from typing import Any
@@ -60,3 +62,18 @@ def test_transport_of_an_edge_depends_on_both_placements(
 
 def test_only_process_and_hosts_placements_use_separate_processes() -> None:
     assert [place.name for place in PLACEMENTS.values() if place.own_process] == ["process", "hosts"]
+
+
+@pytest.mark.parametrize(
+    "module", ["annotations", "auto_workers", "keyed", "operators", "options", "placements", "values"]
+)
+def test_value_of_a_declared_graph_cannot_be_changed(module: str) -> None:
+    """Several runs may share a graph, and each sends its stages to other processes."""
+    found = vars(importlib.import_module(f"flowchan.declare.{module}")).values()
+    kinds = [one for one in found if isinstance(one, type) and dataclasses.is_dataclass(one)]
+    assert kinds
+    for kind in kinds:
+        value = object.__new__(kind)
+        for field in dataclasses.fields(kind):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(value, field.name, None)
