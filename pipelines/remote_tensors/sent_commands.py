@@ -13,19 +13,24 @@ RECENT = 200
 
 Operation = tuple[int, str]
 """Number and name of an operation."""
+Templates = dict[int, tuple[str, int]]
+"""Name of the operation and size of the command of each template."""
 
 
 class SentCommands:
     """Recent messages that a node may not have handled yet.
+
+    Several threads use this object without a lock. ``answered`` only stores a number, so all changes of the
+    deques come from the thread that sends, which holds its client's lock. ``first_lost`` reads copies.
 
     Attributes:
         count: Number of messages sent so far.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self._handled = 0
         self._messages: collections.deque[tuple[int, bytes | Operation]] = collections.deque(maxlen=RECENT)
-        self._templates: dict[int, tuple[str, int]] = {}
+        self._templates: Templates = {}
         self._dropped: collections.deque[tuple[int, list[int]]] = collections.deque()
 
     def defined(self, id: int, spec: TemplateSpec) -> None:
@@ -43,20 +48,18 @@ class SentCommands:
         self._messages.pop()
 
     def answered(self, count: int) -> None:
-        """Forget the first ``count`` messages, which the node has handled."""
-        while self._messages and self._messages[0][0] <= count:
-            self._messages.popleft()
-        self._drop(count)
+        """Record that the node has handled the first ``count`` messages. The next ``freed`` forgets them."""
+        self._handled = count
 
     def freed(self, ids: Sequence[int]) -> None:
         """Forget the templates among these ids, once the messages so far are forgotten."""
         dropped = [id for id in ids if id in self._templates]
         if dropped:
             self._dropped.append((self.count, dropped))
-        self._drop(self.count - RECENT)
-
-    def _drop(self, count: int) -> None:
-        while self._dropped and self._dropped[0][0] <= count:
+        forgotten = max(self._handled, self.count - RECENT)
+        while self._messages and self._messages[0][0] <= forgotten:
+            self._messages.popleft()
+        while self._dropped and self._dropped[0][0] <= forgotten:
             for id in self._dropped.popleft()[1]:
                 self._templates.pop(id, None)
 
@@ -68,25 +71,30 @@ class SentCommands:
             running: Number of the operation that the node was running, or the negative number of the last
                 finished operation. None if unknown.
         """
-        operations = [*self._recent(), *self._commands(unsent)]
+        # In this order, the copies contain the templates of all messages that the node has not handled.
+        messages, templates, handled = self._messages.copy(), self._templates.copy(), self._handled
+        recent = [message for count, message in messages if count > handled]
+        operations = [*_operations(recent, templates), *_commands(unsent, templates)]
         if running:
             numbers = [number for number, _ in operations]
             if abs(running) in numbers:
                 operations = operations[numbers.index(abs(running)) + (running < 0) :]
         return operations[0] if operations else None
 
-    def _recent(self) -> Iterator[Operation]:
-        seen: set[int] = set()  # an interrupted flush sends its batch again
-        for _, message in list(self._messages):
-            found = self._commands(unpack_batch(message)[1]) if isinstance(message, bytes) else [message]
-            for operation in found:
-                if operation[0] not in seen:
-                    seen.add(operation[0])
-                    yield operation
 
-    def _commands(self, commands: Sequence[Any]) -> Iterator[Operation]:
-        place = 0
-        while place < len(commands):
-            name, size = self._templates[commands[place]]
-            yield commands[place + 1], name
-            place += size
+def _operations(messages: Sequence[bytes | Operation], templates: Templates) -> Iterator[Operation]:
+    seen: set[int] = set()  # an interrupted flush sends its batch again
+    for message in messages:
+        found = _commands(unpack_batch(message)[1], templates) if isinstance(message, bytes) else [message]
+        for operation in found:
+            if operation[0] not in seen:
+                seen.add(operation[0])
+                yield operation
+
+
+def _commands(commands: Sequence[Any], templates: Templates) -> Iterator[Operation]:
+    place = 0
+    while place < len(commands):
+        name, size = templates[commands[place]]
+        yield commands[place + 1], name
+        place += size
