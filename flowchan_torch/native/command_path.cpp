@@ -69,7 +69,7 @@ struct Names {
              *buffer = name("buffer"), *idle = name("idle"), *wake = name("wake"), *flush = name("flush"),
              *refs = name("refs"), *freed = name("freed"), *shape = name("shape"), *stride = name("stride"),
              *offset = name("offset"), *dtype = name("dtype"), *device = name("device"), *conj = name("conj"),
-             *neg = name("neg");
+             *neg = name("neg"), *viewed = name("viewed");
 };
 Names* names = nullptr;
 PyTypeObject* tensor_type = nullptr;
@@ -183,10 +183,13 @@ struct Known {
     Client client;
     std::optional<Layout> output;         // set if the only result is a new tensor
     std::optional<size_t> changed_input;  // index of the input that is the result
+    std::optional<size_t> viewed;         // index of the input of which the result is a view
 
     explicit Known(PyObject* found)
         : id(attribute(found, names->id)), client(attribute(found, names->client)) {
         Object single = attribute(found, names->single), places = attribute(found, names->results);
+        Object base = attribute(found, names->viewed);
+        if (base.it != Py_None) viewed = PyLong_AsSize_t(base.it);
         if (single.it != Py_None)
             output.emplace(std::move(single));
         else if (PyLong_Check(places.it))
@@ -426,9 +429,15 @@ struct Kernel final : c10::OperatorKernel {
         note_site(client, number.it);
         append(*known, number.it, call);
         at::Tensor result;
-        if (known->output)
+        if (known->output) {
+            // A view is an inference tensor if and only if its base is one, regardless of the current mode.
+            std::optional<c10::InferenceMode> mode;
+            if (known->viewed) {
+                bool inference = THPVariable_Unpack(call.inputs.at(*known->viewed)).is_inference();
+                if (inference != c10::InferenceMode::is_enabled()) mode.emplace(inference);
+            }
             result = THPVariable_Unpack(new_tensor(*known->output, client, number.it).it);
-        else if (known->changed_input)
+        } else if (known->changed_input)
             result = THPVariable_Unpack(call.inputs.at(*known->changed_input));
         send(client);
         torch::jit::drop(stack, arguments.size());

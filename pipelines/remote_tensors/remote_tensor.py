@@ -32,6 +32,7 @@ from flowchan.pipelines.remote_tensors.templates import (
 )
 
 _getframe = sys._getframe
+_in_inference_mode = torch.is_inference_mode_enabled
 _default_dtype = torch.get_default_dtype
 
 
@@ -187,6 +188,10 @@ def issue(
         scalars: Values of the scalars.
         frame: The innermost frame that may be the program's (default: the caller's).
     """
+    viewed = template.viewed
+    if viewed is not None and inputs[viewed].is_inference() is not _in_inference_mode():
+        with _mode_of(inputs[viewed]):
+            return issue(template, inputs, scalars, frame or _getframe(1))
     client = template.client
     number = next(client.numbers)
     client.sites.note(number, frame or _getframe(1))
@@ -222,9 +227,18 @@ def _built(results: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Any:
     return kind([_built(one, inputs, new) for one in results])
 
 
+def _mode_of(tensor: Any) -> Any:
+    """Return the mode in which new tensors are inference tensors if and only if this tensor is one.
+
+    A view is an inference tensor if and only if its base is one, regardless of the current mode.
+    """
+    return torch.inference_mode(tensor.is_inference())
+
+
 def change_meta(tensor: Any, meta: TensorMeta) -> None:
     """Give a tensor new metadata, after an in-place operation has changed its shape."""
-    _replace(tensor, wrapped(meta, tensor._h))
+    with _mode_of(tensor):
+        _replace(tensor, wrapped(meta, tensor._h))
 
 
 def _replace(tensor: Any, fresh: Any) -> None:

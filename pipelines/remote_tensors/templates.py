@@ -39,6 +39,8 @@ RUN_FOR_METADATA = (
 """Operators whose meta kernels give other shapes or strides than their CPU kernels, so the client runs them
 on zeros."""
 
+VIEW_AS_DTYPE = "aten::view.dtype"
+"""Operator whose result is an inference tensor if it is made in inference mode, unlike other views."""
 NUMBERS = frozenset((int, float, bool, complex))
 """Types of the scalars that commands carry."""
 VALUES_IN_KEY = ("aten::arange", "aten::range")
@@ -55,10 +57,20 @@ BATCH_NORM = "aten::native_batch_norm"
 COMPOSED = "CompositeImplicitAutograd"
 """Dispatch key of the operators that torch composes from others, such as ``to``. In inference mode, torch
 dispatches them as a whole."""
+TRACKED = "ADInplaceOrView"
+"""Dispatch key with which torch tracks views and versions, also in inference mode."""
 
 
 def _composed(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Let torch compose an operation from others."""
+    """Let torch compose an operation from others, and track the views and versions of these."""
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        return plan.op.decompose(*args, **kwargs)
+
+
+def _composed_view(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Let torch compose an operation whose results torch tracks as a whole, such as ``chunk``."""
     return plan.op.decompose(*args, **kwargs)
 
 
@@ -137,9 +149,10 @@ class Template:
         results: Structure of the results. An int is the index of an input, and a :class:`Slot` is the index
             of a new tensor. A tuple or list contains further results.
         changed: Indices of the inputs whose metadata the operation changes, with the new metadata.
+        viewed: Index of the input whose views are the results; None if the results are not views.
     """
 
-    __slots__ = ("__weakref__", "changed", "client", "id", "native", "outputs", "results", "single")
+    __slots__ = ("__weakref__", "changed", "client", "id", "native", "outputs", "results", "single", "viewed")
 
     def __init__(self, client: NodeClient) -> None:
         self.client, self.id = client, next(client.numbers)
@@ -149,6 +162,7 @@ class Template:
         self.outputs: tuple[TensorMeta, ...] = ()
         self.results: Any = None
         self.changed: tuple[tuple[int, TensorMeta], ...] = ()
+        self.viewed: int | None = None
 
 
 class OpPlan:
@@ -171,7 +185,8 @@ class OpPlan:
         self.name: str = op.name()
         self.handler = handlers.get(self.name) or handlers.get(self.name.partition(".")[0])
         if self.handler is None and torch._C._dispatch_has_kernel_for_dispatch_key(self.name, COMPOSED):
-            self.handler = _composed
+            tracked = torch._C._dispatch_has_kernel_for_dispatch_key(self.name, TRACKED)
+            self.handler = _composed_view if tracked else _composed
         self.templates: dict[tuple[Any, ...], Template] = {}
         by_value = not self.name.startswith(VALUES_IN_KEY)
         kinds = {one.name: by_value and _takes_number(one.type) for one in schema.arguments}
@@ -293,15 +308,20 @@ class Evaluated:
 
 def written_values(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return the tensors, or their placeholders, that the operator modifies according to its schema."""
-    written = [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(plan.op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    written = _aliased(plan, args, kwargs, write=True)
     # the schema does not say that the operator modifies the statistics
     if plan.name == BATCH_NORM and args[5]:
         written += args[3:5]
     return flat_results(written)
+
+
+def _aliased(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any], write: bool) -> list[Any]:
+    """Return the arguments that the operator modifies (``write``), or those of which it returns views."""
+    return [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(plan.op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write is write
+    ]
 
 
 def spec_of(plan: OpPlan, shape: CallShape) -> TemplateSpec:
@@ -342,6 +362,9 @@ def new_template(client: NodeClient, plan: OpPlan, shape: CallShape) -> Template
     if found.single:
         template.single = found.outputs[0]
     changed = [(place, meta_of(client, metas[place])) for place in spec.mutated]
+    if plan.name != VIEW_AS_DTYPE:
+        viewed = flat_results(_aliased(plan, shape.args, shape.kwargs, write=False))
+        template.viewed = next((one.place for one in viewed if type(one) is Slot), None)
     template.changed = tuple((place, meta) for place, meta in changed if meta is not shape.inputs[place]._m)
     client.define(template.id, spec if found.single else spec._replace(kept=tuple(found.kept)))
     return template
