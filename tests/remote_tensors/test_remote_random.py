@@ -79,14 +79,6 @@ def test_forked_generators_are_restored(nodes: RemoteNodes) -> None:
     assert torch.equal(found, torch.rand(3))
 
 
-def test_forked_generators_ignore_closed_nodes() -> None:
-    RemoteNodes(1).close()
-    with torch.random.fork_rng(range(torch.remote.device_count()), device_type="remote"):
-        torch.manual_seed(2)
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-
-
 def test_local_generator_for_a_remote_draw_is_refused(nodes: RemoteNodes) -> None:
     generator = torch.Generator().manual_seed(0)
     with pytest.raises(RuntimeError, match=r"[Gg]enerator.*torch\.remote\.manual_seed"):

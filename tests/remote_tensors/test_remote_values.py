@@ -202,15 +202,3 @@ def test_default_dtype_applies_from_the_moment_it_is_set(two_nodes: RemoteNodes)
         assert (whole / 2).cpu().dtype is torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_operation_without_meta_kernel_runs_on_node_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    library = torch.library.Library("flowchan_no_meta", "DEF")
-    library.define("twice(Tensor x) -> Tensor")
-    library.impl("twice", lambda x: x * 2, "CPU")
-    with RemoteNodes(1) as nodes:  # forked after the operation was registered
-        x = torch.ones(3, device=nodes[0])
-        for _ in range(2):
-            assert torch.ops.flowchan_no_meta.twice(x).tolist() == [2, 2, 2]
-    (record,) = caplog.records
-    assert record.getMessage().startswith("flowchan_no_meta::twice has no meta kernel")
