@@ -98,6 +98,17 @@ class StartedChildren:
         """Shut down all children."""
         self.close(self.states.values())
 
+    def kill(self) -> None:
+        """Kill the processes of all children that are alive, and abort their run."""
+        run = self._run
+        if run is None:
+            return
+        for child in self.states.values():
+            child.begin_close()
+        run.abort()  # first, so that no child is replaced
+        for number in self.states:
+            run._supervisor.ask(EndWorker(WorkerId(STAGE, number), force=True))
+
     def close(self, children: Iterable[ChildState]) -> None:
         """Shut down these children if they are alive, and release their channels.
 

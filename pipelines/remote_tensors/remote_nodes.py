@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import operator
 import os
 import threading
 import uuid
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -161,6 +163,10 @@ class RemoteNodes(Sequence[torch.device]):
             watcher.start()
             self._watchers.append(watcher)
         self._routes = HandleRoutes(uuid.uuid4().hex, self._clients, commands, make(WAITING))
+        _started.add(self)
+        if reach is not None:  # the provider of the hosts may have registered a function that ends them
+            atexit.unregister(_kill_at_exit)
+            atexit.register(_kill_at_exit)
         report_at_exit()
 
     def __getitem__(self, number: Any) -> Any:
@@ -265,15 +271,21 @@ class RemoteNodes(Sequence[torch.device]):
             return
         self._closed = True
         known = [client.number for client in self._clients if client.death_raised]
+        finished = False
         try:
             failures = self._failures(timeout)
+            finished = True
         finally:
             with interrupts_deferred():
-                self._end()
+                self._end(kill=not finished)
         _raise_first([one for one in failures if not (isinstance(one, NodeDied) and one.node in known)])
 
-    def _end(self) -> None:
-        """End the nodes without waiting until they have run their commands."""
+    def _end(self, kill: bool) -> None:
+        """End the nodes. ``kill`` ends them in the middle of a command, otherwise they end after it."""
+        if kill:
+            for client in self._clients:
+                client.closed = True  # so that nobody takes this for the death of a node
+            self._kids._started.kill()
         self._routes.close()
         for number, client in enumerate(self._clients):
             client.close()
@@ -298,6 +310,22 @@ class RemoteNodes(Sequence[torch.device]):
 
     def __repr__(self) -> str:
         return f"<RemoteNodes {self[0]} to {self[-1]}>" if self._n > 1 else f"<RemoteNodes {self[0]}>"
+
+
+_started: weakref.WeakSet[RemoteNodes] = weakref.WeakSet()
+"""Nodes that this process has started."""
+
+
+@atexit.register
+def _kill_at_exit() -> None:
+    """Kill the nodes that the program did not close. Nothing can use the results of their commands any more.
+
+    Functions that the program has registered with ``atexit`` run earlier, so they can still use the nodes.
+    """
+    for nodes in list(_started):
+        if not nodes._closed and nodes._pid == os.getpid():
+            nodes._closed = True
+            nodes._end(kill=True)
 
 
 def _raise_first(failures: list[RemoteError]) -> None:

@@ -91,6 +91,35 @@ torch.ops.failing.fail(y, "value")
     assert "on node 0" not in found.stderr
 
 
+OCCUPIED = """
+from flowchan.pipelines.remote_tensors import remote_nodes
+from flowchan.run.policy.actions import Terminate
+failures_at_exit.EXIT_WAIT_S = failures_at_exit.LEAST_WAIT_S = remote_nodes.GRACE_S = 0.1
+def show(told):
+    print(*(one.force for one in getattr(told, "actions", ()) if isinstance(one, Terminate)))
+nodes._kids._started._run._supervisor.feed.listen(show)
+square = torch.ones(1000, 1000, device=nodes[0])
+for _ in range(1000):
+    square = square @ square
+"""
+
+
+@pytest.mark.parametrize("on", ["process", "hosts"])
+@pytest.mark.parametrize("end", ["", "with nodes:\n    raise KeyError"], ids=["exit", "raise"])
+def test_busy_node_is_killed_without_a_request_to_end(torch_programs: Template, on: str, end: str) -> None:
+    """The program does not wait for commands whose results nobody can use."""
+    found = run(torch_programs, OCCUPIED + end, on)
+    assert set(found.stdout.split()) == {"True"}
+    assert found.stderr.rpartition("\n")[0].endswith("KeyError" if end else "")
+    assert found.returncode == bool(end)
+
+
+def test_exiting_program_can_use_its_nodes_in_its_exit_functions(torch_programs: Template) -> None:
+    text = "atexit.register(lambda: print((x + 1).tolist()))\nRemoteNodes(1)"
+    found = run(torch_programs, text)
+    assert (found.stdout, found.stderr) == ("[2.0, 2.0, 2.0]\n", "")
+
+
 def test_program_without_stderr_reports_nothing(torch_programs: Template) -> None:
     found = run(torch_programs, "torch.ops.failing.fail(x, 'value')\nsys.stderr = None")
     assert (found.stderr, found.returncode) == ("", 0)
