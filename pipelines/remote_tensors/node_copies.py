@@ -12,9 +12,11 @@ program.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import logging
-import queue
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -123,16 +125,62 @@ class Inbox:
         return self._arrived.pop(key)
 
 
+class Outbox:
+    """Puts into a channel that never wait. While the channel is full, a thread puts the items in order.
+
+    Args:
+        channel: The channel.
+    """
+
+    def __init__(self, channel: Channel[Any]) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._waiting: collections.deque[Any] = collections.deque()
+        self._thread: threading.Thread | None = None
+
+    def put(self, item: Any, copied: Callable[[Any], Any] = lambda item: item) -> None:
+        """Put an item. If it has to wait, put the result of ``copied(item)`` later.
+
+        If the receiver has exited, this has no effect, because the client finds out.
+        """
+        with self._lock:
+            if not self._waiting:
+                try:
+                    self._channel.put_nowait(item)
+                    return
+                except Full:
+                    pass
+                except (Closed, Broken):
+                    return
+            self._waiting.append(copied(item))
+            if len(self._waiting) == 1:
+                self._thread = threading.Thread(target=self._put_all, name="flowchan outbox", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all items are in the channel. The receiver must be reading."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _put_all(self) -> None:
+        while self._waiting:
+            with contextlib.suppress(Closed, Broken):
+                self._channel.put(self._waiting[0])
+            with self._lock:
+                self._waiting.popleft()
+                if not self._waiting:
+                    return
+
+
 class Senders:
-    """Inboxes of other nodes, and one thread for each inbox that has been full."""
+    """Inboxes of other nodes."""
 
     def __init__(self) -> None:
-        self._peers: dict[str, Channel[Any]] = {}
-        self._backlogs: dict[str, queue.Queue[Any]] = {}
+        self._peers: dict[str, Outbox] = {}
 
     def add(self, peer: str, channel: Channel[Any]) -> None:
         """Set the inbox of a node."""
-        self._peers[peer] = channel
+        self._peers[peer] = Outbox(channel)
 
     def connect(self, peer: str, address: str, secret: bytes, tls: bool) -> None:
         """Connect to the inbox that a node owns.
@@ -140,33 +188,13 @@ class Senders:
         Raises:
             ChannelError: This node cannot connect to the inbox.
         """
-        self._peers[peer] = open_channel(address, secret, tls=tls)
+        self.add(peer, open_channel(address, secret, tls=tls))
 
     def send(self, peer: str, key: str, value: Any) -> None:
-        """Send a tensor or a failure to a node."""
-        backlog = self._backlogs.get(peer)
-        if backlog is None or not backlog.unfinished_tasks:
-            try:
-                self._peers[peer].put_nowait((key, value))
-                return
-            except Full:
-                pass
-            except (Closed, Broken):  # the client finds out that the node has exited
-                return
-        if backlog is None:
-            backlog = self._backlogs[peer] = queue.Queue()
-            threading.Thread(
-                target=_put_all, args=(backlog, self._peers[peer]), name="flowchan copies", daemon=True
-            ).start()
-        backlog.put((key, value.clone() if isinstance(value, torch.Tensor) else value))
+        """Send a tensor or a failure to a node. Later changes of the tensor have no effect."""
+        self._peers[peer].put((key, value), _cloned)
 
 
-def _put_all(backlog: queue.Queue[Any], inbox: Channel[Any]) -> None:
-    """Put all tensors of a backlog into an inbox."""
-    while True:
-        item = backlog.get()
-        try:
-            inbox.put(item)
-        except (Closed, Broken):
-            pass
-        backlog.task_done()
+def _cloned(item: tuple[str, Any]) -> tuple[str, Any]:
+    key, value = item
+    return key, value.clone() if isinstance(value, torch.Tensor) else value

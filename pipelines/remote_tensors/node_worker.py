@@ -7,7 +7,6 @@ operations and their aliases behave as they do locally.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import itertools
@@ -33,7 +32,7 @@ from flowchan.pipelines.remote_tensors.command_format import (
     unpack_batch,
 )
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
-from flowchan.pipelines.remote_tensors.node_copies import Inbox, Reach, Senders
+from flowchan.pipelines.remote_tensors.node_copies import Inbox, Outbox, Reach, Senders
 from flowchan.pipelines.remote_tensors.remote_failures import RemoteFailure
 from flowchan.pipelines.remote_tensors.templates import only_strided
 
@@ -120,6 +119,7 @@ class ClientTable:
 
     def __init__(self, replies: Channel[Any], number: int) -> None:
         self.replies, self.number = replies, number
+        self.events = Outbox(replies)  # a node that waited for room could block a node that waits for it
         self.tensors: dict[int, Any] = {}
         self.templates: dict[int, Compiled] = {}
         self.unfetched: dict[int, RemoteFailure] = {}
@@ -325,8 +325,7 @@ class Node:
 
     def on_event(self, client: str, table: ClientTable, number: int) -> None:
         """Report that all commands before an event have run, with the time."""
-        with contextlib.suppress(Closed, Broken):
-            table.replies.put((-number, time.perf_counter(), False))
+        table.events.put((-number, time.perf_counter(), False))
 
     def on_seed(self, client: str, table: ClientTable, number: int, seed: int) -> None:
         """Seed the random number generators."""
@@ -357,6 +356,7 @@ class Node:
             value = RemoteFailure.of(self.number, client, 0, what, error)
         if type(value) is RemoteFailure:
             failure = value
+        table.events.wait()  # an answer means that all earlier events have arrived; its client is reading
         try:
             try:
                 table.replies.put((question, value, failure is not None))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.optional_packages import optional
+from support.waiting import wait_until
 
 torch = optional("torch")
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
@@ -81,6 +82,37 @@ def test_many_unread_copies_in_both_directions_do_not_block(three_nodes: Any) ->
     a, b, _ = three_nodes
     here, there = numbers(ROW).to(a), numbers(ROW, 5).to(b)
     made = [(here.to(b), there.to(a)) for _ in range(40)]
+    assert all(torch.equal(one.cpu(), numbers(ROW)) for one, _ in made[::13])
+    assert all(torch.equal(one.cpu(), numbers(ROW, 5)) for _, one in made[::13])
+
+
+def test_full_inboxes_in_both_directions_do_not_block(
+    three_nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No node reads its inbox before both nodes have sent everything, as if many threads copied tensors."""
+    from flowchan.pipelines.remote_tensors.node_client import NodeClient
+    from flowchan.pipelines.remote_tensors.node_copies import WAITING
+
+    a, b, _ = three_nodes
+    here, there = numbers(ROW).to(a), numbers(ROW, 5).to(b)
+    inboxes = [one._m.client.place.inbox for one in (here, there)]
+    late: list[Any] = []
+    send = NodeClient.send
+
+    def without_receive(client: NodeClient, *message: Any, **options: Any) -> int:
+        if message[0] == "receive":
+            late.append((client, message))
+            return 0
+        return send(client, *message, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NodeClient, "send", without_receive)
+        made = [(here.to(b), there.to(a)) for _ in range(2 * WAITING)]
+        here.add_(1)
+        there.add_(1)
+    wait_until(lambda: all(inbox.stats().inside == WAITING for inbox in inboxes))
+    for client, message in late:
+        client.send(*message)
     assert all(torch.equal(one.cpu(), numbers(ROW)) for one, _ in made[::13])
     assert all(torch.equal(one.cpu(), numbers(ROW, 5)) for _, one in made[::13])
 

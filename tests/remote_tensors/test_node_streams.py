@@ -163,3 +163,17 @@ def test_synchronize_waits_for_all_commands_of_a_node(two_nodes: Any, tmp_path: 
     seen.remote.add_(1)
     two_nodes.sync(WAIT_S)
     assert seen.value() == 101
+
+
+def test_unread_events_do_not_block_the_other_node(two_nodes: Any) -> None:
+    """The second node waits for a copy from the first one, and the program waits for the second one."""
+    stream = torch.remote.current_stream(two_nodes[0])
+    x = torch.ones(3, device=two_nodes[0])
+    timed = [torch.remote.Event(enable_timing=True) for _ in range(200)]
+    for event in timed:
+        event.record(stream)
+    assert x.to(two_nodes[1]).tolist() == [1.0] * 3
+    stream.synchronize()
+    assert all(one.query() for one in timed)
+    times = [timed[0].elapsed_time(one) for one in timed]
+    assert times == sorted(times)
