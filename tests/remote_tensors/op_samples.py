@@ -24,8 +24,14 @@ KINDS = (
     ("forward", "bool"),
     ("inplace", "int64"),
     ("inplace", "bool"),
+    ("forward", "complex64"),
+    ("inplace", "complex64"),
+    ("backward", "complex64"),
+    ("forward", "complex128"),
+    ("inplace", "complex128"),
+    ("backward", "complex128"),
 )
-MOST_SAMPLES = {"float32": 4, "int64": 3, "bool": 3}
+MOST_SAMPLES = {"float32": 4, "int64": 3, "bool": 3, "complex64": 4, "complex128": 4}
 SEED = 1
 CPU_ARGUMENTS = frozenset({"tensor_split"})
 """Operators whose tensor arguments, except for the input, must be on the CPU for every device."""
