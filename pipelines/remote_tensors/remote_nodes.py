@@ -29,6 +29,7 @@ from flowchan.pipelines.remote_tensors.node_client import NodeClient
 from flowchan.pipelines.remote_tensors.node_copies import NODE_DIED, NodePlace, Reach
 from flowchan.pipelines.remote_tensors.node_worker import node_main
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
+from flowchan.run.crew.at_exit import before_exit
 from flowchan.transport.interrupts import interrupts_deferred
 
 WAITING = 64
@@ -167,6 +168,7 @@ class RemoteNodes(Sequence[torch.device]):
         if reach is not None:  # the provider of the hosts may have registered a function that ends them
             atexit.unregister(_kill_at_exit)
             atexit.register(_kill_at_exit)
+        before_exit(_kill_at_exit, 102)  # before pools and runs are closed
         report_at_exit()
 
     def __getitem__(self, number: Any) -> Any:

@@ -114,6 +114,15 @@ def test_busy_node_is_killed_without_a_request_to_end(torch_programs: Template, 
     assert found.returncode == bool(end)
 
 
+def test_exiting_multiprocessing_child_kills_its_busy_node(torch_programs: Template) -> None:
+    text = "import multiprocessing\ndef child():\n    global nodes, x\n    nodes = RemoteNodes(1)\n"
+    text += "".join(f"    {line}\n" for line in OCCUPIED.splitlines())
+    text += "child_process = multiprocessing.get_context('fork').Process(target=child)\n"
+    text += "child_process.start()\nchild_process.join()\nnodes.close()\nprint(child_process.exitcode)"
+    found = run(torch_programs, text)
+    assert (set(found.stdout.split()), found.stderr) == ({"True", "0"}, "")
+
+
 def test_exiting_program_can_use_its_nodes_in_its_exit_functions(torch_programs: Template) -> None:
     text = "atexit.register(lambda: print((x + 1).tolist()))\nRemoteNodes(1)"
     found = run(torch_programs, text)
