@@ -183,7 +183,7 @@ struct Known {
     Client client;
     std::optional<Layout> output;         // set if the only result is a new tensor
     std::optional<size_t> changed_input;  // index of the input that is the result
-    std::optional<size_t> viewed;         // index of the input of which the result is a view
+    std::optional<size_t> viewed;         // index of the input with the view's storage
 
     explicit Known(PyObject* found)
         : id(attribute(found, names->id)), client(attribute(found, names->client)) {

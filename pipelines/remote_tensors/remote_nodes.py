@@ -286,7 +286,7 @@ class RemoteNodes(Sequence[torch.device]):
         """End the nodes. ``kill`` ends them in the middle of a command, otherwise they end after it."""
         if kill:
             for client in self._clients:
-                client.closed = True  # so that nobody takes this for the death of a node
+                client.closed = True  # so that the watching thread does not record a death
             self._kids._started.kill()
         self._routes.close()
         for number, client in enumerate(self._clients):

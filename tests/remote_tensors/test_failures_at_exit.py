@@ -107,7 +107,7 @@ for _ in range(1000):
 @pytest.mark.parametrize("on", ["process", "hosts"])
 @pytest.mark.parametrize("end", ["", "with nodes:\n    raise KeyError"], ids=["exit", "raise"])
 def test_busy_node_is_killed_without_a_request_to_end(torch_programs: Template, on: str, end: str) -> None:
-    """The program does not wait for commands whose results nobody can use."""
+    """The program does not wait for commands whose results it cannot use any more."""
     found = run(torch_programs, OCCUPIED + end, on)
     assert set(found.stdout.split()) == {"True"}
     assert found.stderr.rpartition("\n")[0].endswith("KeyError" if end else "")
