@@ -1,14 +1,8 @@
-"""Define the ``flowchan`` command: run, check and draw graphs in Python files, and launch group members.
-
-Exit codes: 0 for success, 1 if the run failed, 2 if the graph or the command line is wrong. The code is 130
-after Ctrl-C, 143 after SIGTERM, and 141 if the reader of standard output closed it (as with SIGPIPE).
-"""
+"""Define the ``flowchan`` command: run, check and draw graphs in Python files, and launch group members."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import errno
 import functools
 import io
 import os
@@ -21,23 +15,12 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import click
 
 from flowchan.cli.conversion import port_option, size_option
-from flowchan.cli.run_graph import (
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    TERMINATED,
-    Interrupts,
-    number_of,
-    print_failures,
-    run_graph,
-    width,
-)
+from flowchan.cli.exit_codes import DONE, FAILED, WRONG, exit_code, print_problems
+from flowchan.cli.run_graph import Interrupts, run_graph, width
+from flowchan.items.text import number_of
 
 if TYPE_CHECKING:
     from flowchan.declare.blueprint import Blueprint
-    from flowchan.errors import Problem
-
-WRONG, NO_READER = 2, 141
 
 P = ParamSpec("P")
 
@@ -75,7 +58,7 @@ def _command(*arguments: str) -> Callable[[Callable[P, int]], Callable[..., None
     def decorated(function: Callable[P, int]) -> Callable[..., None]:
         @functools.wraps(function)
         def command(*args: P.args, **kwargs: P.kwargs) -> None:
-            raise SystemExit(_exit_code(functools.partial(function, *args, **kwargs), bool(kwargs["debug"])))
+            raise SystemExit(exit_code(functools.partial(function, *args, **kwargs), bool(kwargs["debug"])))
 
         command = click.option("--debug", is_flag=True, help="Show the traceback of an error.")(command)
         command = click.argument("args", nargs=-1)(command)
@@ -97,55 +80,6 @@ _hosts_option = click.option(
     metavar="local:2|ssh:a,b|slurm|ray:4",
     help='Hosts for stages declared with on="hosts".',
 )
-
-
-def _exit_code(function: Callable[[], int], debug: bool) -> int:
-    from flowchan.cli.loading import LoadError
-    from flowchan.errors import GraphError, HostError, RunError
-    from flowchan.transport.interrupts import Termination
-    from flowchan.viz import RenderError
-
-    try:
-        return function()
-    except KeyboardInterrupt as interrupt:
-        terminated = isinstance(interrupt, Termination)
-        click.echo("ended by SIGTERM" if terminated else "interrupted", err=True)
-        return TERMINATED if terminated else INTERRUPTED
-    except BrokenPipeError:
-        return _output_lost()
-    except OSError as error:
-        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # from --metrics
-            click.echo(f"flowchan: {error.strerror}", err=True)
-            return WRONG
-        if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
-            raise
-        click.echo(f"flowchan: can't write to standard output: {error.strerror}", err=True)
-        _output_lost()
-        return FAILED
-    except (GraphError, HostError, LoadError, RenderError, RunError) as error:
-        if debug:
-            traceback.print_exception(error)
-        elif isinstance(error, RunError):
-            print_failures(error)
-        elif isinstance(error, GraphError):
-            _print_problems(error.graph, error.problems, err=True)
-        else:
-            hint = "" if error.__cause__ is None else " (--debug shows the traceback)"
-            click.echo(f"flowchan: {error}{hint}", err=True)
-        return FAILED if isinstance(error, RunError) else WRONG
-
-
-_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-
-
-def _output_lost() -> int:
-    """Discard the remaining output, which Python would otherwise write at exit, and return the exit code."""
-    if sys.stdout is not None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-    return NO_READER
 
 
 def _trace_path(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
@@ -324,7 +258,7 @@ def peek(recording: str, count: int) -> None:
     """
     from flowchan.cli.recordings import peek
 
-    raise SystemExit(_exit_code(lambda: DONE if peek(recording, count, width()) else FAILED, debug=False))
+    raise SystemExit(exit_code(lambda: DONE if peek(recording, count, width()) else FAILED, debug=False))
 
 
 def _pool(hosts: str) -> Any:
@@ -346,7 +280,7 @@ def check(file: str, args: tuple[str, ...], debug: bool) -> int:
 
     graph = load(file, args)
     if problems := problems_of(graph):
-        _print_problems(graph.name, problems, err=False)
+        print_problems(graph.name, problems, err=False)
         return WRONG
     click.echo(f"{graph.name}: all clear: {_counts(graph)}\n{threads_line()}")
     return DONE
@@ -416,7 +350,7 @@ def top(run: str | None) -> None:
     from flowchan.cli.top import top
 
     with Interrupts():
-        raise SystemExit(_exit_code(lambda: top(run, width()), debug=False))
+        raise SystemExit(exit_code(lambda: top(run, width()), debug=False))
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
@@ -478,7 +412,7 @@ def launch(
         # agents on other hosts run in other folders
         script = str(Path(script).absolute()) if spec else script
     command = [*(["-m"] if module else []), script, *args]
-    raise SystemExit(_exit_code(lambda: _launch(count, each, spec, command, **options), debug=False))
+    raise SystemExit(exit_code(lambda: _launch(count, each, spec, command, **options), debug=False))
 
 
 def _launch(
@@ -518,17 +452,7 @@ def check_hosts(spec: str, debug: bool) -> None:
     """
     from flowchan.cli import hosts
 
-    raise SystemExit(_exit_code(lambda: DONE if hosts.check(spec) else FAILED, debug))
-
-
-def _print_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
-    from flowchan.errors import Where
-    from flowchan.viz.labels import relative
-
-    for problem in problems:
-        where = Where(relative(problem.where.file), problem.where.line)
-        click.echo(str(dataclasses.replace(problem, where=where)), err=err)
-    click.echo(f"{graph}: {number_of(len(problems), 'problem')}", err=err)
+    raise SystemExit(exit_code(lambda: DONE if hosts.check(spec) else FAILED, debug))
 
 
 def _counts(graph: Blueprint) -> str:

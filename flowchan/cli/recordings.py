@@ -13,11 +13,10 @@ import click
 
 from flowchan import Graph, Recording
 from flowchan.cli.loading import LoadError, find_in
-from flowchan.cli.run_graph import number_of
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.stream import streams_of
 from flowchan.declare.values import Origin, Stage
-from flowchan.items.text import short
+from flowchan.items.text import number_of, short
 
 WIDEST = 200
 """Maximum length of the line that shows an item."""

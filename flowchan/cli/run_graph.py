@@ -6,21 +6,20 @@ import contextlib
 import shutil
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from flowchan.cli.exit_codes import DONE, FAILED, INTERRUPTED, TERMINATED, print_failures
+
 if TYPE_CHECKING:
     from flowchan.cli.json_lines import JsonLines
     from flowchan.errors import RunError
     from flowchan.viz.live.terminal import LiveView
 
-DONE, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
 REFRESH = 0.25
-MOST_FAILURES = 10
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 
 
@@ -152,26 +151,3 @@ def _interrupt(running: Any, view: LiveView | JsonLines, times: int, number: int
     else:
         view.print_line("run ended: items in flight were discarded")
         running.abort()
-
-
-def print_failures(error: RunError, debug: bool = False) -> None:
-    """Print one line for each failure, and the traceback of the first one.
-
-    If ``debug`` is true, print all tracebacks instead.
-    """
-    if debug:
-        traceback.print_exception(error)
-        return
-    first, *others = error.exceptions
-    click.echo(f"flowchan: {first}", err=True)
-    if first.__cause__ is not None:
-        click.echo("".join(traceback.format_exception(first.__cause__)).rstrip(), err=True)
-    for other in others[: MOST_FAILURES - 1]:
-        click.echo(f"flowchan: {other}", err=True)
-    if len(others) >= MOST_FAILURES:
-        click.echo(f"flowchan: and {number_of(len(others) - MOST_FAILURES + 1, 'more failure')}", err=True)
-
-
-def number_of(count: int, word: str) -> str:
-    """Return a number and a noun in the singular or plural."""
-    return f"{count:,} {word}{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Format user values as short text for messages, even if their ``__repr__`` fails."""
+"""Format numbers and user values as short text for messages, even if a ``__repr__`` fails."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ def short(value: Any, most: int = 80) -> str:
 def shown(value: Any) -> str:
     """Return a value's short repr and its type, such as ``2.5 (float)``."""
     return f"{short(value, 60)} ({type(value).__name__})"
+
+
+def number_of(count: int, word: str) -> str:
+    """Return a number and a noun in the singular or plural."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flowchan.declare.operators import OPERATORS
+from flowchan.items.text import number_of
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 
@@ -67,7 +68,7 @@ def _works(stage: StageStats) -> str:
         return "is starting: no worker has built its callable yet"
     if _is_unread(stage):
         return "waits for the program to read its items with run.iter() or run.wait()"
-    return f"works on {stage.in_hand} item{'s' if stage.in_hand != 1 else ''} (busy {100 * stage.busy:.0f} %)"
+    return f"works on {number_of(stage.in_hand, 'item')} (busy {100 * stage.busy:.0f} %)"
 
 
 def _waits(stage: StageStats, edges: tuple[EdgeStats, ...], stages: dict[str, StageStats]) -> list[str]:
