@@ -1,8 +1,8 @@
 """Supervise a run: pass events to ``decisions.decide`` and carry out the actions.
 
 Algorithm. In each turn, the supervisor takes one event from its queue, or a tick if none arrives in time, and
-calls decide() once. The crew carries out actions on workers; all other actions concern channels. A death is
-one event from the crew, and a replacement one call to the crew.
+calls decide() once. ``ActionExecutor`` carries out the actions; those on workers go through the crew. A death
+is one event from the crew, and a replacement one call to the crew.
 
 Invariants. Only the supervisor's thread modifies ``state`` and calls the crew.
 
@@ -81,12 +81,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from flowchan.channel.channel import Channel
 from flowchan.channel.latch import Latch
 from flowchan.errors import Closed, Empty, Full, StageError
+from flowchan.run.action_executor import ActionExecutor
 from flowchan.run.auto_scaler import AutoScaler
 from flowchan.run.crew.part import CrewPart
 from flowchan.run.crew.run_ports import RunChannels
@@ -97,20 +98,7 @@ from flowchan.run.observe.tally import Tally
 from flowchan.run.observe.view_socket import ViewSocket
 from flowchan.run.observe.windows import History, between
 from flowchan.run.policy import break_cause, decisions
-from flowchan.run.policy.actions import (
-    Action,
-    BreakChannels,
-    DropQueued,
-    EndGroup,
-    EndServices,
-    FormGroup,
-    ReleasePorts,
-    Replace,
-    RestartGang,
-    StopSources,
-    Terminate,
-    Warn,
-)
+from flowchan.run.policy.actions import BreakChannels
 from flowchan.run.policy.break_cause import Breaks
 from flowchan.run.policy.deadlock import Deadlocks, Observation
 from flowchan.run.policy.decisions import Decided, SupervisorEvent, decide
@@ -127,7 +115,6 @@ from flowchan.run.policy.events import (
     ItemSpans,
     MembersTried,
     Met,
-    NotAdded,
     ProcessEnded,
     RequestCancelled,
     Result,
@@ -136,14 +123,13 @@ from flowchan.run.policy.events import (
     RunEnded,
     Started,
     TriesMember,
-    Warned,
     WorkerId,
 )
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.journal import Journal
 from flowchan.run.policy.lineage import Marks
 from flowchan.run.policy.plan import Plan
-from flowchan.run.policy.scaling import AddWorker, RemoveWorker, Scale
+from flowchan.run.policy.scaling import Scale
 from flowchan.run.policy.stats import RunStats
 from flowchan.run.policy.transitions import first_state
 from flowchan.run.resume_file import ResumeFile
@@ -194,7 +180,7 @@ class Supervisor:
         self.recording = recording
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, channels.broken, channels.cause_of)
-        self._due: dict[WorkerId, float] = {}  # when to start each replacement
+        self._executor = ActionExecutor(crew, channels, self._tally, self.feed)
         self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # events are passed by reference
         self._thread: threading.Thread | None = None
 
@@ -353,8 +339,8 @@ class Supervisor:
         if self._breaks.pending:
             return POLL_INTERVAL_S
         now = time.monotonic()
-        if self._due:
-            return min(max(0.0, min(self._due.values()) - now), break_cause.POLL_INTERVAL_S)
+        if self._executor.due:
+            return min(max(0.0, min(self._executor.due.values()) - now), break_cause.POLL_INTERVAL_S)
         late = self._late_at if self.state.phase == "finishing" and self._late_at > now else math.inf
         next_at = min(self._deadlocks.next_at, decisions.next_at(self.state), late, self.scaler.next_at)
         return max(POLL_INTERVAL_S, next_at - now)
@@ -375,7 +361,8 @@ class Supervisor:
         self._cancel_tasks()
         if self.state is before:
             self._decide(decisions.Tick())
-        self._start_due()
+        for started in self._executor.start_due(self.state.goes_on):
+            self._decide(started)
         for decision in self.scaler.due(self.state.goes_on, self._counters):
             self.feed.tell(decision)
             self._decide(Scale(decision.stage, decision.workers))
@@ -429,77 +416,11 @@ class Supervisor:
         self.state, actions = decide(before, event, now)
         self.feed.tell_decision(Decided(event, before, self.state, actions))
         for action in actions:
-            self._act(action)
-
-    def _act(self, action: Action) -> None:
-        match action:
-            case StopSources():
-                self.channels.stop_sources()
-            case EndServices():
-                self.channels.end_services()
-            case DropQueued():
-                self.channels.drop_queued()
-            case BreakChannels():
+            if isinstance(action, BreakChannels):
                 self._break(self.state.failures[0].error if self.state.failures else None)
-            case ReleasePorts(worker):
-                self.crew.release_ports(worker)
-            case Terminate(worker, force):
-                self.crew.terminate(worker, force)
-            case Replace(worker, pause):
-                self._replace((worker,), worker, pause)
-            case RestartGang(workers, pause, died):
-                self._replace(workers, died, pause)
-            case EndGroup(stage):
-                self.crew.end_group(stage)
-            case FormGroup(workers):
-                self._form_group(workers)
-            case AddWorker(worker):
-                self._add(worker)
-            case RemoveWorker(worker):
-                self.crew.remove(worker)
-            case Warn(stage, topic, text):
-                self._tally.warn(stage, topic, text)
-                self.feed.tell(Warned(stage, text))
-
-    def _replace(self, workers: Sequence[WorkerId], blamed: WorkerId | None, pause: float) -> None:
-        """Replace dead workers, at once or after a pause during which others may process their items."""
-        later = pause > 0 or not self.state.goes_on
-        failed = self.crew.replace(workers, blamed, later)
-        if later:
-            unfailed = {*workers} - {event.worker for event in failed}
-            self._due.update(
-                dict.fromkeys((id for id in workers if id in unfailed), time.monotonic() + pause)
-            )
-        for event in failed:
-            self._decide(event)
-
-    def _start_due(self) -> None:
-        """Start the replacements whose pause is over; give them up if the run is ending."""
-        now = time.monotonic()
-        due = [id for id, at in self._due.items() if at <= now or not self.state.goes_on]
-        if not due:
-            return
-        for id in due:
-            del self._due[id]
-        goes_on = self.state.goes_on
-        for event in self.crew.start_workers(due) if goes_on else map(Ended, due):
-            self._decide(event)
-
-    def _form_group(self, workers: Sequence[WorkerId]) -> None:
-        try:
-            self.crew.form_group(workers)
-        except OSError as error:
-            self._decide(decisions.Stuck(Failure(workers[0], error, None, self.pid)))
-
-    def _add(self, worker: WorkerId) -> None:
-        """Start an additional worker. If that fails, the run continues without it."""
-        try:
-            self.crew.add(worker)
-        except Exception as error:
-            text = f"worker {worker} could not be added: {text_of(error)}"
-            self._tally.last_error = text
-            self.feed.tell(NotAdded(worker, text))
-            self._decide(Ended(worker))
+                continue
+            for following in self._executor.carry_out(action, self.state.goes_on):
+                self._decide(following)
 
     def _cancel_tasks(self) -> None:
         """Cancel the coroutines of sources whose outputs have no readers, or all if the run is ending.
@@ -527,7 +448,7 @@ class Supervisor:
     def _check_deadlock(self) -> None:
         if time.monotonic() >= self._deadlocks.next_at:
             self.channels.close_unwanted()
-        if self._due:
+        if self._executor.due:
             return
         found = self._deadlocks.check(
             time.monotonic(), self.state.alive, self.channels.activity, self._observe

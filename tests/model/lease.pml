@@ -17,7 +17,7 @@
    open_again, numbers, retire,          run_ports.py: RunPorts::recover; recovery.py: take_up; bindings.cpp: retire,
      give up                             take_up; ring_sessions.cpp: Ring::open_session, Ring::retire_writer;
                                          ring_leases.cpp: Ring::give_back
-   release                               supervisor.py: _act (ReleasePorts), after events.py: Ended
+   release                               action_executor.py: carry_out (ReleasePorts), after events.py: Ended
    start                                 local_part.py: LocalPart::start_workers
    sink                                  operator_loops.py: sink (plain reads: C4)
 

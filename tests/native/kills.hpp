@@ -145,7 +145,7 @@ class Kills {
             }
         }
     }
-    // Do the same as Supervisor._replace: open the ports of the replacement, retire the writer, and then give
+    // Do the same as ActionExecutor._replace: open the ports of the replacement, retire the writer, and then give
     // the items back.
     void replace(Worker& worker, bool killed) {
         const Worker old = worker;
