@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import resource
 import secrets
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowchan.errors import HostError
 from flowchan.hosts.agent_handle import AgentCallbacks, AgentHandle
+from flowchan.hosts.capacity import report_cores
 from flowchan.hosts.driver_listener import DriverListener
 from flowchan.hosts.providers.provider import Provider
 from flowchan.hosts.worker_ports import HostWorkers
 from flowchan.run.worker import logs
 from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import joined, listen
-from flowchan.transport.versions import versions
+from flowchan.transport.versions import differs, versions
 
 DESCRIPTORS_PER_AGENT = 6
 """Descriptors of this process per agent: four for two channels, one for the connection, and one for the
@@ -60,24 +62,45 @@ class AgentStarts:
         self._hello = {**versions(), "epochs": self._epochs}
         self._secret = secrets.token_bytes(32)
         self._listener: DriverListener | None = None
+        self._hosts: Sequence[HostWorkers] = ()
 
     def listen(
-        self, run_helper: Callable[[Callable[[], None]], None], let_in: Callable[..., None]
+        self, run_helper: Callable[[Callable[[], None]], None], hosts: Sequence[HostWorkers]
     ) -> DriverListener:
         """Start listening for agents.
 
         Args:
             run_helper: Runs the function of a helper thread.
-            let_in: Accepts an agent's connection, given the socket and the agent's hello.
+            hosts: Hosts of the pool, by number.
 
         Returns:
             The listener.
         """
+        self._hosts = hosts
         listener = AuthenticatedListener(
             listen(joined((self._provider.listen_at(), 0))), self._secret, self._hello, tls=self._tls
         )
-        self._listener = DriverListener(listener, f"{self._name} listener", run_helper, let_in)
+        self._listener = DriverListener(listener, f"{self._name} listener", run_helper, self._let_in)
         return self._listener
+
+    def _let_in(self, sock: socket.socket, hello: dict[str, Any]) -> None:
+        """Accept an agent's connection.
+
+        This takes no lock, because the listener's thread would compete for it with the threads of all agents.
+        """
+        number, epoch = hello.get("number"), hello.get("epoch")
+        agent = None
+        if isinstance(number, int) and 0 <= number < len(self._hosts):
+            agent = self._hosts[number].agent
+        if agent is not None and agent.epoch != epoch:
+            agent = None  # the hello of an earlier agent on this host
+        if agent is not None and (why := differs(hello)):
+            agent.end(why)
+        elif agent is not None:
+            report_cores(self._provider, agent.host, int(hello.get("cores", 1)))
+            agent.meet(sock, float(hello.get("stuck", 0.0)), str(hello.get("outputs", "")))
+            return
+        sock.close()
 
     def start(self, host: HostWorkers, callbacks: AgentCallbacks) -> AgentHandle:
         """Start an agent on a host, and make it the host's agent."""

@@ -16,8 +16,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -27,32 +25,21 @@ from flowchan.channel.channel import most_bytes
 from flowchan.errors import Closed, HostError
 from flowchan.hosts.agent_handle import AgentCallbacks, AgentHandle
 from flowchan.hosts.agent_messages import (
-    REPORT_TYPES,
-    AgentReport,
     ClockReading,
-    Close,
-    Echo,
     Lacking,
     NewMembership,
-    PeerEnded,
     Recover,
     Release,
     Start,
-    Waiting,
-    WrittenStack,
-    not_remade,
-    refusal,
 )
 from flowchan.hosts.agent_questions import AgentQuestions
+from flowchan.hosts.agent_reports import AgentReports
 from flowchan.hosts.agent_starts import AgentStarts, must_have_descriptors
-from flowchan.hosts.capacity import report_cores
 from flowchan.hosts.code import PackedStages
 from flowchan.hosts.host_gangs import HostGangs
 from flowchan.hosts.kept_outputs import keeps_outputs
 from flowchan.hosts.providers.provider import Provider
-from flowchan.hosts.stack_requests import StackRequests
 from flowchan.hosts.worker_ports import HostWorkers, WorkerPorts, WorkerStreams, host_for, together
-from flowchan.items.text import shown
 from flowchan.run.crew.death_log import DeathLog
 from flowchan.run.crew.mail import run_helper, run_is_over
 from flowchan.run.crew.part import Report
@@ -63,33 +50,23 @@ from flowchan.run.policy import decisions
 from flowchan.run.policy.actions import Terminate
 from flowchan.run.policy.deadlock import Waits
 from flowchan.run.policy.events import (
-    Aborted,
-    Began,
-    Death,
     Ended,
     Failure,
-    GroupLost,
-    ItemSpans,
-    MembersTried,
-    ProcessEnded,
     RequestCancelled,
-    TriesMember,
     WorkerId,
 )
 from flowchan.run.policy.plan import PlannedWorker
 from flowchan.run.policy.seeds import Worker
 from flowchan.run.policy.stats import HostStats
-from flowchan.run.worker import logs
 from flowchan.run.worker.worker import join_ports
 from flowchan.transport.interrupts import interrupts_allowed
-from flowchan.transport.versions import differs
 
 
 class HostsPart:
     """See :class:`CrewPart`.
 
-    The supervisor's thread calls the methods of :class:`CrewPart`. Each agent has two threads, which call the
-    methods under "reports of agents". ``_lock`` guards the hosts and the workers' streams.
+    The supervisor's thread calls the methods of :class:`CrewPart`. The agents' threads call ``AgentReports``
+    and the methods under "reports of agents". ``_lock`` guards the hosts and the workers' streams.
     """
 
     def __init__(
@@ -105,17 +82,15 @@ class HostsPart:
         self._starts = AgentStarts(provider, peer_timeout, tls, f"flowchan {ports.plan.graph.name}")
         self._workers = {worker.id: worker for worker in workers}
         self._hosts = {name: HostWorkers(name, number) for number, name in enumerate(provider.hosts)}
-        self._numbered = tuple(self._hosts.values())
         self._streams = WorkerStreams()
         self._stream_numbers = 0
         self._deaths = DeathLog(ports.plan)
         self._packed = PackedStages()
-        self._lock = threading.RLock()
-        self._report: Report = run_is_over
+        self._lock = self._streams.lock
+        self._reports = AgentReports(ports, self._workers, self._streams, self._deaths, self._send_by_value)
         self._gangs = HostGangs()
         self._closing = False
         self._questions = AgentQuestions()
-        self._stack_requests = StackRequests()
         self._dying: list[AgentHandle] = []  # agents that are being closed
 
     # --- starting ---
@@ -126,8 +101,8 @@ class HostsPart:
         Start an agent on every host that gets workers, and start the workers once all agents have dialled.
         Raise ``HostError`` if that fails.
         """
-        self._report = report
-        self._gangs.listener = self._starts.listen(self._help, self._let_in)
+        self._reports.tell = report
+        self._gangs.listener = self._starts.listen(self._help, tuple(self._hosts.values()))
         for stage in {worker.stage.name: worker.stage for worker in self._workers.values()}.values():
             if stage.gang is not None:
                 self._gangs.form([id for id in self._workers if id.stage == stage.name])
@@ -148,42 +123,23 @@ class HostsPart:
 
     def _help(self, work: Callable[[], None]) -> None:
         """Run the function of a helper thread of this part."""
-        run_helper(work, lambda: self._report)
+        run_helper(work, lambda: self._reports.tell)
 
     def _start_agent(self, host: HostWorkers) -> AgentHandle:
         """Start an agent on a host."""
         return self._starts.start(
             host,
             AgentCallbacks(
-                self._receive,
-                self._finished,
-                self._refused,
-                self._not_remade,
-                self._ends,
-                self._is_late,
+                self._reports.receive,
+                self._reports.finished,
+                self._reports.refused,
+                self._reports.not_remade,
+                self._reports.ends,
+                self._reports.is_late,
                 self._over,
                 self._help,
             ),
         )
-
-    def _let_in(self, sock: socket.socket, hello: dict[str, Any]) -> None:
-        """Accept an agent's connection.
-
-        This takes no lock, because the listener's thread would compete for it with the threads of all agents.
-        """
-        number, epoch = hello.get("number"), hello.get("epoch")
-        agent = None
-        if isinstance(number, int) and 0 <= number < len(self._numbered):
-            agent = self._numbered[number].agent
-        if agent is not None and agent.epoch != epoch:
-            agent = None  # the hello of an earlier agent on this host
-        if agent is not None and (why := differs(hello)):
-            agent.end(why)
-        elif agent is not None:
-            report_cores(self._provider, agent.host, int(hello.get("cores", 1)))
-            agent.meet(sock, float(hello.get("stuck", 0.0)), str(hello.get("outputs", "")))
-            return
-        sock.close()
 
     def _send(self, id: WorkerId, host: HostWorkers) -> None:
         """Start a worker on a host, on a new stream."""
@@ -226,130 +182,10 @@ class HostsPart:
 
     # --- reports of agents ---
 
-    def _receive(self, agent: AgentHandle, message: AgentReport) -> None:
-        """Handle a report from an agent or one of its workers."""
-        if not self._is_valid(message):
-            agent.end(f"it sent an invalid report: {shown(message)}")
-            return
-        match message:
-            case Echo(number):
-                agent.echoed = number
-            case ClockReading():
-                agent.clock.answered(message)
-                if agent.clock.is_rough:
-                    agent.hint(ClockReading(time.monotonic_ns()))
-            case ItemSpans():
-                agent.hint(ClockReading(time.monotonic_ns()))
-                self._report(message.shifted(-agent.clock.ahead))
-            case Waiting():
-                agent.waiting = message
-            case WrittenStack():
-                self._stack_requests.receive(message)
-            case logs.Logged():
-                logs.log_locally(message)
-            case Ended() | PeerEnded() | Lacking():
-                self._receive_from_worker(agent, message)
-            case TriesMember() | MembersTried():
-                self._deaths.tries_members(message)
-            case Began(worker):
-                self._deaths.began(worker)
-                self._report(message)
-            case Failure(worker):
-                with self._lock:
-                    if (stream := self._streams.get(worker)) is not None:
-                        stream.failed = True
-                self._report(dataclasses.replace(message, host=agent.host))
-            case GroupLost(worker, Failure() as failure):
-                self._report(GroupLost(worker, dataclasses.replace(failure, host=agent.host)))
-            case Aborted():  # use a timestamp from the driver's clock
-                self._report(dataclasses.replace(message, host=agent.host, at=time.monotonic_ns()))
-            case _:
-                self._report(message)
-
-    def _is_valid(self, message: object) -> bool:
-        """Return whether a message is about a worker of this part, or about none."""
-        worker = getattr(message, "worker", None)
-        is_known = worker is None or (
-            isinstance(worker, WorkerId) and (worker in self._workers or worker.number == 0)
-        )
-        return isinstance(message, REPORT_TYPES) and is_known
-
-    def _receive_from_worker(self, agent: AgentHandle, message: Ended | PeerEnded | Lacking) -> None:
-        """Handle the report that a worker or its process has ended, or that modules are missing."""
-        with self._lock:
-            stream = self._streams.get(message.worker)
-            if stream is None or stream.agent is not agent:
-                return
-            if stream.ended is not None:
-                if not stream.finished:  # the process may have died before it closed its ports
-                    agent.send(Close(message.worker))
-                return
-            if isinstance(message, Ended):
-                stream.ended = message
-                return
-            if isinstance(message, Lacking):
-                self._send_by_value(message, stream)
-                return
-            event = self._process_ended(
-                stream, message.worker, dataclasses.replace(message.exit, host=agent.host)
-            )
-        self._report(event)
-
-    def _process_ended(self, stream: WorkerPorts, id: WorkerId, ended: ProcessExit) -> ProcessEnded | Death:
-        stream.process_ended = True
-        return ProcessEnded(id) if stream.failed else self._deaths.died(self._workers[id], ended)
-
     def _send_by_value(self, message: Lacking, stream: WorkerPorts) -> None:
         """Start a worker again, and send the missing modules by value with its stage."""
         self._hosts[stream.agent.host].lacking.update(message.modules)
         self._order_start(message.worker, stream)
-
-    def _finished(self, agent: AgentHandle, number: int) -> None:
-        """Record that the link has put all outputs of a stream and closed its ports here."""
-        with self._lock:
-            for stream in self._streams.of(agent).values():
-                stream.finished |= stream.number == number
-        self._ends(agent)
-
-    def _refused(self, agent: AgentHandle, number: int, port: int) -> None:
-        if (id := self._streams.worker_on(agent, number)) is not None:
-            channel = [*self._ports.ports[id].inputs.values()][port].channel
-            channel.abort(refusal(channel._name, f"to host {agent.host!r}"))
-
-    def _not_remade(self, agent: AgentHandle, number: int, port: int) -> None:
-        if (id := self._streams.worker_on(agent, number)) is not None:
-            channel = [*self._ports.ports[id].writers()][port].channel
-            channel.abort(not_remade(channel._name))
-
-    def _ends(self, agent: AgentHandle) -> bool:
-        """Report the workers that have ended and whose outputs have all arrived.
-
-        Return whether more workers are ending.
-        """
-        with self._lock:
-            ending = [(id, stream) for id, stream in self._streams.of(agent).items() if stream.ended]
-            done = [(id, stream) for id, stream in ending if self._is_done(id)]
-            for id, _ in done:
-                self._streams.pop(id)
-        for _, stream in done:
-            assert stream.ended is not None
-            stream.agent.link.drop(stream.number)
-            stream.agent.send(Release(stream.ended.worker))
-            self._report(stream.ended)
-        return len(ending) > len(done)
-
-    def _is_late(self, agent: AgentHandle) -> bool:
-        """Return whether an agent has not killed a worker in time.
-
-        Each agent's thread asks this often, so this takes no lock, for which all these threads would compete.
-        """
-        now = time.monotonic()
-        return any(stream.kill_by < now for stream in list(self._streams.of(agent).values()))
-
-    def _is_done(self, id: WorkerId) -> bool:
-        """Return whether all outputs of a worker have arrived, or are useless because a channel is broken."""
-        broken = any(port.channel.broken for port in self._ports.ports[id].everything())
-        return self._streams[id].finished or broken
 
     def _over(self, agent: AgentHandle) -> None:
         """Report the deaths of a dead agent's workers, and start another agent for them."""
@@ -362,14 +198,14 @@ class HostsPart:
             for id in lost:
                 over_item = deaths_over_item(self._ports.ports[id])
                 ended = ProcessExit(how, None, 0, 0.0, over_item, agent.host, counts=False)
-                events.append(self._process_ended(self._streams[id], id, ended))
+                events.append(self._reports.process_ended(self._streams[id], id, ended))
             host.agent = None
             self._dying = [*filter(AgentHandle.is_closing, self._dying), agent]
             if self._streams and not host.given_up and not self._closing:
                 self._start_agent(host)
         with contextlib.suppress(Closed):  # the run is over
             for event in events:
-                self._report(event)
+                self._reports.tell(event)
         with self._lock:
             host.count(agent.link.state())
         agent.close(time.monotonic() + decisions.GRACE)
@@ -509,7 +345,7 @@ class HostsPart:
         """See :class:`CrewPart`."""
         with self._lock:
             agents = {id: self._streams[id].agent for id in ids if id in self._streams}
-        return self._stack_requests.ask(agents)
+        return self._reports.stack_requests.ask(agents)
 
     def _agents(self) -> list[AgentHandle]:
         with self._lock:
@@ -535,7 +371,7 @@ class HostsPart:
         with self._lock:
             for host in self._hosts.values():
                 host.agent = None
-        self._report = run_is_over
+        self._reports.tell = run_is_over
         return frozenset()
 
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:

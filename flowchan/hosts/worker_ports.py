@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter, UserDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,9 +47,14 @@ class WorkerPorts:
 
 
 class WorkerStreams(UserDict[WorkerId, WorkerPorts]):
-    """Streams of a run's workers on hosts, by worker and by agent."""
+    """Streams of a run's workers on hosts, by worker and by agent.
+
+    Attributes:
+        lock: Guards the streams, and the hosts of the pool.
+    """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self._by_agent: dict[AgentHandle, dict[WorkerId, WorkerPorts]] = {}
         super().__init__()
 

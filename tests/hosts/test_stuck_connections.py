@@ -15,7 +15,7 @@ from flowchan import Graph, RunError
 from flowchan.hosts import local
 from flowchan.hosts.agent_handle import AgentHandle
 from flowchan.hosts.agent_messages import Command
-from flowchan.hosts.hosts_part import HostsPart
+from flowchan.hosts.agent_reports import AgentReports
 from flowchan.hosts.worker_ports import MAX_UNCONNECTED
 from flowchan.run.policy.actions import Terminate
 from flowchan.run.policy.events import Began, WorkerId
@@ -113,15 +113,15 @@ class Unreadable:
 def test_invalid_report_ends_the_agent_and_not_the_run(
     report: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    received, handles = HostsPart._receive, []
+    received, handles = AgentReports.receive, []
 
-    def receive(part: HostsPart, agent: AgentHandle, message: Any) -> None:
+    def receive(reports: AgentReports, agent: AgentHandle, message: Any) -> None:
         if not handles:
             handles.append(agent)
             agent._reports_writer.put(report)
-        received(part, agent, message)
+        received(reports, agent, message)
 
-    monkeypatch.setattr(HostsPart, "_receive", receive)
+    monkeypatch.setattr(AgentReports, "receive", receive)
     graph = Graph("invalid")
     result = graph.source(range(5)).map(abs, on=local(1)).collect()
     run = graph.start()
