@@ -1,21 +1,25 @@
-"""Create channels in this program that workers on a pool's hosts can reach."""
+"""Create channels in this program that workers in other processes or on a pool's hosts can reach."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from flowchan.channel.channel import Channel
+from flowchan.declare.placements import Placement
 from flowchan.hosts.host_pool import Pool
 from flowchan.remote.channel_server import ChannelServer
 from flowchan.transport.tcp import joined
 
 
-def channel_maker(pool: Pool) -> Callable[[int], Channel[Any]]:
-    """Return a function that creates a channel across hosts with a given capacity.
+def channel_maker(placement: Placement) -> Callable[[int], Channel[Any]]:
+    """Return a function that creates a channel to the workers of a placement, with a given capacity.
 
-    All these channels share one server. It listens at the address at which the pool's agents reach this
-    program, and ends when its last channel is released.
+    On a pool, all these channels share one server. It listens at the address at which the pool's agents reach
+    this program, and ends when its last channel is released.
     """
-    address = joined((pool.provider.listen_at(), 0))
-    return ChannelServer(address, tls=pool.tls, peer_timeout=pool.peer_timeout).make
+    if not isinstance(placement, Pool):
+        return functools.partial(Channel, across="processes")
+    address = joined((placement.provider.listen_at(), 0))
+    return ChannelServer(address, tls=placement.tls, peer_timeout=placement.peer_timeout).make

@@ -9,7 +9,8 @@ item fails, and the supervisor reports the death to the program. The program the
 which ends every waiting call.
 """
 
-from flowchan.pipelines.children.child_handles import Child, Children, start
+from flowchan.pipelines.children.child_group import Children, start
+from flowchan.pipelines.children.child_handle import Child
 from flowchan.pipelines.children.parent_handle import Parent, parent
 
 __all__ = ["Child", "Children", "Parent", "parent", "start"]

@@ -14,6 +14,7 @@ from pickle import PickleBuffer
 from typing import Any
 
 from flowchan import ChildDied, Closed, Empty, Full, pack
+from flowchan.items.arguments import callable_argument
 from flowchan.items.arguments import pause as checked_pause
 from flowchan.items.codec import Opening
 from flowchan.pipelines.children.child_links import SentOnce
@@ -23,6 +24,7 @@ from flowchan.pipelines.fill_into import fill
 from flowchan.remote.joining import sealed_once
 
 States = Sequence[ChildState]
+Program = Callable[..., Any] | str
 
 _LARGE = 1 << 20
 """Minimum size in bytes of a value that all children on this machine read from the same memory."""
@@ -107,13 +109,16 @@ def _local(packed: Any) -> Any:
     return SentOnce(once) if sum(one.raw().nbytes for one in buffers) >= _LARGE else once
 
 
-def run(children: States, program: tuple[Any, ...], remote: bool) -> None:
+def run(children: States, program: tuple[Program, tuple[Any, ...], dict[str, Any]], remote: bool) -> None:
     """Serialise a function and its arguments once, and send them to each child."""
+    function: Any
+    function, args, kwargs = program
+    if not isinstance(function, str):
+        callable_argument("run", "function", function)
     need_owner("run", children)
     for child in children:
         if child.has_program:
             raise RuntimeError(f"run: child {child.number} already has a function; start another child")
-    function, args, kwargs = program
     if remote and callable(function):
         function = CodeForHosts(function)
     packed: Any = pack((function, args, kwargs))

@@ -40,7 +40,7 @@ class StartedChildren:
     def __init__(self, n: int, placement: Placement) -> None:
         self.remote = isinstance(placement, Pool)
         self.states: dict[int, ChildState] = {}
-        make = _channels(placement)
+        make = channel_maker(placement)
         channel = make(WAITING * n)
         alive, self._reports = Alive(n, channel), Reports(channel, self.states)
         speeds: Mapping[str, float] = {}
@@ -192,13 +192,6 @@ class Reports:
                     with contextlib.suppress(OSError, ValueError):  # standard output is closed
                         sys.stdout.write(report)
                         sys.stdout.flush()
-
-
-def _channels(placement: Placement) -> Any:
-    """Return the function that creates a channel to children with this placement."""
-    if not isinstance(placement, Pool):
-        return functools.partial(Channel, across="processes")
-    return channel_maker(placement)
 
 
 def _returned(states: States, result: tuple[int, Any]) -> None:

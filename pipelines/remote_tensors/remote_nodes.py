@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import operator
 import os
 import threading
@@ -127,10 +126,9 @@ class RemoteNodes(Sequence[torch.device]):
         devices = [torch.device(one) for one in devices]  # raise an error before any node starts
         remote_device.register()
         placement = placement_argument("RemoteNodes", on)
-        make: Any = functools.partial(Channel, across="processes")
+        make = channel_maker(placement)
         reach = None
         if isinstance(placement, Pool):
-            make = channel_maker(placement)
             reach = Reach(placement.provider.listen_at(), placement.tls, placement.peer_timeout)
         self._first = device_table.free_index(n)
         self._n, self._closed, self._pid = n, False, os.getpid()
