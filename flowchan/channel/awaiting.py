@@ -9,9 +9,11 @@ cancelled call never loses an item.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowchan._core import Await, Watch
@@ -173,6 +175,25 @@ async def _changed(wait: Await) -> None:
         raise
 
 
+async def _when_possible(side: Any, reading: bool, operation: Callable[[], T]) -> T:
+    """Return the result of the operation once it no longer raises ``Full`` or ``Empty``."""
+    again = False
+    while True:
+        # registered before the next try, so that any change after the try wakes this call
+        wait = Await(side, reading, again)
+        try:
+            result = operation()
+        except (Full, Empty):
+            await _changed(wait)
+            again = True
+        except BaseException:
+            wait.leave(True)
+            raise
+        else:
+            wait.leave(False)
+            return result
+
+
 async def aput(self: Writable[T], item: T) -> None:  # noqa: D417 - a method of channels and ports
     """Put an item like ``put``, without blocking the event loop.
 
@@ -198,21 +219,7 @@ async def aput(self: Writable[T], item: T) -> None:  # noqa: D417 - a method of 
         return
     except Full:
         pass
-    again = False
-    while True:
-        # registered before the next try, so that any change after the try wakes this call
-        wait = Await(self, False, again)
-        try:
-            self.put_nowait(item)
-        except Full:
-            await _changed(wait)
-            again = True
-        except BaseException:
-            wait.leave(True)
-            raise
-        else:
-            wait.leave(False)
-            return
+    await _when_possible(self, False, functools.partial(self.put_nowait, item))
 
 
 async def aget(self: Readable[T]) -> T:
@@ -238,20 +245,7 @@ async def aget(self: Readable[T]) -> T:
         return self.get_nowait()
     except Empty:
         pass
-    again = False
-    while True:
-        wait = Await(self, True, again)
-        try:
-            item = self.get_nowait()
-        except Empty:
-            await _changed(wait)
-            again = True
-        except BaseException:
-            wait.leave(True)
-            raise
-        else:
-            wait.leave(False)
-            return item
+    return await _when_possible(self, True, self.get_nowait)
 
 
 async def anext_item(self: Readable[T]) -> T:

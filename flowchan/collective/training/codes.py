@@ -233,17 +233,19 @@ _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _CODES: dict[str, Callable[[], Code]] = {"topk": TopK, "qsgd": QSGD}
 
 
+def _found(codes: Any, must_be: str) -> Callable[[], Code]:
+    """Return the function that creates a code, given the code's name or such a function."""
+    made = _CODES.get(codes) if isinstance(codes, str) else codes
+    if not callable(made):
+        raise ValueError(f"{must_be.format(', '.join(map(repr, [*_TYPES, *_CODES])))}, got {shown(codes)}")
+    return made
+
+
 def code_maker(codes: Any) -> Callable[[], Code]:
     """Return a function that creates a code, given such a function or the code's name."""
     if isinstance(codes, str) and codes in _TYPES:
         return lambda: HalfPrecision(_TYPES[codes])
-    made = _CODES.get(codes) if isinstance(codes, str) else codes
-    if not callable(made):
-        names = ", ".join(map(repr, [*_TYPES, *_CODES]))
-        raise ValueError(
-            f"push: codes must be {names}, a Code or a function that returns one, got {shown(codes)}"
-        )
-    return made
+    return _found(codes, "push: codes must be {}, a Code or a function that returns one")
 
 
 def combine_by(op: str, compress: str | Callable[[], Code] | None, dtype: torch.dtype) -> Combine:
@@ -276,13 +278,7 @@ def _mean_by(compress: str | Callable[[], Code], dtype: torch.dtype) -> Combine:
                 f"compress must be None for complex parameters, got {compress!r} for a {dtype} parameter"
             )
         return lambda group, x: _rounded(group, x, _TYPES[compress])
-    made = _CODES.get(compress) if isinstance(compress, str) else compress
-    if not callable(made):
-        names = ", ".join(map(repr, [*_TYPES, *_CODES]))
-        raise ValueError(
-            f"compress must be None, {names} or a function that returns a Code, got {shown(compress)}"
-        )
-    code = made()
+    code = _found(compress, "compress must be None, {} or a function that returns a Code")()
     return lambda group, x: code.decode(group._values(code.encode(x), None), x)
 
 
