@@ -201,15 +201,17 @@ class Link {
     bool is_of_replay(LinkStream& stream, const Sink& sink, uint64_t key);
     void replace_lost(LinkStream& stream, Sink& sink, const Received& item);
     void forget_references(LinkStream& stream);
-    bool move_staged(LinkStream& stream);
-    bool settle(LinkStream& stream);
-    void report_if_finished(LinkStream& stream);
     void report_if_not_remade(const LinkStream& stream, const Source::Entry& entry);
     void report_if_refused(const LinkStream& stream, Source& source, uint16_t port);
     bool collect(LinkStream& stream, Watched& all, int64_t& until);
-    bool settle_sink(LinkStream& stream, Sink& sink, uint64_t upto, Wakes& wakes);
     void sleep(uint32_t heard);
     void add_frame(const Head& head, const std::string& payload = {});
+
+    // staged items (link_staged.cpp)
+    bool move_staged(LinkStream& stream);
+    void report_if_finished(LinkStream& stream);
+    bool settle(LinkStream& stream);
+    bool settle_sink(LinkStream& stream, Sink& sink, uint64_t upto, Wakes& wakes);
 
     // references (link_references.cpp)
     void handle_messages();

@@ -32,8 +32,8 @@
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
    take()                                link_ports.cpp: Source::take, Source::wants
-   settle()                              link_send.cpp: Link::settle; link_ports.cpp: Source::free_oldest
-   put_next()                            link_send.cpp: Link::move_staged; link_receive.cpp: Link::is_settled;
+   settle()                              link_staged.cpp: Link::settle; link_ports.cpp: Source::free_oldest
+   put_next()                            link_staged.cpp: Link::move_staged; link_receive.cpp: Link::is_settled;
                                          link_ports.cpp: Sink::begin, Sink::put; ring_turns.cpp: Ring::begin_item
    hear_at_home()                        link_receive.cpp: Link::handle_input, Link::handle_item, Link::handle_end,
                                          Link::is_valid_key; link_ports.cpp: Source::resume_after
