@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from flowchan.transport.versions import VERSION
 from tools.release import checks
+from tools.release.roots import NotHere, System, local
 from tools.release.targets import Target, selected
 
 ROOT = Path(__file__).parents[1]
@@ -120,3 +122,41 @@ def test_program_of_the_readme_is_found() -> None:
     program = checks.first_program((ROOT / "README.md").read_text())
     compile(program, "wordcount.py", "exec")
     assert 'on="process"' in program  # the check with threads replaces this argument
+
+
+@pytest.mark.parametrize(("name", "abi3"), [("cp314-musl*x86_64", True), ("cp314t-musl*x86_64", False)])
+def test_free_threaded_wheel_downloads_no_stable_abi(name: str, abi3: bool) -> None:
+    (target,) = selected([name])
+    options = checks.download_options(target)
+    assert ("--abi=abi3" in options) == abi3
+    assert f"--abi={target.abi}" in options
+    assert [option for option in options if "platform" in option] == [
+        "--platform=musllinux_1_2_x86_64",
+        "--platform=musllinux_1_1_x86_64",
+    ]
+
+
+def test_python_of_this_machine_is_found() -> None:
+    found = local(f"{sys.version_info[0]}.{sys.version_info[1]}{sys.abiflags}")
+    assert found.prefix == Path(sys.base_prefix)
+    assert (found.include / "Python.h").exists()
+    with pytest.raises(NotHere, match=r"python9\.9 is not on this machine"):
+        local("9.9")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may call chroot")
+def test_system_sees_mounts_that_it_cannot_change(tmp_path: Path) -> None:
+    for name in ("proc", "dev/shm"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("bin", "sbin", "lib", "lib64"):
+        (tmp_path / name).symlink_to(f"usr/{name}")
+    mounted = tmp_path.parent / f"{tmp_path.name} mounted"
+    mounted.mkdir()
+    (mounted / "file").write_text("seen")
+    system = System(tmp_path, [Path("/usr"), mounted])
+    assert system.run("cat", mounted / "file") == "seen"
+    with pytest.raises(subprocess.CalledProcessError, match="touch"):
+        system.run("touch", mounted / "other")
+    assert list(mounted.iterdir()) == [mounted / "file"]
+    assert system.run("sh", "-c", "echo $$") == "1\n"
+    assert list((tmp_path / "usr").iterdir()) == []

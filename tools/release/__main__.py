@@ -16,8 +16,8 @@ import sys
 import tarfile
 from pathlib import Path
 
-from tools.release import checks, wheels
-from tools.release.roots import NotHere, Root, command, headers
+from tools.release import checks, roots, wheels
+from tools.release.roots import SUITES, NotHere, Root, System, command, headers
 from tools.release.targets import TESTED, Target, selected
 
 PROJECT = Path(__file__).parents[2]
@@ -101,9 +101,12 @@ class Release:
             raise NotHere(f"cross-built; this machine is {TESTED}")
         if target.libc.startswith("musl"):
             raise NotHere("Debian has no CPython on musl")
-        if target.free_threaded:
-            raise NotHere(f"Debian has no free-threaded CPython {target.python}")
-        checks.check_runs(path, target, self.root_for(target.python), PROJECT)
+        if target.python in SUITES and not target.free_threaded:
+            system: System = self.root_for(target.python)
+            python = f"/usr/bin/python{target.python}"
+        else:
+            system, python = roots.with_local(target, self.root_for)
+        checks.check_runs(path, target, system, python, PROJECT)
         return "installed without a compiler; README's graph ran in processes and on threads"
 
 

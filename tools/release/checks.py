@@ -13,12 +13,18 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools.release.roots import Root, command
+from tools.release.roots import System, command
 from tools.release.targets import Target
 
 BIN = Path(sys.executable).parent
 IGNORED = "W004,W009"
 """Accepted findings of check-wheel-contents: modules that only run as files, and two top-level packages."""
+
+OLDER_LIBCS = {
+    "manylinux_2_28": ("manylinux_2_17", "manylinux2014", "manylinux2010"),
+    "musllinux_1_2": ("musllinux_1_1",),
+}
+"""Platforms whose wheels also run on the platform of a wheel."""
 
 
 class Wrong(Exception):
@@ -122,15 +128,22 @@ def first_program(readme: str) -> str:
     return str(program)
 
 
-def check_runs(path: Path, target: Target, root: Root, project: Path) -> None:
-    """Install a wheel on Debian without a compiler, and run the README's graph in processes and on threads.
+def check_runs(path: Path, target: Target, system: System, python: str | Path, project: Path) -> None:
+    """Install a wheel on a system without a compiler, and run the README's graph in processes and on threads.
+
+    Args:
+        path: The wheel.
+        target: Python, C library and processor of the wheel.
+        system: System without a compiler.
+        python: Path of the CPython in this system.
+        project: Folder of the project.
 
     Raises:
         Wrong: The system has a compiler, or the two runs print different words.
     """
-    if root.has_compiler():
-        raise Wrong(f"{root.folder} must have no compiler: remove the folder, and run make release again")
-    place = root.folder / "release"
+    if system.has_compiler():
+        raise Wrong(f"{system.folder} must have no compiler: remove the folder, and run make release again")
+    place = system.folder / "release"
     shutil.rmtree(place, ignore_errors=True)
     try:
         _download(path, target, place / "wheels")
@@ -138,12 +151,12 @@ def check_runs(path: Path, target: Target, root: Root, project: Path) -> None:
         program = first_program((project / "README.md").read_text())
         (place / "processes.py").write_text(program)
         (place / "threads.py").write_text(program.replace('on="process"', 'on="thread"'))
-        root.run(f"python{target.python}", "-m", "venv", "/release/venv")
-        root.run(
+        system.run(python, "-m", "venv", "/release/venv")
+        system.run(
             "/release/venv/bin/pip", "install", "--no-index", "--find-links", "/release/wheels", "flowchan"
         )
         words = [
-            root.run("/release/venv/bin/python", f"/release/{name}.py") for name in ("processes", "threads")
+            system.run("/release/venv/bin/python", f"/release/{name}.py") for name in ("processes", "threads")
         ]
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -153,20 +166,21 @@ def check_runs(path: Path, target: Target, root: Root, project: Path) -> None:
         )
 
 
-def _download(path: Path, target: Target, folder: Path) -> None:
-    """Download the wheel's requirements, so that the Debian system needs neither network nor certificates."""
-    platforms = (
-        f"manylinux_2_28_{target.machine}",
-        f"manylinux_2_17_{target.machine}",
-        f"manylinux2014_{target.machine}",
-    )
-    options = [
-        f"--{name}={value}"
-        for name, value in [("python-version", target.python), ("abi", target.abi), ("abi", "abi3")]
+def download_options(target: Target) -> list[str]:
+    """Return the options that let pip download requirements for the CPython of a wheel."""
+    platforms = (target.libc, *OLDER_LIBCS[target.libc])
+    abis = (target.abi,) if target.free_threaded else (target.abi, "abi3")
+    return [
+        f"--python-version={target.python}",
+        *(f"--abi={abi}" for abi in abis),
+        *(f"--platform={platform}_{target.machine}" for platform in platforms),
     ]
-    options += [f"--platform={platform}" for platform in (*platforms, f"manylinux2010_{target.machine}")]
+
+
+def _download(path: Path, target: Target, folder: Path) -> None:
+    """Download the wheel's requirements, so that the system needs neither network nor certificates."""
     pip = (BIN / "python", "-m", "pip", "download", "--quiet", "--only-binary=:all:")
-    command(*pip, *options, "-d", folder, path)
+    command(*pip, *download_options(target), "-d", folder, path)
 
 
 def reason(error: Exception) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tools.release.targets import Target
@@ -33,14 +36,45 @@ def command(*words: str | Path, env: Mapping[str, str] | None = None) -> str:
     return done.stdout
 
 
-class Root:
-    """Minimal Debian system in ``folder``, created by debootstrap and kept for the next run."""
+class System:
+    """Files of a system in ``folder``, whose programs run in namespaces of their own.
+
+    ``mounts`` are folders of this machine that its programs see under the same names, but cannot change.
+    """
+
+    def __init__(self, folder: Path, mounts: Sequence[Path] = ()) -> None:
+        self.folder = folder
+        self.mounts = mounts
+
+    def run(self, *words: str | Path) -> str:
+        """Run a command in this system. When the command exits, its other processes are also ended."""
+        # The mounts are made in a new namespace, so they disappear when the namespace ends.
+        root = shlex.quote(str(self.folder))
+        mounts = [f"mount -t proc proc {root}/proc", f"mount -t tmpfs tmpfs {root}/dev/shm"]
+        for mount in self.mounts:
+            here, there = shlex.quote(str(mount)), shlex.quote(f"{self.folder}{mount}")
+            mounts += [f"mkdir -p {there}", f"mount --bind {here} {there}"]
+            mounts.append(f"mount -o remount,bind,ro {there}")
+        chroot = (
+            'exec chroot "$0" /usr/bin/env -i HOME=/root PATH=/usr/bin:/usr/sbin:/bin:/sbin LC_ALL=C.UTF-8 '
+            'DEBIAN_FRONTEND=noninteractive "$@"'
+        )
+        script = " && ".join([*mounts, chroot])
+        return command("unshare", "--mount", "--pid", "--fork", "sh", "-c", script, self.folder, *words)
+
+    def has_compiler(self) -> bool:
+        """Return whether a C or C++ compiler is installed."""
+        return any((self.folder / "usr/bin" / name).exists() for name in COMPILERS)
+
+
+class Root(System):
+    """Minimal Debian system, created by debootstrap and kept for the next run."""
 
     def __init__(self, work: Path, python: str, mirror: str) -> None:
         if python not in SUITES:
             raise NotHere(f"Debian has no CPython {python}")
         self.suite = SUITES[python]
-        self.folder = work / "roots" / self.suite
+        super().__init__(work / "roots" / self.suite)
         if (self.folder / "complete").exists():
             return
         if not shutil.which("debootstrap"):
@@ -48,27 +82,11 @@ class Root:
         if self.folder.exists():
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True)
-        command("debootstrap", "--variant=minbase", self.suite, self.folder, mirror)
+        packages = f"--include=python{python}-venv,libpython{python}-dev"
+        command("debootstrap", "--variant=minbase", packages, self.suite, self.folder, mirror)
         for name in ("resolv.conf", "hosts"):
             shutil.copy(f"/etc/{name}", self.folder / "etc" / name)
-        self.run("apt-get", "update")
-        self.run("apt-get", "install", "-y", "--no-install-recommends", f"python{python}-venv")
         (self.folder / "complete").touch()
-
-    def run(self, *words: str | Path) -> str:
-        """Run a command in this Debian system. When the command exits, its other processes are also ended."""
-        # /proc and /dev/shm are mounted in a new namespace, so they disappear when the namespace ends.
-        script = (
-            f"mount -t proc proc {shlex.quote(str(self.folder))}/proc && "
-            f"mount -t tmpfs tmpfs {shlex.quote(str(self.folder))}/dev/shm && "
-            'exec chroot "$0" /usr/bin/env -i HOME=/root PATH=/usr/bin:/usr/sbin:/bin:/sbin LC_ALL=C.UTF-8 '
-            'DEBIAN_FRONTEND=noninteractive "$@"'
-        )
-        return command("unshare", "--mount", "--pid", "--fork", "sh", "-c", script, self.folder, *words)
-
-    def has_compiler(self) -> bool:
-        """Return whether a C or C++ compiler is installed."""
-        return any((self.folder / "usr/bin" / name).exists() for name in COMPILERS)
 
 
 def headers(target: Target, work: Path, root_for: Callable[[str], Root]) -> Path:
@@ -87,32 +105,56 @@ def headers(target: Target, work: Path, root_for: Callable[[str], Root]) -> Path
     fresh = folder.with_suffix(".new")
     shutil.rmtree(fresh, ignore_errors=True)
     if target.python in SUITES:
-        root = root_for(target.python)
-        root.run(
-            "sh",
-            "-c",
-            f"cd /tmp && apt-get download libpython{target.python}-dev && dpkg-deb -x *.deb dev && rm *.deb",
-        )
-        include = root.folder / "tmp/dev/usr/include"
+        include = root_for(target.python).folder / "usr/include"
         shutil.copytree(include / f"python{target.python}", fresh)
         (name,) = include.glob(f"*/python{target.python}/pyconfig.h")
         shutil.copy(name, fresh / "pyconfig.h")
-        shutil.rmtree(root.folder / "tmp/dev")
     else:
-        shutil.copytree(_local_include(target.python), fresh)
+        shutil.copytree(local(target.python).include, fresh)
     fresh.rename(folder)
     return folder
 
 
-def _local_include(python: str) -> str:
-    if sysconfig.get_python_version() == python:
-        return sysconfig.get_path("include")
-    executable = f"python{python}"
-    asks = "import sysconfig; print(sysconfig.get_path('include'))"
+@dataclass(frozen=True)
+class Local:
+    """A CPython on this machine: its folder and its headers."""
+
+    prefix: Path
+    include: Path
+
+
+def local(version: str) -> Local:
+    """Return the CPython on this machine's ``PATH``; the version is ``3.12`` or, if free-threaded, ``3.14t``.
+
+    Raises:
+        NotHere: It is not installed here, or without its headers.
+    """
+    ours = sysconfig.get_python_version() + sys.abiflags
+    executable = sys.executable if ours == version else f"python{version}"
+    asks = "import sys, sysconfig; print(sys.base_prefix, sysconfig.get_path('include'), sep='\\n')"
     try:
-        folder = command(executable, "-c", asks).strip()
+        prefix, include = command(executable, "-c", asks).splitlines()
     except (OSError, subprocess.CalledProcessError):
-        raise NotHere(f"Debian has no CPython {python}, and {executable} is not on this machine") from None
-    if not (Path(folder) / "Python.h").exists():
+        raise NotHere(f"Debian has no CPython {version}, and {executable} is not on this machine") from None
+    if not (Path(include) / "Python.h").exists():
         raise NotHere(f"{executable} is on this machine, but not its headers")
-    return folder
+    return Local(Path(prefix), Path(include))
+
+
+def with_local(target: Target, root_for: Callable[[str], Root]) -> tuple[System, str]:
+    """Return a Debian system that sees a CPython of this machine, and the path of this CPython.
+
+    Raises:
+        NotHere: The CPython is not installed here, or this machine runs another system.
+    """
+    version = target.python + ("t" if target.free_threaded else "")
+    found = local(version)
+    suite = platform.freedesktop_os_release().get("VERSION_CODENAME")
+    pythons = [python for python, name in SUITES.items() if name == suite]
+    if not pythons or found.prefix == Path("/usr"):
+        suites = ", ".join(SUITES.values())
+        raise NotHere(
+            f"python{version} must be outside /usr, on Debian {suites}; got {found.prefix}, {suite}"
+        )
+    system = System(root_for(pythons[0]).folder, [found.prefix])
+    return system, f"{found.prefix}/bin/python{version}"
