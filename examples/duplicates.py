@@ -1,4 +1,4 @@
-"""Find files with equal content below a directory.
+"""Find files with the same contents in a directory and its subdirectories.
 
     python examples/duplicates.py [DIRECTORY]
     flowchan run examples/duplicates.py [-- DIRECTORY]
@@ -84,7 +84,7 @@ def duplicates(directory: str = str(STANDARD_LIBRARY)) -> Graph:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Find files with equal content below a directory.")
+    parser = argparse.ArgumentParser(description="Find files with the same contents in a folder tree.")
     parser.add_argument("directory", nargs="?", default=str(STANDARD_LIBRARY))
     duplicates(parser.parse_args().directory).run(progress=True)
 

@@ -45,7 +45,7 @@ def duplicates_on_hosts(directory: str = str(STANDARD_LIBRARY), *hosts: str) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Find files with equal content; several hosts compute the hashes of the files."
+        description="Find files with the same contents; several hosts compute the hashes of the files."
     )
     parser.add_argument("directory", nargs="?", default=str(STANDARD_LIBRARY))
     parser.add_argument("hosts", nargs="*")

@@ -316,7 +316,7 @@ class Place {
     Place(const Place&) = delete;
 
     void enter(bool again);
-    void leave(bool unused);  // `unused`: if this caller was woken, another waiter may be woken instead
+    void leave(bool unused);  // `unused`: wake another waiter if this caller was woken in vain
     void pass_on();           // wakes another waiter instead
     bool changed() const { return word_->load(std::memory_order_relaxed) != seen_; }
     WaitedWord waited() const {

@@ -49,9 +49,9 @@ size_t result_length(uint32_t size) { return rounded(BIG / size + LINE, PAGE); }
 size_t big_length(uint32_t size) { return (BIG + result_length(size)) * 2 * size; }
 size_t entries_length(uint32_t size) { return rounded(sizeof(ChannelEntry) * TABLES * size * size, PAGE); }
 
-// Execute a fence in all threads of all processes that share the group. Afterwards the caller sees every
-// store that another thread made before that thread checked the caller's last store. Return false if the
-// kernel refuses the call.
+// Execute a fence in all threads of all processes that share the group. If another thread stored a value and
+// then missed the caller's last store, the caller sees that value after this call. Return false if the kernel
+// refuses the call.
 bool fence_all_threads() { return syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0) == 0; }
 
 }  // namespace

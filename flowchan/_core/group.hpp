@@ -78,7 +78,7 @@ struct alignas(LINE) Cell {
     uint64_t key = 0;  // identifies the call; equal on all members of one operation
     uint64_t bytes = 0;
     uint32_t filled = 0;  // time in ns to write this operation's data, if measured
-    uint32_t took = 0;    // duration in ns of the last timed operation, from its last arrival on
+    uint32_t took = 0;  // duration in ns of the last timed operation, counted from the last member's arrival
     unsigned char data[INLINE] = {};
 };
 static_assert(sizeof(Cell) == LINE);

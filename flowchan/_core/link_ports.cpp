@@ -48,8 +48,8 @@ void ByteWindow::update(uint64_t most, int64_t round_trip) {
     const int64_t trip = round_trip + 1'000'000;  // adds 1 ms, as for `few`
     if (passed < trip) return;
     const double two_trips = double(freed_) / double(passed) * double(2 * trip), before = double(size_);
-    // Grow only if that raises the throughput. A window that was never full does not limit the throughput: a
-    // slow reader is far from emptying it in a round trip.
+    // Grow only if that raises the throughput. A window that was never full does not limit it. A slow reader
+    // does not empty its window within a round trip, so a larger window would not help.
     const double next = std::clamp(two_trips, before / 2, full_ ? 2 * before : before);
     size_ = std::clamp(uint64_t(next), LEAST, std::clamp(most, LEAST, MOST));
     at_ = now;

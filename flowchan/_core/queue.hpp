@@ -1,7 +1,7 @@
 // LocalQueue: the FIFO of a `threads` channel. Items are references, so nothing is copied.
 //
 // A LocalQueue is a circular buffer that doubles up to `capacity`, and the wait lists of wait_list.hpp. It
-// orders the outputs of an ordered stage like ring_turns.cpp, with deques instead of lists of slots. Its
+// orders the outputs of an ordered stage as ring_turns.cpp does, with deques instead of lists of slots. Its
 // operations move references and never drop one, because dropping could run any Python code under the lock. A
 // thread calls them while it is attached to the interpreter (holds the GIL), because the garbage collector
 // visits the items without the lock.

@@ -127,8 +127,8 @@ uint64_t Ring::take_back(Wakes& wakes) {
     return n;
 }
 
-// Count the reader's death for the first `suspects` of its leased items. Set `last` to the last of the first
-// `most` items, and `rest` to the item after it. Return false if the ring is damaged.
+// Count the reader's death for the first `suspects` of its leased items. Set `last` to the leased item number
+// `most`, and `rest` to the item after it. Return false if the ring is damaged.
 bool Ring::count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64_t& rest) {
     for (uint64_t n = 0; n < most; ++n, last = rest, rest = at<Slot>(rest)->next) {
         if (!slot_exists(rest) || !is_leased(at<Slot>(rest))) return false;

@@ -225,7 +225,7 @@ void Ring::rebuild_lists(uint32_t cls) {
     std::vector<Slot*> free;
     if (!find_used(used, free)) return void(found_damage());
     Change change(record(Side::Writer), windows_);
-    if (free.empty()) {  // cutting the gaps takes at least one slot
+    if (free.empty()) {  // cutting the gaps needs at least one slot
         Slot* slot = new_bare_slot(change);
         if (!slot) return;
         free.push_back(slot);

@@ -8,7 +8,7 @@
 // possible, k waiters are woken, and each one wakes the next. If a running thread does all k calls before a
 // woken thread gets the GIL, only one wake-up was useless, not k. That waiter returns to the head of the
 // list. Newcomers may overtake it (see waiting.hpp), until it has been woken twice without success within
-// PATIENCE_NS and is `starving`. From then on, newcomers let it go first as long as it could continue.
+// PATIENCE_NS and is `starving`. From then on, newcomers let it go first while its call is possible.
 //
 // The workers of a stage are interchangeable. The last one to arrive goes to the head of the list, because
 // the caches still have its stack and its function's data. So if 300 workers have work for only two, the same

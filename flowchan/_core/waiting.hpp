@@ -58,7 +58,8 @@ inline int64_t now_ns() {
     return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
-// Return the same time, but only to a few milliseconds, at a tenth of the cost. Every channel call needs it.
+// Return the same time at a tenth of the cost, but only accurate to within a few milliseconds. Every channel
+// call needs it.
 inline int64_t coarse_now_ns() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC_COARSE, &t);

@@ -52,8 +52,8 @@ class GroupTransport(Protocol):
             host: IP address or name of this host on its route to rank 0.
 
         Returns:
-            The address to pass to ``connect``, which may be any text, and the listening socket. The group
-            closes the socket.
+            The address (any text) to pass to ``connect``, and the listening socket. The group closes the
+            socket.
         """
 
     def connect(self, address: str, timeout: float) -> socket.socket:

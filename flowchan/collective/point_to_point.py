@@ -30,7 +30,7 @@ from flowchan.transport.interrupts import append_result, is_interrupt, unless_in
 POLL_INTERVAL_S, LONGEST_INTERVAL_S = 0.001, 0.02
 CHANNELS_OF_ONE_SELECT = 128
 _PACKED = 1 << 32
-_LEFT = 1  # the core's status of a member that has left
+_LEFT = 1  # the core's status code for a member that has left
 _random = random.Random()  # separate, so that the program's random state does not change
 
 

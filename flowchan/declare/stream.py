@@ -121,7 +121,7 @@ class Stream(StreamEnd[T_co]):
                 gpus (float): Number of GPUs per worker process (default: 0); below 1, a share of one GPU.
                 key (function): Function that returns the key of an item (default: none). Items with equal
                     keys are processed one after another, in stream order.
-                concurrency_per_key (int): Maximum number of items with equal keys at a time (default: 1).
+                concurrency_per_key (int): Maximum number of items of one key that run at once (default: 1).
                 state (function): Function that returns the initial state of a key (default: no state). The
                     stage then calls ``function(item, state)`` with a :class:`KeyedState`.
 

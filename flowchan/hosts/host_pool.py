@@ -109,8 +109,8 @@ class Pool(Placement):
         """Deal workers out to the hosts in turn: one per host in each turn, up to one per core.
 
         Once all cores are taken, the turns continue, and the logger ``flowchan.hosts`` warns once. After
-        :meth:`calibrate`, a host with half the speed gets a worker every second turn. Shares take precedence
-        over speeds. For a pool from :meth:`assigned`, the result repeats the assigned hosts.
+        :meth:`calibrate`, a host half as fast as the fastest gets a worker every second turn. Shares take
+        precedence over speeds. For a pool from :meth:`assigned`, the result repeats the assigned hosts.
 
         If a host's number of cores is unknown, ``dealt`` starts a small program there, which must report it
         within 30 seconds.

@@ -66,7 +66,7 @@ def parse(spec: str) -> Spec:
             )
     provider = _provider(kind, given, options, resources)
     if provider is None or words[:1] == [""]:
-        raise ValueError(f"hosts must have a form such as {FORMS}, got {spec!r}")
+        raise ValueError(f"hosts must look like {FORMS}, got {spec!r}")
     return Spec(provider, peer_timeout, "tls" in words)
 
 

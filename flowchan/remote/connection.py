@@ -224,7 +224,7 @@ class Connection(Calls):
             used: bool | None = self.link.await_used(stream.number, count, timeout)
             if used is not False:
                 return used
-            stream.finished.wait()  # afterwards, `arrived` is the number that the owner has put
+            stream.finished.wait()  # afterwards, `arrived` counts the items that the owner has put
         return stream.arrived >= count
 
     # --- users of the connection ---

@@ -130,7 +130,7 @@ class RemoteChannel(Channel[T]):
         except Unanswered:
             return False, 0
         except Broken:
-            return True, 0  # the ring is broken as well, and raises the reason
+            return True, 0  # the ring is broken as well, and its next call raises the reason
 
     def _offer(self, most: int, got: int | None = None) -> tuple[int, bool, int]:
         """Make the owner send up to ``most`` of its items; see ``ClientSession``.

@@ -77,7 +77,7 @@ class ResultGathering:
         self._all = [worker.id for worker in plan.workers if worker.gathers]
         # id of the thread that last asked for an item; None if its loop has ended
         self._loops: dict[str, int | None] = {}
-        self._interrupted_loops: set[str] = set()  # results whose loop Ctrl-C interrupted
+        self._interrupted_loops: set[str] = set()  # results whose loop was interrupted by Ctrl-C
         # results that filled their channel before the program read them
         self._gathered: dict[str, _GatheredResult] = {}
         self._begun = False

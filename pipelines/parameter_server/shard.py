@@ -36,7 +36,7 @@ class Push(NamedTuple):
 
     Attributes:
         slot: Slot of the client.
-        number: Number of the push in its slot.
+        number: Sequence number of the push within its slot.
         at: Version on which the values are based, or None if unknown.
         max_staleness: Largest allowed number of versions between ``at`` and the current version, or None.
         rule: Name of the rule, or a packed function.

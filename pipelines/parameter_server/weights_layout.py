@@ -25,7 +25,7 @@ class _Entry:
         name: Name of the tensor or array.
         dtype: Data type, from torch or NumPy.
         shape: Shape of the tensor or array.
-        offset: Offset of the first byte in the block.
+        offset: Offset of the array's first byte from the start of the block.
         nbytes: Size in bytes.
     """
 

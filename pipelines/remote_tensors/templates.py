@@ -143,7 +143,7 @@ class Template:
     Attributes:
         client: Node that runs the commands.
         id: Id of the template on the node, which drops the template after this object is gone.
-        native: Copy of the template in the C++ part; None before its first use.
+        native: The C++ part's copy of the template; None until the template is first used.
         single: Metadata of the result, if the only result is one new tensor; else None.
         outputs: Metadata of the new tensors, in the order of their ids.
         results: Structure of the results. An int is the index of an input, and a :class:`Slot` is the index

@@ -239,7 +239,7 @@ class _Tracer(fx.Tracer):
         return found
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """Return an attribute of a module; other threads get the attribute itself, without a proxy."""
+        """Return an attribute of a module: a proxy while tracing, the attribute itself in other threads."""
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)

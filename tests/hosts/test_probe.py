@@ -147,7 +147,7 @@ def test_command_refuses_invalid_hosts(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     code, lines, errors = check("local:none")
     assert (code, lines) == (2, [])
-    assert "hosts must have a form such as local:2, " in errors
+    assert "hosts must look like local:2, " in errors
     code, lines, errors = check("slurm")
     assert (code, lines) == (2, [])
     assert errors.startswith("flowchan: slurm: this program is not running in a Slurm allocation")

@@ -63,7 +63,7 @@ def test_host_spec_is_parsed_as_a_pool_with_options(spec):
 )
 def test_invalid_host_spec_is_refused_with_the_allowed_forms(spec):
     with pytest.raises(
-        ValueError, match="hosts must have a form such as local:2, ssh:gpu1,user@gpu2, slurm or ray:4, got"
+        ValueError, match="hosts must look like local:2, ssh:gpu1,user@gpu2, slurm or ray:4, got"
     ):
         parse(spec)
 
@@ -83,8 +83,8 @@ def test_invalid_host_spec_is_refused_with_the_allowed_forms(spec):
             "'local:2,peer_timeout=0': peer_timeout must be greater than 0 seconds, got 0",
         ),
         ("local:2,peer_timeout=-1", "peer_timeout must be a non-negative number, got '-1'"),
-        ("k8s:2,a=b", "hosts must have a form such as"),
-        ("ssh:python=x", "hosts must have a form such as"),
+        ("k8s:2,a=b", "hosts must look like"),
+        ("ssh:python=x", "hosts must look like"),
     ],
 )
 def test_unknown_option_in_host_spec_is_refused_with_allowed_options(spec, message):

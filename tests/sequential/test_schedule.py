@@ -231,7 +231,7 @@ def test_step_text_includes_its_part() -> None:
 @pytest.mark.parametrize("word", ["X0", "F", "0", "f0", "F-1", "F0.1", ":F0", "1:2:F0", "F0,", "F٣"])
 def test_parse_rejects_a_word_that_is_not_a_step(word: str) -> None:
     with pytest.raises(
-        ValueError, match=f"^parse: a step must have a form such as F0, .* got {re.escape(repr(word))}$"
+        ValueError, match=f"^parse: a step must look like F0, .* got {re.escape(repr(word))}$"
     ):
         parse(f"F0 {word} B0")
 

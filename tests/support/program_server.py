@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from peer_server import die_with_parent, received
 
 NAMES = "backslashreplace"  # error handler of sys.stderr for characters that its encoding lacks
-ours = sys.modules["__main__"]  # keeps this module alive when a program has its own
+ours = sys.modules["__main__"]  # keeps this module alive when a program replaces __main__
 
 
 class Order(NamedTuple):

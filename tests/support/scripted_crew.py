@@ -55,7 +55,7 @@ class ScriptedCrew(CrewPart):
         self._reactions: defaultdict[str, list[Callable[..., object]]] = defaultdict(list)
 
     def on(self, word: str, reaction: Callable[..., object]) -> None:
-        """Call ``reaction`` with the arguments of each call of this name."""
+        """Call ``reaction`` whenever the method of this name is called, with the same arguments."""
         self._reactions[word].append(reaction)
 
     def called(self, word: str) -> list[Call]:

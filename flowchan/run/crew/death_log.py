@@ -30,7 +30,7 @@ class DeathLog:
         self._graph: Blueprint = plan.graph
         self._limits = plan.limits()
         self._without_item: Counter[WorkerId] = Counter()  # consecutive early deaths without an item
-        # Causes of death of earlier workers that held the item that the replacement will retry.
+        # For the item that each replacement will retry: how the earlier workers that held it died.
         self._how: dict[WorkerId, list[str]] = {}
         # The batch member that each worker is trying alone; None while it tries the rest together.
         self._trying: dict[WorkerId, int | None] = {}

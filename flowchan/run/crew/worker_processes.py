@@ -107,7 +107,7 @@ class WorkerProcesses:
         return id in self.known and self.known[id].ended()
 
     def give_back_gpus(self, id: WorkerId) -> None:
-        """Free the GPUs of a worker that has ended or moves to another host."""
+        """Free the GPUs of a worker that has ended or is moving to another host."""
         self._gpus.give_back(id)
 
     def forget(self, id: WorkerId) -> None:

@@ -95,7 +95,7 @@ class WorkerClocks:
 
     _pids: dict[WorkerId, int] = field(default_factory=dict)  # 0 for a worker on another host
     _working: dict[WorkerId, _Working] = field(default_factory=dict)
-    # threads that already have a clock; a process counts as 0
+    # ids of the threads that already have a clock; 0 stands for a process
     _threads: set[int] = field(default_factory=set)
     _ended: defaultdict[str, WorkSeconds] = field(
         default_factory=lambda: defaultdict(lambda: WorkSeconds(cpu=0.0, ready=0.0))

@@ -83,7 +83,9 @@ class _TraceFile:
                 os.ftruncate(self._file, 0)
         except BlockingIOError as error:
             os.close(self._file)
-            raise BlockingIOError(error.errno, "another run writes its trace to this file") from None
+            raise BlockingIOError(
+                error.errno, "another run is already writing its trace to this file"
+            ) from None
         except BaseException:
             os.close(self._file)
             raise

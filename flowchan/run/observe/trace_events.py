@@ -82,7 +82,8 @@ class TraceEvents:
 
     def counter(self, name: str, at: int, value: float) -> str:
         """Record that a counter changes to this value at time ``at``."""
-        # Perfetto shows the event's name, a space and the argument's name, so the last word is the argument.
+        # Perfetto shows the event's name, a space and the argument's name. The argument is therefore the last
+        # word of the counter's name.
         name, _, last = name.rpartition(" ")
         return _line(ph="C", pid=RUN_PID, tid=RUN_PID, name=name, ts=self._us(at), args={last: value})
 

@@ -171,7 +171,7 @@ class Result:
 class GroupLost:
     """A worker of an elastic gang waits for a group.
 
-    ``failure`` ended its last group; None if the worker has just started.
+    ``failure`` is what ended the worker's last group, or None if the worker has just started.
     """
 
     worker: WorkerId

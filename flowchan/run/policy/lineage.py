@@ -3,8 +3,8 @@
 Algorithm. Each source item has a number. Items carry marks that identify the source items from which they
 descend. A source item's mark is its number. A stage with one output per item passes marks on. A stage that
 splits an item gives each part a new mark: the pair of the item's first mark and a position. It then reports
-the item's marks and the number of parts. When a part leaves the graph, a stage reports its marks with 0
-parts. :class:`Lineage` combines these reports: a mark has left the graph once all its parts have.
+the item's marks and the number of parts. The stage at which a part leaves the graph reports the part's marks
+and 0 parts. :class:`Lineage` combines these reports: a mark has left the graph once all its parts have.
 
 Invariants. Reports may arrive in any order, and repeatedly if a worker was replaced. Marks depend only on the
 items, so a replacement reports the same marks as the dead worker. An item without marks is not tracked, and

@@ -23,7 +23,7 @@ from flowchan import _core
 SIGNAL = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGUSR2  # only Linux has workers
 """Signal that asks a worker process for its stacks. It would kill a process that is not ready for it."""
 READY, REFUSED = b"+", b"-"
-_DEATH, _BEGIN, _END = b"\x01", b"\x02", b"\x03"  # marks that the core writes
+_DEATH, _BEGIN, _END = b"\x01", b"\x02", b"\x03"  # markers in the file, written by the core
 
 
 class StackFile:
