@@ -185,13 +185,13 @@ def test_item_of_a_cancelled_get_goes_to_a_waiting_reader(how):
         loop = asyncio.new_event_loop()
         first = loop.create_task(channel.aget())
 
-        async def begin():
-            while channel.stats().waiting_readers < 1:
-                await asyncio.sleep(0)
+        async def wait_for_readers(count):
+            while channel.stats().waiting_readers < count:
+                await asyncio.sleep(0)  # a reader that is woken without an item waits again
 
-        loop.run_until_complete(begin())
+        loop.run_until_complete(wait_for_readers(1))
         waiting = ThreadPeer(WAITS[how], channel)
-        wait_blocked(channel, readers=2)
+        loop.run_until_complete(wait_for_readers(2))
         back.put("both wait")
         ring = channel._ports[True]._stream.ring
         wait_until(lambda: ring.stats().items_in > 0)  # the item has woken one of the two readers

@@ -126,9 +126,8 @@ def test_invalid_report_ends_the_agent_and_not_the_run(
     result = graph.source(range(5)).map(abs, on=local(1)).collect()
     run = graph.start()
     assert run.wait()[result] == [0, 1, 2, 3, 4]
-    assert "it sent " in handles[0].why
     # on a busy machine, the agent may finish all items before it is ended, and is then not replaced
-    assert run.stats().hosts[0].breaks == 1
+    assert "it sent " in handles[0].why
 
 
 def test_end_of_a_run_kills_a_stopped_agent_and_workers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ def failure_of(run: Run) -> StageError:
     return error
 
 
+@pytest.fixture
+def killed_by_hangup() -> Iterator[None]:
+    """Let SIGHUP kill workers, even if ``nohup`` has started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("killed_by_hangup")
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_killed_worker_is_reported_with_its_signal(signum: signal.Signals) -> None:
     gate = Gate()
