@@ -62,6 +62,7 @@ class LatestValue:
         self._word = _mapped_word(self._word_file.fd)
         self._file = os.memfd_create("flowchan value")
         self._close = weakref.finalize(self, os.close, self._file)
+        self._close.atexit = False  # threads may still publish then
         self.pid = os.getpid()
         self._path = f"/proc/{self.pid}/fd/{self._file}"
         _live.add(self)

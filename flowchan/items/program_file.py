@@ -21,7 +21,7 @@ class ProgramFile:
     def __init__(self, name: str) -> None:
         self._fd = os.memfd_create(name)
         self._path, self._inode = f"/proc/{os.getpid()}/fd/{self._fd}", os.fstat(self._fd).st_ino
-        weakref.finalize(self, os.close, self._fd)
+        _close_with(self, self._fd)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _opened_later, (self._path, self._inode)
@@ -45,8 +45,13 @@ class ProgramFile:
         if os.fstat(fd).st_ino != self._inode:  # the program has reused the descriptor for another file
             os.close(fd)
             raise Broken("the run has ended")
-        weakref.finalize(self, os.close, fd)
+        _close_with(self, fd)
         return fd
+
+
+def _close_with(file: ProgramFile, fd: int) -> None:
+    """Close the descriptor when the file is freed, but not at exit, because threads may still use it."""
+    weakref.finalize(file, os.close, fd).atexit = False
 
 
 def _opened_later(path: str, inode: int) -> ProgramFile:

@@ -302,16 +302,17 @@ def workers_of_agents() -> list[psutil.Process]:
 def test_killed_node_on_a_host_raises_node_died(victim: str) -> None:
     with contextlib.suppress(NodeDied), RemoteNodes(2, on=hosts.local(2, peer_timeout=2.0)) as nodes:
         tensors = [ones(node) for node in nodes]
-        assert [x.sum().item() for x in tensors] == [3, 3]
+        assert [(x + 1).sum().item() for x in tensors] == [6, 6]
         worker = workers_of_agents()[0]
+        worker.suspend()
+        sums = [x + 1 for x in tensors]
         (worker if victim == "worker" else worker.parent()).kill()
         died: list[NodeDied] = []
-        while not died:
-            for x in tensors:
-                try:
-                    (x + 1).cpu()
-                except NodeDied as error:
-                    died.append(error)
+        for x in sums:
+            try:
+                x.cpu()
+            except NodeDied as error:
+                died.append(error)
         (error,) = died
         assert error.host == f"local-{error.node + 1}"
         if victim == "worker":
