@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import pytest
 from kill_points import Deaths, stage_of
@@ -91,16 +91,23 @@ def add(item: tuple[int, int], state: KeyedState[int]) -> tuple[int, int]:
 
 def test_counter_per_key_is_exact_despite_kills_at_arbitrary_instructions() -> None:
     """Kill workers from outside, also while they write a record, put an output or end a lease."""
-    graph, chance = Graph(), random.Random(0)
-    added = graph.source(pairs(12_000, 97)).map(
+    graph, chance, kills = Graph(), random.Random(0), 0
+
+    def paced() -> Iterator[tuple[int, int]]:
+        for number, pair in enumerate(pairs(12_000, 97)):
+            wait_until(lambda: number < 2000 + 500 * kills)  # noqa: B023 - the run must outlive the kills
+            yield pair
+
+    added = graph.source(paced()).map(
         add, on="process", workers=2, key=lambda item: item[0], state=int, restarts=10**6
     )  # fmt: skip
     result = added.collect()
     run = graph.start()
-    for kill in range(20):
-        wait_until(lambda: stage_of(run, "add").items_in > 500 * kill and stage_of(run, "add").pids)  # noqa: B023
+    for kills in range(20):
+        wait_until(lambda: stage_of(run, "add").items_in > 500 * kills and stage_of(run, "add").pids)  # noqa: B023
         with contextlib.suppress(ProcessLookupError):
             os.kill(chance.choice(stage_of(run, "add").pids), signal.SIGKILL)
+    kills = 20
     assert_counted(run.wait()[result], 12_000)
     assert stage_of(run, "add").restarts >= 10
 
