@@ -183,7 +183,7 @@ class Channel(Generic[T]):
         """Return the maximum number of items in the channel; further puts wait."""
     @property
     def max_bytes(self) -> int | None:
-        """Return the maximum number of bytes in the channel, or None if there is no limit."""
+        """Return the limit on the bytes in the channel, or None if the channel has no such limit."""
     @property
     def across(self) -> Literal["threads", "processes", "hosts"]:
         """Return the transport: ``"threads"``, ``"processes"`` or ``"hosts"``."""

@@ -314,7 +314,7 @@ NB_MODULE(_core, m) {
             [](Channel& ch) -> std::optional<uint64_t> {
                 return ch.max_bytes == UINT64_MAX ? std::nullopt : std::optional(ch.max_bytes);
             },
-            "Return the maximum number of bytes in the channel, or None if there is no limit.")
+            "Return the limit on the bytes in the channel, or None if the channel has no such limit.")
         .def_prop_ro(
             "across", [](Channel& ch) { return ch.across(); },
             "Return the transport: ``\"threads\"``, ``\"processes\"`` or ``\"hosts\"``.")
