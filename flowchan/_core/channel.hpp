@@ -57,7 +57,7 @@ class Channel {
 
     // Call `f` with the channel's transport. No other code checks which transport that is.
     template <class F>
-    auto with(F&& f) const {
+    [[gnu::always_inline]] auto with(F&& f) const {
         return queue_ ? f(*queue_) : f(*ring_);
     }
     const char* across() const;

@@ -51,14 +51,17 @@ constexpr const char* PUT_MANY[] = {"items", "timeout"};
 constexpr const char* GET[] = {"timeout"};
 constexpr const char* GET_MANY[] = {"max", "timeout"};
 
-PyObject* do_put(Channel& ch, Out* out, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
+[[gnu::noinline]] PyObject* put_with_options(Channel& ch, Out* out, PyObject* const* args, Py_ssize_t n,
+                                             PyObject* keywords) {
     PyObject* v[2];
     Deadline deadline;
-    if (n == 1 && !keywords && !ch.elsewhere) return put_item(ch, out, args[0], deadline);
-    if (n == 1 && !keywords) return put_item(ch.through(Side::Writer), out, args[0], deadline);
     if (!parse("put", PUT, 1, args, n, keywords, v) || !parse_deadline(v[1], deadline)) return nullptr;
     return in_time(ch, Side::Writer, deadline,
                    [&](Channel& to, Deadline until) { return put_item(to, out, v[0], until); });
+}
+PyObject* do_put(Channel& ch, Out* out, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
+    if (n != 1 || keywords) return put_with_options(ch, out, args, n, keywords);
+    return put_item(ch.elsewhere ? ch.through(Side::Writer) : ch, out, args[0], Deadline{});
 }
 PyObject* do_put_many(Channel& ch, Out* out, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
     PyObject* v[2];
@@ -303,8 +306,10 @@ PyMethodDef out_methods[] = {{"put", fast(out_put), FASTCALL, PUT_DOC},
                              {nullptr, nullptr, 0, nullptr}};
 
 PyObject* channel_next(PyObject* self) {
-    return guarded(
-        [&] { return get_item(channel_of(self).through(Side::Reader), nullptr, Deadline{}, false, true); });
+    return guarded([&] {
+        Channel& ch = channel_of(self);
+        return get_item(ch.elsewhere ? ch.through(Side::Reader) : ch, nullptr, Deadline{}, false, true);
+    });
 }
 PyObject* in_next(PyObject* self) {
     return guarded([&]() -> PyObject* {
