@@ -1,8 +1,8 @@
 // The Python objects: a Channel on its transport, and its ports In and Out.
 //
-// The transport's lock guards only part of a port's data. The GIL guards the rest. In a free-threaded Python,
-// the critical section of the port object guards it. A thread holds that section while it uses the port, and
-// releases it wherever it would release the GIL.
+// The transport's lock guards only part of a port's data; the GIL guards the rest. Free-threaded Python has
+// no GIL, so there the critical section of the port object takes its place. A thread enters that section
+// while it uses the port, and leaves it wherever it would release the GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -21,41 +21,43 @@
 
 namespace flowchan {
 
-// One function for each transport: `ch.with(Each{[](LocalQueue&) {}, [](Ring&) {}})`.
+// Combines one function per transport into a visitor: `ch.with(Each{[](LocalQueue&) {}, [](Ring&) {}})`.
 template <class... F>
 struct Each : F... {
     using F::operator()...;
 };
 
 class Channel {
-    std::unique_ptr<LocalQueue> queue_;  // either this or `ring_`
+    std::unique_ptr<LocalQueue> queue_;  // null if the channel uses `ring_`
     std::shared_ptr<Ring> ring_;
 
   public:
-    std::atomic<bool> lends = false;  // true once memory was lent
-    // blocks of the ring that writers in this process are filling or have put
+    std::atomic<bool> lends = false;  // set by the first loan, never cleared
+    // shared memory that writers in this process are filling or have put
     std::vector<std::weak_ptr<Block>> loans;
     std::string name;
     uint64_t capacity = 0;
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
     std::atomic<uint64_t> forks = fork_count;
-    bool hosts = false;           // ring: descriptors cannot reach some of its readers
-    bool elsewhere = false;       // another process owns the channel; items pass through two local rings
-    nb::object reading, writing;  // elsewhere: these two rings, once they are open
-    // elsewhere: value of `fork_count` when the rings were opened
+    bool hosts = false;  // ring: some readers run on other hosts, where descriptors cannot go
+    // another process owns the channel, and this process reaches it through two local rings
+    bool elsewhere = false;
+    nb::object reading, writing;  // elsewhere: the two local rings, once they are open
+    // elsewhere: `fork_count` at the time the rings were opened
     std::atomic<uint64_t> opened_in = fork_count;
-    uint64_t moved_there = 0;        // elsewhere: number of puts and gets that the owner last reported
-    int64_t last_found_nothing = 0;  // elsewhere: when the owner last had nothing for a select
-    // ring: the session of this process's plain calls, opened when it is first needed
+    uint64_t moved_there = 0;        // elsewhere: how many puts and gets the owner last reported
+    int64_t last_found_nothing = 0;  // elsewhere: when the owner last reported an empty channel to a select
+    // ring: the session that plain calls of this process share, opened by the first of them
     std::atomic<uint32_t> plain = 0;
-    // coroutines of this process that wait for this channel; read only for stats, so all accesses are relaxed
+    // how many coroutines of this process wait for this channel; only statistics read it, so relaxed order is
+    // enough
     std::atomic<uint32_t> awaiting = 0;
 
     Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::string name);
     Channel(int fd, int socket, std::string name);
     ~Channel();
 
-    // Call `f` with the channel's transport. No other code checks which transport that is.
+    // Call `f` with the channel's transport. Only this function checks which transport the channel has.
     template <class F>
     [[gnu::always_inline]] auto with(F&& f) const {
         return queue_ ? f(*queue_) : f(*ring_);
@@ -64,21 +66,23 @@ class Channel {
     bool reaches_processes() const;
     std::string describe() const;  // "channel 'name'" or "Channel(64, across='threads')"
     uint32_t plain_session();      // returns 0 for threads; throws nb::python_error
-    Channel& through(Side side);   // the ring that calls in this process use; throws nb::python_error
-    void fetch(Py_ssize_t most);   // elsewhere: asks for up to `most` items; throws nb::python_error
-    bool asks_again(Side side);    // elsewhere: asks the owner; true: retry; throws nb::python_error
-    bool usable();                 // false with a Python error set if a forked child uses a `threads` channel
+    // the channel whose ring serves calls of this process; throws nb::python_error
+    Channel& through(Side side);
+    void fetch(Py_ssize_t most);  // elsewhere: asks for up to `most` items; throws nb::python_error
+    // elsewhere: asks the owner whether a retry makes sense; throws nb::python_error
+    bool asks_again(Side side);
+    bool usable();  // false with a Python error set in a forked child, which cannot use a `threads` channel
 };
 
-bool is_out_of_time();  // true if the current error is an Empty or Full that did not come from a signal
-                        // handler
+// true if the current error is an Empty or Full that the channel raised, not a signal handler
+bool is_out_of_time();
 
-// How long to wait for items that the owner says it has sent, and how often to check whether another thread
-// has taken them.
+// How long to wait for items that the owner has announced. Every ASK_AGAIN_NS, the caller checks whether
+// another thread has taken them.
 constexpr int64_t ON_ITS_WAY_NS = 1'000'000'000, ASK_AGAIN_NS = 20'000'000;
 
-// Perform `call` on the channel's ring in this process. A call that is about to fail at its deadline first
-// asks the owner once. No Python code runs between `call` and the return of its result.
+// Perform `call` on the channel's ring in this process. When it times out, ask the owner what is on its way,
+// and retry. No Python code runs between `call` and the return of its result.
 template <class Call>
 PyObject* in_time(Channel& ch, Side side, Deadline deadline, Call&& call) {
     if (!ch.elsewhere) return call(ch, deadline);
@@ -110,8 +114,8 @@ auto locked(Channel& ch, F&& f) {
     });
 }
 
-// Call `f` under the lock if the transport is a ring; do nothing for a queue. Only a ring outlives users that
-// die.
+// Call `f` under the lock if the transport is a ring. A queue needs no such call, because it never outlives
+// its users.
 template <class F>
 void locked_ring(Channel& ch, F&& f) {
     ch.with(Each{[](LocalQueue&) {},
@@ -123,7 +127,7 @@ void locked_ring(Channel& ch, F&& f) {
                  }});
 }
 
-// Check for dead processes, if the time for the next check has come.
+// Clean up after dead processes if the next check is due.
 template <class M>
 void check_for_dead(M& transport) {
     if (!Traits<M>::is_check_due(transport)) return;
@@ -137,16 +141,16 @@ struct Out;
 
 // Follows sampled items through one worker. All ports of the worker share this object.
 //
-// Algorithm. A sampled item travels in a box (items/sampled_item.py), whose marks identify the sample. A get
-// takes the item out of its box. The worker then processes that item until the port's next get, so each put
-// in between boxes its output with the same marks. The recorder is a Python object, and is called only for
+// Algorithm. A sampled item travels in a box (items/sampled_item.py) whose marks identify the sample. A get
+// unpacks the box. Until the port's next get, the worker is processing that item, so each put boxes its
+// output with the same marks. The recorder is a Python object; unsampled items never call it.
 // sampled items.
 struct ItemTracing {
     nb::object recorder;  // has the methods took, finished, boxed and sent
-    // Several threads may use the ports. The counters only decide which items to sample, so relaxed memory
+    // Several threads may use the ports. The counters only select the items to sample, so relaxed memory
     // order is enough.
     std::atomic<uint64_t> countdown = 0;  // puts until the next sample; 0: never
-    std::atomic<uint32_t> held = 0;       // number of ports that hold sampled items now
+    std::atomic<uint32_t> held = 0;       // number of ports whose leased item is sampled
 
     ItemTracing(nb::object recorder, uint64_t countdown)
         : recorder(std::move(recorder)), countdown(countdown) {}
@@ -157,22 +161,22 @@ struct ItemTracing {
     }
 };
 
-// Release the items. The destructor of an item may run any code. So the caller must not hold the lock, and
-// must have removed the items from every container that the garbage collector visits.
+// Release the items. An item's destructor may run any code, so the caller must first release the lock. It
+// must also have removed the items from every container that the garbage collector visits.
 inline void drop_items(const std::vector<LocalQueue::Item>& items) {
     for (const LocalQueue::Item& item : items) Py_DECREF(item.object);
 }
 
-// Makes threads that share a port get one at a time, because each get finishes the items of the previous one.
-// A thread may enter again from a signal handler, or from code that unpickles an item.
+// Lets one thread at a time get items from a port that several threads share, because each get finishes the
+// previous item. The lock is recursive: signal handlers and unpickling code may get from the same port.
 class Turn {
   public:
-    // Wait for the caller's turn and return Done. Return NotNow at the deadline, and Interrupted with a
-    // Python error set after a signal.
+    // Wait for the caller's turn and return Done. Return NotNow at the deadline. Return Interrupted, with a
+    // Python error set, after a signal.
     Step enter(Deadline deadline);
     void leave();
     bool is_own() const { return owner_.load(std::memory_order_relaxed) == me(); }
-    void forget() { owner_ = depth_ = 0; }  // for a forked child, which has no other threads
+    void forget() { owner_ = depth_ = 0; }  // call in a forked child: the other threads do not exist there
 
   private:
     static uint32_t me() {  // cheaper than the system call gettid()
@@ -180,7 +184,7 @@ class Turn {
         static thread_local const uint32_t number = ++last;
         return number;
     }
-    // number of the thread whose turn it is; also the futex word on which the other threads sleep
+    // the thread whose turn it is (0: none); the other threads sleep on this word as a futex
     std::atomic<uint32_t> owner_ = 0;
     std::atomic<uint32_t> waiting_ = 0;
     uint32_t depth_ = 0;
@@ -190,26 +194,28 @@ struct In {
     nb::object channel;
     Channel* ch;
     ReaderState state;
-    std::vector<LocalQueue::Item> leased_items;  // threads: leased items; the unfinished ones are given back
-    std::vector<Out*> feeds;                     // the writers of the outputs for the leased item
+    // threads only; when the port closes, unfinished items go back to the queue
+    std::vector<LocalQueue::Item> leased_items;
+    std::vector<Out*> feeds;  // the writers of the outputs for the leased item
     std::atomic<uint64_t> forks = fork_count;
     uint64_t generation = 0;
     std::atomic<bool> open = true;
     Turn turn;
-    std::atomic<bool> copying = false;  // an item is being decoded in place, so the port cannot close now
-    // Called with (stand-in, deaths, error or None) instead of returning the item to the caller. That happens
-    // if the item cannot be unpickled, or if `max_deaths` workers died while processing it (0: no limit).
+    std::atomic<bool> copying = false;  // an item is being decoded in place, so closing the port must wait
+    // Called with (stand-in, deaths, error or None) instead of returning a poisonous item to the caller. An
+    // item is poisonous if it cannot be unpickled, or if `max_deaths` workers died processing it (0: no
+    // limit).
     uint64_t max_deaths = 0;
     nb::object on_poison;
     std::vector<nb::object> due;     // functions to call once the leased items are finished
-    ItemTracing* tracing = nullptr;  // `tracing_owner` keeps this alive
+    ItemTracing* tracing = nullptr;  // kept alive by `tracing_owner`
     nb::object tracing_owner;
-    bool holds_traced = false;  // whether a leased item is sampled
+    bool holds_traced = false;  // true while a leased item is sampled
 
     In(nb::object channel, int session);
     ~In();
     void close(bool finished);
-    void drop();  // for a port that no user has any more: gives back its leased items
+    void drop();  // gives back the leased items when no user has the port any more
     void call_due();
 
   private:
@@ -217,16 +223,15 @@ struct In {
     void leave(Ring& ring, bool finished);
 };
 
-// State of a receive: the item that this thread is receiving. Its contents may register a call, which runs
-// once the item is finished and no other reader can get it. A port finishes its leased items when it takes
-// the next one.
+// The item that this thread is receiving. Its contents may register a call while they are decoded. The call
+// must wait until the item is finished and no other reader can get it.
 class Receiving {
   public:
     Receiving() : outer_(std::exchange(current_, this)) {}
     ~Receiving() { current_ = outer_; }
     Receiving(const Receiving&) = delete;
     void received(In* in);
-    static void when_finished(nb::object call);  // calls at once if this thread is not receiving an item
+    static void when_finished(nb::object call);  // calls at once if this thread is receiving no item
 
   private:
     static thread_local Receiving* current_;
@@ -242,13 +247,13 @@ struct Out {
     std::atomic<uint64_t> forks = fork_count;
     uint64_t generation = 0;
     std::atomic<bool> open = true;
-    // number of large items that threads are writing into slots; the port cannot close before that ends
+    // threads that are writing large items into slots; until they finish, the port cannot close
     std::atomic<uint32_t> copying = 0;
-    // true if outputs take turns to keep their order, as soon as the stage has more than one worker
+    // outputs must keep their order, so they take turns once the stage has more than one worker
     bool may_have_turns = false;
-    // For a source: all outputs belong to item 0, so that a replacement can skip those that were put.
+    // Source only: all outputs count as outputs for item 0, so a replacement can skip those that were put.
     bool replays = false;
-    ItemTracing* tracing = nullptr;  // `tracing_owner` keeps this alive
+    ItemTracing* tracing = nullptr;  // kept alive by `tracing_owner`
     nb::object tracing_owner;
 
     Out(nb::object channel, int session);
@@ -261,63 +266,64 @@ struct Out {
     void leave(Ring& ring);
 };
 
-// Each of these returns a new reference, or null with a Python error set. `in` or `out` is the port of the
-// call, or null for a plain call.
+// The next functions return a new reference, or null with a Python error set. The port is null for a plain
+// call.
 PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline);
 Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits);  // the identity of a put
 PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool iterating);
-// Set the class of stand-ins for items that cannot be unpickled. `is_of_a_handler` returns whether an error
-// came from a signal handler.
+// Set the class of stand-ins for items that cannot be unpickled, and the function `is_of_a_handler`. The
+// function tells whether an error came from a signal handler.
 void set_unreadable(PyObject* unreadable, PyObject* is_of_a_handler);
 // Set the class that boxes sampled items.
 void set_traced(PyObject* traced);
 bool is_traced(PyObject* item);
 // Take a sampled item out of its box. This steals the reference to `box`. `in` may be null.
 PyObject* unboxed(In* in, PyObject* box);
-// Call a method of the recorder with the identity of the port, and with the item unless it is null. Return
-// the result. If the method raises, report the error as unraisable and return an invalid object.
+// Call a method of the recorder with the port's identity and, unless it is null, the item. Return the result.
+// If the method raises, report the error as unraisable and return an invalid object.
 nb::object call_recorder(ItemTracing& tracing, const char* method, const void* port,
                          PyObject* item = nullptr);
-// Return whether the current Python error came from a signal handler, and so not from the item.
+// Return whether a signal handler raised the current Python error. If not, the item caused it.
 bool is_interrupt();
-// Set the function to call if an item was encoded for another host but could not be put.
+// Set the function to call when an item was encoded for another host but the put failed.
 void set_not_put(PyObject* not_put);
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout);
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);
 PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);
 
-// Record which kind of code is processing the leased items of `in` (R10). If `in` is null, do nothing.
+// Record which kind of code processes the leased items of `in` (R10). A null `in` is allowed and has no
+// effect.
 void runs(In* in, Session::At at);
 
-// Finish the leased items, so the writers that follow this reader end their turns. Return false with a Python
-// error set.
+// Finish the leased items. This ends their turns, so later outputs of the stage can be put. Return false with
+// a Python error set.
 bool pass_turns(In& in);
-// Return whether the leased item's only output has already been put, by a worker that died after that.
+// Return whether a dead worker has already put the leased item's only output.
 bool has_its_output(In& in);
 
-// Try once without waiting. Return Done, NotNow or Drained. For any other step, the Python error is set.
+// Try once without waiting. Return Done, NotNow or Drained; any other step sets a Python error.
 Step try_put(Channel& ch, Out* out, PyObject* item);
 Step try_get(Channel& ch, In* in, PyObject*& item);
 
 bool parse_deadline(PyObject* timeout, Deadline& deadline);
 
-// Return whether this process can use the port; if not, a Python error is set. A port moves to a forked child
-// when the child first uses it.
+// Return whether this process can use the port, and set a Python error if not. A forked child takes over a
+// port by using it.
 template <class Port>
 bool ready(Port& port);
 
 nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list ready);
 
-// An entry in the queue of waiting calls: the wait list of a LocalQueue, or the wait queue of a Ring. A
-// caller that waits for several channels has one for each.
+// One caller's entry in the queue of waiting calls: the wait list of a LocalQueue, or the wait queue of a
+// Ring. A caller that waits for several channels has one entry in each.
 class Place {
   public:
     Place(Channel* ch, const Caller& caller) : ch(ch), caller(caller) {}
     Place(const Place&) = delete;
 
     void enter(bool again);
-    void leave(bool unused);  // `unused`: wake another waiter if this caller was woken in vain
-    void pass_on();           // wakes another waiter instead
+    void leave(bool unused);  // `unused`: if this caller was woken but took nothing, wake another waiter
+    void pass_on();           // passes this caller's wake-up to another waiter
     bool changed() const { return word_->load(std::memory_order_relaxed) != seen_; }
     WaitedWord waited() const {
         return {seen_, reinterpret_cast<uint64_t>(word_),
@@ -328,7 +334,7 @@ class Place {
     const Caller caller;
 
   private:
-    // Only the element for the channel's own transport is used.
+    // One element per transport; the other one stays unused.
     std::tuple<Traits<LocalQueue>::Waiting, Traits<Ring>::Waiting> waiting_;
     std::atomic<uint32_t>* word_ = nullptr;
     uint32_t seen_ = 0;
@@ -349,7 +355,7 @@ struct Await {
     void leave(bool unused);
 };
 
-// The sleep of the thread that waits on behalf of the coroutines of an event loop. The doorbell ends it.
+// The sleep of the thread that waits for all coroutines of an event loop, until its doorbell rings.
 class Watch {
   public:
     uint32_t heard() const { return doorbell_.load(std::memory_order_relaxed); }
@@ -365,7 +371,7 @@ void abort_channel(Channel& ch, PyObject* cause);
 nb::dict channel_stats(Channel& ch);
 nb::tuple observe(nb::list channels);
 
-// Follow sampled items through this port from now on. Pass None to stop.
+// Follow sampled items through this port from now on, or stop if `tracing` is None.
 template <class Port>
 void trace(Port& port, nb::object tracing) {
     port.tracing = tracing.is_none() ? nullptr : nb::inst_ptr<ItemTracing>(tracing);

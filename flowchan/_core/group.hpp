@@ -1,34 +1,34 @@
-// A group: members that run collective operations through shared memory.
+// A group of members, one per process, that run collective operations through shared memory.
 //
-// Algorithm. An operation is a sequence of rounds, which is the same for all members. In a round, each member
-// writes its data into its own part of the memory. It then *publishes* the data by storing the number of the
-// round in its cell. It waits until the cells of all other members contain that number, and reads their data.
-// Cells and slots exist twice, for odd and even rounds. This saves readers an acknowledgement: a member
-// overwrites the data of round r only for round r + 2. Before that, it has seen all members publish round r +
-// 1, and each did so only after reading round r.
+// Algorithm. All members run an operation as the same sequence of rounds. In each round, a member first
+// writes its data into its own part of the memory. It *publishes* the data by storing the round number in its
+// cell. It then waits until every other cell contains that number, and reads the data.
+//
+// Cells and slots exist twice, for odd and even rounds, which saves readers an acknowledgement. A member
+// overwrites the data of round r only in round r + 2. It has then seen all members publish round r + 1, which
+// each of them did only after reading round r.
 //
 // Invariants.
-// - Only its owner writes to a member slot, a cell or a data slot. Published data stays valid even if its
-//   owner dies.
-// - All members reach the same result. A round is complete for all members once all have published it. A
-//   member gives up only while it waits for a cell that cannot get the number any more, because the cell's
-//   owner is gone. It then looks at the cell a second time before it gives up. So either all survivors
-//   complete an operation, or none does. All members detect mismatched calls and missing memory from the data
-//   of the first round, which all of them see.
-// - A member that gives up during an operation publishes nothing more, as if it had died. The same is true
-//   of a member that leaves the group. If one of its threads is running an operation, leaving waits for that
-//   thread. So the visible data of a lost member never changes.
+// - Member slots, cells and data slots each have an owner, and only the owner writes to them. Published data
+//   stays valid even if its owner dies.
+// - All members reach the same result. A round is complete for everyone once every member has published it. A
+//   member gives up only if the owner of a cell is gone, so the cell can no longer get the number. It checks
+//   that cell once more before it gives up. So either all survivors complete an operation, or none does.
+//   Mismatched calls and missing memory show in the data of the first round, which all members see.
+// - A member that gives up during an operation publishes nothing more, as if it had died. A member that
+//   leaves the group also publishes nothing more; leave() waits until no thread runs an operation. The
+//   visible data of a lost member therefore never changes.
 //
-// Direct reads. A receiver reads large arrays from the sender's memory with process_vm_readv. The first round
-// publishes the addresses. A second round confirms the reads, and no member returns until that round is
-// complete. So the reader gets the published data unless the sender gave up, which the reader checks
-// afterwards. If one member could not read, all members learn that in the second round, and use the slots
-// from then on.
+// Direct reads. A receiver reads large arrays with process_vm_readv from the sender's memory. The first round
+// publishes the addresses. A second round confirms the reads, and no member returns before it is complete.
+// The reader therefore gets the published data unless the sender gave up, which the reader checks afterwards.
+// If any read fails, all members learn this in the second round, and use the slots from then on.
 //
-// Waking. A sleeper increments `sleepers` in the member slot whose cell it waits for. A publisher stores the
-// round and then reads that count, without a fence in between. The sleeper executes the fence for both sides
-// (membarrier), and checks the cell again before it sleeps. If the system refuses membarrier, publishers
-// execute a fence themselves (`fenced`). A lost wake-up costs one slice of sleep, but never a hang.
+// Waking. A member that is about to sleep increments `sleepers` in the member slot whose cell it waits for. A
+// publisher stores the round and then reads that count, without a fence in between. Instead, the sleeper
+// executes the fence for both with membarrier, and checks the cell again before it sleeps. If the system
+// refuses membarrier, publishers execute their own fence (`fenced`). A lost wake-up costs one slice of sleep,
+// but never hangs a member.
 #pragma once
 
 #include "kernels.hpp"
@@ -49,7 +49,7 @@ constexpr size_t INLINE = 32;        // bytes that fit into the cell
 constexpr size_t SMALL = 16 * 1024;  // size of a small slot in bytes
 constexpr uint32_t MOST_MEMBERS = 1024;
 
-// One value for each member; it is on the heap only in large groups.
+// One value per member, stored on the heap only in large groups.
 template <class T>
 class ByRank {
   public:
@@ -75,49 +75,50 @@ using Sizes = ByRank<uint64_t>;
 struct alignas(LINE) Cell {
     std::atomic<uint32_t> round{0};  // pairs with Member::has_arrived
     uint32_t flags = 0;
-    uint64_t key = 0;  // identifies the call; equal on all members of one operation
+    uint64_t key = 0;  // identifies the call; all members of one operation must have the same key
     uint64_t bytes = 0;
-    uint32_t filled = 0;  // time in ns to write this operation's data, if measured
-    uint32_t took = 0;  // duration in ns of the last timed operation, counted from the last member's arrival
+    uint32_t filled = 0;  // ns that writing this operation's data took, if measured
+    uint32_t took = 0;    // ns from the last member's arrival to the end of the last timed operation
     unsigned char data[INLINE] = {};
 };
 static_assert(sizeof(Cell) == LINE);
 
 enum Membership : uint32_t { PRESENT, LEFT, GAVE_UP };
-// Flags of a cell. IN_PLACE: read the data from the owner's memory. TELLS: rank 0 publishes the plan for the
-// next operation of this size class, and all members publish the plan that they use now.
+// Flags of a cell. IN_PLACE: read the data from the owner's memory. TELLS: every member publishes the plan
+// that it uses now, and rank 0 publishes the plan for the next operation of this size class.
 constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4, TELLS = 8;
-constexpr uint32_t OWN_PLAN = 8, NEXT_PLAN = 16;  // position of the plan's lowest bit
+constexpr uint32_t OWN_PLAN = 8, NEXT_PLAN = 16;  // shift of the plan number within the flags
 
 struct MemberSlot {
     Cell cell[2];
-    // number of members that sleep until one of the cells changes
+    // members that sleep until one of this member's cells changes
     alignas(LINE) std::atomic<uint32_t> sleepers{0};
-    alignas(LINE) std::atomic<uint64_t> owner{0};  // the process that joined as this member
+    alignas(LINE) std::atomic<uint64_t> owner{0};  // process that joined as this member
     std::atomic<uint64_t> started{0};
     std::atomic<uint32_t> membership{PRESENT};
-    std::atomic<uint32_t> over{0};  // nonzero: the member has left, perhaps after it gave up
-    // nonzero: a file lock shows whether a process can still join; see Member::hold
+    std::atomic<uint32_t> over{0};  // nonzero: the member has left or given up
+    // nonzero: a file lock exists while any process can still join as this member; see Member::hold
     std::atomic<uint32_t> held{0};
-    std::atomic<uint32_t> operation{0};  // number of operations started, for error messages
-    // the last operation, for error messages; its top bit is set while the operation runs
+    std::atomic<uint32_t> operation{0};  // how many operations the member has started, for error messages
+    // the last operation, for error messages; the top bit is set during the operation
     std::atomic<uint32_t> doing{0};
-    std::atomic<uint64_t> proof{0};  // address of `proof_` in this member's process
+    std::atomic<uint64_t> proof{0};  // address of `proof_` in the member's process
 };
 
 struct GroupHeader {
     static constexpr uint64_t MAGIC = 0x33707567'776f6c66;  // "flowgrup"3
     uint64_t magic = MAGIC;
     uint32_t size = 0;
-    uint32_t crowded = 0;  // nonzero: more members than cores; the creator sets it, so all members agree
+    // nonzero: there are more members than cores; set only by the creator, so all members agree
+    uint32_t crowded = 0;
     std::atomic<uint32_t> fenced{0};
-    std::atomic<uint32_t> disbanded{0};  // nonzero: no member may start an operation any more
-    // Shortest time in ns of the latest trial. 0: not tried.
+    std::atomic<uint32_t> disbanded{0};  // nonzero: no member may start another operation
+    // Shortest time in ns from the latest trial, or 0 if the plan was not tried.
     std::atomic<uint32_t> took[OPERATIONS][TRIED][ALL_PLANS] = {};
 };
 
-// Tables of the descriptors that one member offers to another: for channels, and for the memory of new
-// groups.
+// Tables of the descriptors that one member offers to another. CHANNELS are for channels, and OFFERS for the
+// memory of new groups.
 enum Table : uint32_t { CHANNELS, OFFERS, TABLES };
 struct ChannelEntry {
     uint64_t pid = 0, fd = 0;
@@ -125,21 +126,20 @@ struct ChannelEntry {
 };
 
 // Result of an operation. These results mean that the operation did not start:
-//  - Closed: this member has left the group.
+// - Closed: this member has left the group.
 // - Taken: another process has joined with this rank.
-// - Within: a signal handler called it while its own thread was running an operation.
-// - Busy: another thread was running an operation for the whole timeout.
+// - Within: a signal handler interrupted an operation of its own thread with this call.
+// - Busy: another thread ran an operation for the whole timeout.
 enum class End { Done, MemberLost, Mismatch, NoMemory, TimedOut, Interrupted, Closed, Taken, Within, Busy };
 
-// The deadline of a call, and hooks that run while the call waits.
+// The deadline of a call, and hooks that the call invokes while it waits.
 class Patience {
   public:
     explicit Patience(Deadline deadline) : deadline(deadline) {}
     virtual ~Patience() = default;
-    // Called, perhaps repeatedly, before a wait that is longer than a short spin, and before moving much
-    // data.
+    // Called before a longer wait than a short spin, and before a large transfer. May be called repeatedly.
     virtual void waits() {}
-    // Called every 20 ms during a wait. Returns whether the call must give up.
+    // Called every 20 ms during a wait. Returns true if the call must give up.
     virtual bool interrupted(int64_t) { return false; }
     const Deadline deadline;
 };
@@ -163,44 +163,44 @@ class Member {
     const uint32_t rank, size;
     int fd() const { return fd_; }
     // Locks the open file description behind this descriptor. Every process that may still join with this
-    // rank has the descriptor. When the last of them closes it, the lock disappears, and the other members
-    // notice.
+    // rank has a copy of the descriptor. When the last copy is closed, the lock disappears, and the other
+    // members notice that the member cannot join any more.
     void hold();
-    End join();  // makes this process the member; returns Taken if another process already is
+    End join();  // makes this process the member; returns Taken if another process already joined
     bool joined() const { return joined_ == process_number_now(); }
-    bool is_taken() const { return joined_ && !joined(); }  // true in a child of the member's process
-    // Leaves the group; may be called repeatedly. If another thread is running an operation, this stops it
-    // from publishing more, and waits until it has ended. If a signal handler calls this during an operation
-    // in the same thread, the member leaves when that operation ends.
+    bool is_taken() const { return joined_ && !joined(); }  // true in a forked child of the member's process
+    // Leaves the group; may be called repeatedly. If another thread is running an operation, the operation
+    // publishes nothing more, and this call waits until it ends. If a signal handler interrupts this thread's
+    // own operation, the member leaves when that operation ends.
     void leave();
     void retire();                    // leaves after a failure
-    void count_out(uint32_t member);  // records that `member` ended before it joined
-    // Any process that maps the memory may call this. Members give up when they start another operation.
-    // Running operations end as if a member had died between two operations.
+    void count_out(uint32_t member);  // records that `member` ended without joining
+    // Ends the group for all members. Any process that maps the memory may call this. The next operation of a
+    // member then fails; a running one ends as if a member had died between two operations.
     void disband() { header_->disbanded = 1; }
     bool disbanded() const { return header_->disbanded; }
     MemberState see(uint32_t member) const;
-    // Offers a descriptor to `member`. If memory is exhausted, returns false with errno set.
+    // Offers a descriptor to `member`. Returns false with errno set if memory is exhausted.
     bool publish_channel(Table table, uint32_t member, uint64_t fd, uint64_t inode);
     const ChannelEntry& channel_from(Table table, uint32_t member) const {
         return entries_[place_of(table, member, rank)];
     }
     bool broken() const { return broken_; }
 
-    // Returns the plan for an operation on `bytes` bytes: one with the chosen algorithm if that can run,
-    // otherwise the fastest.
+    // Returns the plan for an operation on `bytes` bytes. This is a plan of the chosen algorithm if that
+    // algorithm can run, and otherwise the fastest plan.
     const Plan& plan_of(uint32_t doing, uint64_t bytes) const { return PLANS[number_of(doing, bytes)]; }
-    // Returns the shortest time in ns of the latest trial of a plan in this size class. Returns 0 if the plan
-    // was never tried or cannot run.
+    // Returns the shortest time in ns from the latest trial of a plan in this size class. Returns 0 if the
+    // plan was never tried or cannot run.
     uint32_t took(uint32_t doing, uint64_t bytes, uint32_t plan) const {
         const uint32_t kind = kind_of(bytes);
         if (kind == UNTRIED || !(possible(doing, kind) >> plan & 1)) return 0;
         return header_->took[doing % OPERATIONS][kind][plan].load(std::memory_order_relaxed);
     }
-    // All members must choose the same algorithm. Otherwise their calls do not match.
+    // All members must choose the same algorithm, or their calls will not match.
     void choose(uint32_t doing, Algorithm algorithm) { chosen_[doing % OPERATIONS] = algorithm; }
 
-    // A mutex that lets only one operation run at a time.
+    // A mutex that admits one operation at a time.
     class Use {
       public:
         void lock() {
@@ -224,13 +224,12 @@ class Member {
       private:
         bool own() { return by_ = std::this_thread::get_id(), true; }
 
-        std::atomic<uint32_t> word_{0};  // 1: locked; 2: locked, and other threads may sleep
+        std::atomic<uint32_t> word_{0};  // 1: locked; 2: locked, with threads that may be asleep
         std::atomic<std::thread::id> by_{};
     };
     Use& in_use() { return in_use_; }
 
-    // --- operations; `key` identifies the call, so that each member can compare it with the calls of the
-    // others ---
+    // --- operations; members compare `key` to check that they all made the same call ---
     struct Call {
         uint32_t doing;
         uint64_t key;
@@ -245,12 +244,12 @@ class Member {
         int root = -1;  // negative: all members get the result
     };
     End allreduce(Call call, const Combining& what, Patience& patience);
-    // `in` has `count` elements for each member. `out` gets the combination of all elements for this member.
+    // `in` has `count` elements per member. `out` gets this member's elements, combined over all members.
     End reduce_scatter(Call call, const Combining& what, Patience& patience);
     End broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience);
-    // Provides the memory for the data of each member, of any size. It is called once with the sizes, and
-    // sets each member's target; a null target is skipped. Returning false aborts the operation. `shown`
-    // points to the published data, or is null for large data.
+    // Chooses where the data of each member goes, whatever its size. An operation calls it once with all
+    // sizes, and it sets the target of each member; null skips that member. Returning false aborts the
+    // operation. `shown` points to the published data, and is null for large data.
     struct Place {
         virtual ~Place() = default;
         virtual bool operator()(const Sizes& sizes, const ByRank<const void*>& shown, ByRank<void*>& to) = 0;
@@ -270,8 +269,8 @@ class Member {
     uint64_t key_of(Call call) const {
         return call.key + uint64_t(chosen_[call.doing % OPERATIONS]) * 0x9e3779b97f4a7c15;
     }
-    // Returns a number that a member stores in its process's memory, to prove whose memory that is. A process
-    // id proves nothing: a later process may reuse it, and in another namespace it may mean another process.
+    // Returns a number that a member has stored in its own memory, which proves whose memory it is. A process
+    // id proves nothing: a later process may reuse it, and each pid namespace has its own numbers.
     uint64_t proof_of(uint32_t member) const {
         return slot_of(member).owner * 0x9e3779b97f4a7c15 ^ identity_ ^ member;
     }
@@ -293,7 +292,7 @@ class Member {
     unsigned char* payload(uint32_t member, size_t bytes) const {
         return bytes <= INLINE ? cell(member).data : bytes <= SMALL ? small(member) : big(member);
     }
-    // Returns the size class of an operation, or UNTRIED if all plans take the same time for it.
+    // Returns the size class of an operation, or UNTRIED if every plan takes equally long.
     static uint32_t kind_of(uint64_t bytes);
     uint64_t shown_at(uint32_t member) const { return *reinterpret_cast<const uint64_t*>(cell(member).data); }
     End begin(Call call);
@@ -302,16 +301,16 @@ class Member {
     void depart();
     void wake_all();
     void publish(Call call, uint32_t flags, uint64_t bytes);
-    // Runs another round of an operation whose calls have matched.
+    // Runs another round of an operation after the calls were found to match.
     End next(Call call, Patience& patience);
-    // Runs the first round. `fill` writes `payload` bytes to the address that it gets.
+    // Runs the first round. `fill` must write `payload` bytes to the address that it receives.
     template <class Fill>
     End show(Call call, uint64_t bytes, size_t payload, Fill fill, Patience& patience, uint32_t flags = 0);
-    // Runs a round that publishes this member's big slot, or the fact that memory for it is missing.
+    // Runs a round that publishes either this member's big slot or its lack of memory for one.
     End show_big(Call call, bool fits, Patience& patience);
     bool pull(const Plan& plan, uint32_t member, uint64_t from, void* to, size_t bytes) const;
     bool pull_by_one(uint32_t member, uint64_t from, void* to, size_t bytes) const;
-    // Runs the round after direct reads. It publishes whether this member's reads succeeded.
+    // Runs the round after direct reads, which publishes whether this member's reads succeeded.
     End have_read(Call call, bool could, Patience& patience);
     End await_all(Patience& patience);
     End await(uint32_t member, Patience& patience);
@@ -320,7 +319,7 @@ class Member {
     bool has_arrived(uint32_t member) const;
     bool may_join(uint32_t member) const;
     bool any_is_lost(uint32_t from) const;
-    bool reserve_big();  // allocates the big slots of this member
+    bool reserve_big();  // allocates this member's big slots
     uint32_t number_of(uint32_t doing, uint64_t bytes) const;
     uint32_t possible(uint32_t doing, uint32_t kind) const;
     uint32_t first_of(uint32_t doing, uint32_t kind) const;
@@ -336,8 +335,8 @@ class Member {
     struct Swapping;
     bool sizes_match() const;
     End take_shown(Call call, Swapping& all, Patience& patience);
-    // Moves the remaining data in rounds. In round t, `write` fills this member's big slot if `has` returns
-    // true, and `read` reads the big slot of another member.
+    // Moves the remaining data in rounds. In round t, this member fills its big slot with `write` if `has`
+    // returns true. It reads another member's big slot with `read`.
     template <class Has, class Write, class Read>
     End follow(Call call, uint64_t rounds, Patience& patience, Has has, Write write, Read read);
     uint32_t usable_plans(uint32_t doing, uint32_t kind) const;
@@ -346,22 +345,22 @@ class Member {
     uint64_t joined_ = 0;
     GroupHeader* header_ = nullptr;
     Algorithm chosen_[OPERATIONS] = {};
-    // The plan of the next operation, unless that operation cannot run it. It is the same on all members,
-    // because rank 0 published it in the last matching call. They also agree on which plans can run. Choices
-    // that a member made in a mismatched call do not affect it.
+    // The plan of the next operation, if that operation can run it. Rank 0 published the plan in the last
+    // matching call, so all members have the same one. They also agree on which plans can run. Plans chosen
+    // in a mismatched call are ignored.
     static constexpr uint8_t UNKNOWN = 0xff;
     uint8_t next_[OPERATIONS][TRIED];
     std::vector<Tuner> tuners_;  // only on rank 0
     struct Timed {
         bool is = false;
         uint32_t doing = 0, kind = 0, plan = 0;
-        uint32_t filled = 0;  // ns that the slowest member took to write its data
+        uint32_t filled = 0;  // ns that the slowest member needed to write its data
         int64_t since = 0;    // when the last member arrived
     };
-    Timed timed_;   // the current operation
-    Timed before_;  // the previous operation, until the times of the other members are known
-    uint32_t took_ = 0, filled_ = 0;  // written into the next cell
-    uint32_t round_flags_ = 0;        // written into every round of the operation
+    Timed timed_;                     // the current operation
+    Timed before_;                    // the previous operation, until all members have published its times
+    uint32_t took_ = 0, filled_ = 0;  // published with the next cell
+    uint32_t round_flags_ = 0;        // published with every round of the operation
     MemberSlot* slots_ = nullptr;
     unsigned char* small_ = nullptr;
     unsigned char* big_ = nullptr;
@@ -369,13 +368,13 @@ class Member {
     size_t control_ = 0, big_length_ = 0, length_ = 0, result_size_ = 0;
     uint32_t round_ = 0;
     uint32_t pauses_ = 0;
-    uint32_t left_out_ = 0, leave_out_ = 0;  // number of waits without a yield: those that remain, and the
-                                             // number that was last set
-    std::atomic<bool> leaving_ = false;      // true: every wait must give up
+    // how many waits skip the yield: those that remain, and the number that was set last
+    uint32_t left_out_ = 0, leave_out_ = 0;
+    std::atomic<bool> leaving_ = false;  // true: all waits must give up
     uint64_t proof_ = 0, identity_ = 0;
-    std::atomic<bool> broken_ = false;  // true: every wait must give up, and no operation may start
+    std::atomic<bool> broken_ = false;  // true: all waits must give up, and no operation may start
     bool fenced_ = false, reserved_ = false;
-    bool direct_ = true;  // false once a member failed to read another member's memory
+    bool direct_ = true;  // false after any member failed to read another member's memory
     Use in_use_;
 };
 

@@ -1,29 +1,32 @@
-// Link: the connection between two hosts of a run, and the ports of the remote workers that it serves.
+// Link: the connection between two hosts of a run. A link serves the ports of remote workers.
 //
-// The owner side has the channels, and the worker side runs remote workers. A remote worker has ports on the
-// owner side, like every worker. For each of these ports, the worker side has a ring that the worker reads or
-// writes. A stream of the link connects the ports of one worker with these rings. On the owner side, a Source
-// leases items and sends them as ITEM frames. On the worker side, a Sink puts them into a ring. The outputs
-// of the worker come back as OUT frames (wire.hpp).
+// The owner side has the channels, and the worker side runs the remote workers. Like any worker, a remote
+// worker has ports on the owner side. For each port, the worker side has a ring that the worker reads or
+// writes. A stream of the link connects one worker's ports with these rings. On the owner side, a Source
+// leases items and sends them as ITEM frames; on the worker side, a Sink puts them into a ring. The worker's
+// outputs return as OUT frames (wire.hpp).
 //
-// Exactly once. A sent item stays on lease where it came from. For an output, the lease ends when the other
-// side has put it into its ring. For an item, the worker must have finished it, *and* all of its outputs must
-// be in their rings on the owner side (R4). The frames of a port are ordered and numbered. After a break,
-// each side reports what it has received, and the other side goes on from there. Only Python code connects,
-// listens and authenticates. It passes each new connection to `attach`, with or without TLS. A worker
-// processes one item after another, so its outputs come in the order of its items. Each output names its
-// item, and the owner side puts it as an output for that item, as it does for a local worker. If the worker
-// dies, the next worker that gets the item skips the outputs that have already been put.
+// Exactly once. A sent item stays on lease in its original ring. The lease of an output ends when the other
+// side has put the output into its ring. An item's lease ends only after two events (R4): the worker has
+// finished it, *and* all of its outputs are in their rings on the owner side.
+//
+// The frames of each port are ordered and numbered. After a broken connection, each side reports what it has
+// received, and the other side continues from there. Only Python code connects, listens and authenticates; it
+// passes each new connection to `attach`, with or without TLS.
+//
+// A worker processes one item after another, so its outputs arrive in the order of its items. Each output
+// names its input item, and the owner side puts it as an output for that item, as for a local worker. If the
+// worker dies, the next worker that gets the item skips the outputs that were already put.
 //
 // Large outputs for remote workers stay on the host that made them (references.hpp, link_references.cpp).
 //
-// No thread waits for a receiver. A Source sends only as many items as fit into the worker's window. Outputs
-// are sent until too many of them wait for room on the owner side (these are *staged*). So a slow stage does
-// not delay the frames of other stages.
+// No thread waits for a receiver. A Source sends only the items that fit into the worker's window. Outputs
+// are sent until too many are *staged*, that is, wait for room on the owner side. A slow stage therefore
+// never delays the frames of other stages.
 //
-// Two threads serve a link: one sends and moves staged items, the other receives. (If there are many workers,
-// more threads sleep on the rings and wake the sender.) Both work under `mutex_`, except while they send,
-// receive, or copy a large item. Neither ever needs the GIL.
+// Two threads serve a link: the sender also moves staged items, and the receiver reads frames. (With many
+// workers, extra threads sleep on the rings and wake the sender.) They hold `mutex_` while they work, except
+// to send, receive, or copy a large item. They never need the GIL.
 #pragma once
 
 #include <algorithm>
@@ -44,19 +47,19 @@ namespace flowchan {
 
 struct LinkStream {
     uint32_t number = 0;
-    // owner side: the stream through which the same process gets items from this channel; 0: none
+    // owner side: the stream that gets items from this channel for the same process; 0: none
     uint32_t partner = 0;
-    bool announced = false;  // worker side: OPEN was sent over the current connection
-    int filling = 0;         // number of large items that are arriving for its rings
-    // owner side: the worker will send nothing more, and everything that it sent has been put
+    bool announced = false;  // worker side: OPEN was sent over this connection
+    int filling = 0;         // large items that are arriving for its rings
+    // owner side: the worker will send nothing more, and all of its outputs have been put
     bool finished = false;
-    bool settling = false;       // owner side: an item can finish only when its turn comes
+    bool settling = false;       // owner side: an item waits for its turn to finish
     std::deque<Source> sources;  // owner side: the worker's inputs; worker side: its outputs
-    std::deque<Sink> sinks;      // the other ports
+    std::deque<Sink> sinks;      // ports in the other direction
 };
 
-// An event of a link. flowchan/transport/link_events.py documents the kinds. Each kind sets only some of the
-// fields.
+// An event of a link. Each kind sets only some of the fields; flowchan/transport/link_events.py documents
+// them.
 struct LinkEvent {
     enum class Kind : uint8_t { None, Broken, Finished, Refused, TooLarge, ToFetch, NotRemade, Closed };
 
@@ -67,32 +70,32 @@ struct LinkEvent {
     std::string why;  // ToFetch: the location
 };
 
-// The current counts of a stream, summed over its input ports.
+// Counters of a stream, summed over its input ports.
 struct StreamCounts {
     uint32_t number;
-    // items that are in transit or with the worker; items started; outputs that wait for room
+    // items in transit or at the worker, items started, and outputs that wait for room
     uint64_t ahead, started, staged;
-    uint64_t window;       // how many bytes this side may have in transit
+    uint64_t window;       // bytes that this side may have in transit
     bool starved;          // the worker waits for an item
-    uint64_t taken, used;  // items taken out of the rings on this side, and put into them, in total
-    // number of wait queues on this side in which the link waits on behalf of the other side
+    uint64_t taken, used;  // items taken out of this side's rings, and put into them
+    // wait queues on this side where the link waits for the other side
     uint64_t standing;
 };
 
-// The bytes to send, in order. Small pieces are copied, and large items are sent from where they are. Only
-// the sender thread uses this.
+// The bytes to send, in order. Small pieces are copied; large items are sent directly from the ring. Only the
+// sender thread uses this class.
 class Outgoing {
   public:
     uint64_t size() const { return size_; }
     void add(const void* head, uint64_t length, const void* at, uint64_t size);
     void add_in_place(std::shared_ptr<Ring> ring, const char* at, uint64_t size);
-    // sends up to `most` bytes, and waits until the other side accepts them; returns the error text, or ""
+    // sends up to `most` bytes, waiting until the other side accepts them; returns the error text, or ""
     std::string send(int fd, uint64_t most);
     void clear() { *this = {}; }
 
   private:
     struct Piece {
-        std::shared_ptr<Ring> ring;  // keeps the piece mapped; null: the piece is in `copied_`
+        std::shared_ptr<Ring> ring;  // keeps the piece mapped; null if the piece was copied to `copied_`
         const char* at;
         uint64_t begin, size;
     };
@@ -119,36 +122,37 @@ class Link {
         WriterState writer;
         bool follows, replays;
     };
-    // `on_demand`: send items only to workers that wait for an item or process one. `limited`: the owner side
-    // grants the other side one put for each free place, but other writers may still take the place first.
-    // `lends`: large outputs of the first port stay on the worker's side until a host fetches them.
+    // `on_demand`: send items only to workers that wait for one or process one. `limited`: grant the other
+    // side one put per free place, although another writer may take the place first. `lends`: keep large
+    // outputs of the first port on the worker's side until a host fetches them.
     void open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
                      bool on_demand, bool limited, bool lends = false);
-    // owner side: items prefetched through stream `reads` take up room that stream `writes` would otherwise
+    // owner side: do not grant stream `writes` the room that items prefetched through stream `reads` take up
     // grant
     void pair_streams(uint32_t writes, uint32_t reads);
-    // Owner side: send up to `most` of the next items of a stream's input, even while other readers wait.
-    // Return how many were sent in total, and whether the channel has ended or the stream is gone. Return
-    // nothing during a recall.
+    // Owner side: send up to `most` more items from a stream's input, even if other readers wait. Return how
+    // many were sent in total, and whether the channel has ended or the stream is gone. Return nothing during
+    // a recall.
     std::optional<std::pair<uint64_t, bool>> offer(uint32_t number, uint64_t most);
     // Return how many puts were granted in total, and whether the channel has ended.
     std::pair<uint64_t, bool> room(uint32_t number);
-    // Worker side: wait until the owner has put `count` items of a stream's output, and return true. Return
+    // Worker side: wait until the owner has put `count` items of a stream's output. Return true if it has,
     // false if it never will, and nothing at the deadline.
     std::optional<bool> await_used(uint32_t number, uint64_t count, int64_t until);
     void drop_stream(uint32_t number);
-    // Outputs that stay on the worker's side until another host fetches them (references.hpp). On the owner
-    // side, set the address at which hosts fetch them before opening the first stream.
+    // Outputs that stay on the worker's side until another host fetches them (references.hpp). The owner side
+    // must set the address for fetches before it opens the first stream.
     void set_fetch_address(std::string address) { fetch_address_ = std::move(address); }
     const std::string& fetch_address() const { return fetch_address_; }
-    // Worker side: send outputs to the host behind `fd` until the connection ends.
+    // Worker side: send fetched outputs over `fd` until the connection ends.
     void serve_fetches(int fd);
     // Worker side: fetch an output over `fd`. Return false if the other host does not have it. Throw
     // std::system_error if the connection fails.
     bool fetch(int fd, const std::string& location);
-    void report_unreachable(const std::string& location);  // worker side: the output cannot be fetched
+    // worker side: reports that the output cannot be fetched
+    void report_unreachable(const std::string& location);
     void ring_doorbell();
-    std::atomic<bool> has_messages{false};  // true if the table of references has messages for this link
+    std::atomic<bool> has_messages{false};  // the table of references has messages for this link
     void close();
     LinkEvent next_event(int64_t until);  // returns an event of kind None at the deadline
 
@@ -156,16 +160,16 @@ class Link {
     int64_t silent_for() const { return now_ns() - last_byte_at_.load(std::memory_order_relaxed); }
     int64_t round_trip() const { return round_trip_.load(std::memory_order_relaxed); }
     bool connected();
-    // Return how long, in ns, connections have kept breaking while items were in transit and none arrived.
-    // Return 0 until this has happened to two connections in a row.
+    // Return for how many ns connections have kept breaking with items in transit and none arriving. Return 0
+    // until two connections in a row have broken like this.
     int64_t stuck_for();
-    uint64_t breaks_in_vain();  // connections in a row that broke without progress
+    uint64_t breaks_in_vain();  // how many connections in a row broke without progress
     std::vector<StreamCounts> counts();
     std::atomic<uint64_t> bytes_in{0}, bytes_out{0}, breaks{0};
 
   private:
     static constexpr uint64_t GATHER = 256 << 10;  // most bytes to send or receive at a time
-    static constexpr uint64_t LARGE = 64 << 10;    // larger items are not copied along the way
+    static constexpr uint64_t LARGE = 64 << 10;    // larger items are sent without a copy
 
     // sending (link_send.cpp)
     void send_loop();
@@ -222,7 +226,7 @@ class Link {
 
     // receiving (link_receive.cpp)
     void receive_loop();
-    std::string receive(int fd, uint64_t connection);  // returns why the connection ended
+    std::string receive(int fd, uint64_t connection);  // returns the reason why the connection ended
     bool is_sent_here_only(FrameType type) const;
     bool handle_pong(int64_t pinged_at);
     bool handle(const Head& head, const char* payload);  // returns false if the other side sent invalid data
@@ -251,16 +255,17 @@ class Link {
     struct Large {  // a large item that is arriving
         Received item;
         LinkStream* stream = nullptr;
-        Sink* sink = nullptr;  // null: no port receives the item
+        Sink* sink = nullptr;  // null: the item is dropped, because no port receives it
         Slot* slot = nullptr;  // null: the item has no room yet
-        // whether a dead worker had already put this item, and the item's index among the outputs for its
+        // whether to skip this item, because a dead worker already put it; its index among the outputs for
+        // its input
         // input
         bool skips = false;
         uint64_t index = 0;
         bool is_of_replay = false;
         std::vector<char> buffer;
-        std::vector<char> part;  // what arrived over earlier connections
-        // A skipped item also gets a buffer, so that a break does not lose the bytes that have arrived.
+        std::vector<char> part;  // the bytes that earlier connections delivered
+        // A skipped item also has a buffer, so that its bytes survive a broken connection.
         bool is_to_be_staged() const { return sink && !slot; }
     };
     bool begin_large(const Head& head, Large& large);
@@ -299,12 +304,12 @@ class Link {
     const bool owner_side_;
     const int pid_;
     std::mutex mutex_, closing_;
-    // Signals that the connection or `filling` has changed. It is on the heap, because a forked child must
-    // not destroy it. The destructor would wait for threads that the child does not have.
+    // Signals a change of the connection or of `filling`. It is on the heap because a forked child must not
+    // destroy it. The destructor would wait for threads that do not exist in the child.
     std::condition_variable& changed_ = *new std::condition_variable;
     std::map<uint32_t, std::unique_ptr<LinkStream>> streams_;
     int fd_ = -1;
-    int users_ = 0;  // threads that are sending or receiving over fd_
+    int users_ = 0;  // threads that use fd_ to send or receive
     uint64_t connection_ = 0;
     bool closed_ = false;
     int64_t connected_at_ = 0;
@@ -313,34 +318,36 @@ class Link {
     bool lost_ = false;  // the connection is unusable; its last user closes fd_
     std::string fetch_address_;
     uint64_t seen_generation_ = 0;  // generation() of the table of references when it was last read
-    uint32_t last_served_ = 0;      // the next round begins after this stream
+    uint32_t last_served_ = 0;      // the next round starts with the stream after this one
 
-    // The sender also changes `out_` without the mutex, so a fork may copy it in the middle of a change.
-    // Therefore `out_` is on the heap like `changed_`.
+    // On the heap, like `changed_`. The sender changes `out_` without the mutex, so a fork may copy it
+    // half-changed.
     Outgoing& out_ = *new Outgoing;
     uint64_t queued_items_ = 0;  // items in `out_`
-    bool has_news_ = false;      // the receiver has changed something that the sender must handle
-    // For the receiver: the lock of the ring into which it is putting items, kept over several items.
+    bool has_news_ = false;      // the receiver has changed something, so the sender must act
+    // The receiver keeps the lock of a ring while it puts several items in a row.
     std::optional<RingLock> held_;
     Ring* held_ring_ = nullptr;
     uint32_t held_for_ = 0;
     bool pong_ = false;
     uint64_t pong_n_ = 0;
     int64_t pinged_at_ = 0;
-    bool timed_ = false;  // round_trip_ was measured over this connection
+    bool timed_ = false;  // round_trip_ was measured on this connection
     int64_t least_trip_ = 200'000;
 
     std::atomic<uint32_t> doorbell_{0};
     std::atomic<bool> asleep_{false};
-    // when the last byte arrived; when an item, a part of one or an acknowledgement last arrived
+    // when the last byte arrived, when the last (part of an) item or acknowledgement arrived, and the round
+    // trip
     std::atomic<int64_t> last_byte_at_{0}, progress_at_{0}, round_trip_{200'000};
     std::deque<LinkEvent> events_;
     // on the heap, like `changed_`
     std::condition_variable& event_added_ = *new std::condition_variable;
-    // On the heap, because a forked child does not have these threads. The child must not even detach them:
-    // their state is on their stacks, and its own threads may have reused that memory.
+    // On the heap, because these threads do not exist in a forked child. The child must not even detach them:
+    // their state is on their stacks, and the child may have reused that memory.
     std::thread &sender_ = *new std::thread, &receiver_ = *new std::thread;
-    ExtraSleepers extra_sleepers_{[this] { ring_doorbell(); }};  // for words beyond the sender's own limit
+    // for futex words that exceed the sender's own limit
+    ExtraSleepers extra_sleepers_{[this] { ring_doorbell(); }};
 };
 
 }  // namespace flowchan

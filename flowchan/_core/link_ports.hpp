@@ -1,6 +1,6 @@
-// The two classes behind the port of a remote worker. A Source takes items out of a local ring, so that the
-// link can send them. A Sink puts received items into a local ring. Each of them is part of a stream of a
-// Link (link.hpp). Their functions are called under the mutex of the link, and never touch Python.
+// The two classes behind a remote worker's port. A Source takes items out of a local ring for the link to
+// send. A Sink puts received items into a local ring. They are parts of a Link's stream (link.hpp). Their
+// functions run under the link's mutex and never touch Python.
 #pragma once
 
 #include <deque>
@@ -16,8 +16,8 @@
 
 namespace flowchan {
 
-// Holds the lock of a ring, and takes it without needing the GIL. After unlocking, it wakes the waiters that
-// the operations have called.
+// Locks a ring without needing the GIL. After unlocking, it wakes the waiters that the operations have
+// collected.
 class RingLock {
   public:
     explicit RingLock(Ring& ring) : ring_(ring) {
@@ -34,11 +34,11 @@ class RingLock {
     Ring& ring_;
 };
 
-// An entry in the wait queue of a ring. It stays there over many sleeps, until the ring wakes it.
+// An entry in a ring's wait queue. It may stay over many sleeps, until the ring wakes it.
 class KeptPlace {
   public:
     KeptPlace(Ring& ring, Side side, uint32_t session) : ring_(ring), caller_{side, this, session} {}
-    // Call this while holding the ring's lock. `number`: the item whose turn to wait for.
+    // Call this under the ring's lock. `number`: the item whose turn to wait for.
     void enter(bool ordered, uint64_t number) {
         if (entered_) return;
         caller_.ordered = ordered;
@@ -63,21 +63,22 @@ class KeptPlace {
 
 enum class Ending : uint8_t { Open, Drained, Broke };
 
-constexpr uint64_t MOST_AHEAD = 1 << 16;  // items in transit to a worker, or waiting for room on this side
+// limit for items in transit to a worker or waiting for room on this side
+constexpr uint64_t MOST_AHEAD = 1 << 16;
 
-// How many items a remote worker may have in advance, in addition to the one that it waits for. Normally, the
-// window is one item. It is larger if the worker would wait longer for its next item than it takes to process
-// one. Then it is as many items as the worker finishes in a few round trips. So no worker, however fast or
-// far away, keeps many items that others could start.
+// How many items a remote worker may have in advance, besides the one that it waits for. One item is normally
+// enough. The window grows if the worker would wait longer for an item than it takes to process one. It then
+// covers the items that the worker finishes in a few round trips. So even a fast or distant worker does not
+// hoard items that other workers could start.
 class Window {
   public:
     uint64_t size() const { return uint64_t(size_); }
-    // Update the window from the state of the worker. `waits`: it waits for an item. `starved`: it waits, and
-    // no item is in transit to it. `gathers`: it keeps items while it waits for more.
+    // Update the window from the worker's state. `waits`: the worker waits for an item. `starved`: it waits,
+    // and no item is in transit to it. `gathers`: it keeps its items while it waits for more.
     void update(bool starved, bool waits, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip);
     void shrink() { size_ = 1; }
-    // Return the time per item above which a worker counts as slow. Compared with that time, waiting for the
-    // next item costs the worker little.
+    // Return the time per item above which a worker counts as slow. For a slow worker, the wait for the next
+    // item is short compared with the processing.
     static int64_t slow(int64_t round_trip) { return 16 * round_trip + 4'000'000; }
 
   private:
@@ -87,7 +88,7 @@ class Window {
     bool starved_ = false;  // at any time since the last update
 };
 
-// How many outputs may be in transit: as many as the other side makes room for in a few round trips.
+// How many outputs may be in transit: as many as the other side can make room for in a few round trips.
 class Allowance {
   public:
     static constexpr uint64_t LEAST = 1024;
@@ -99,14 +100,14 @@ class Allowance {
     int64_t at_ = 0;
 };
 
-// How many bytes may be in transit, in addition to one item. The window is what the other side processes in
-// two round trips of an idle connection. (On a busy connection, a round trip takes longer, the more bytes are
-// in transit.)
+// How many bytes may be in transit, in addition to one item. The window covers what the other side processes
+// in two round trips of an idle connection. Round trips of a busy connection would mislead, because they
+// lengthen with the bytes in transit.
 class ByteWindow {
   public:
     static constexpr uint64_t LEAST = 4 << 20, MOST = 64 << 20;
     uint64_t size() const { return size_; }
-    // Record that the other side has finished `bytes` bytes while `under_way` bytes were in transit.
+    // Record that the other side has finished `bytes` bytes when `under_way` bytes were in transit.
     void free(uint64_t bytes, uint64_t under_way) {
         freed_ += bytes;
         full_ = full_ || under_way >= size_;
@@ -116,7 +117,7 @@ class ByteWindow {
   private:
     uint64_t size_ = LEAST, freed_ = 0;  // since the last update
     int64_t at_ = 0;
-    bool full_ = false;  // the window was full at some time since the last update
+    bool full_ = false;  // the window was full at some point since the last update
 };
 
 class Source {
@@ -126,13 +127,13 @@ class Source {
         const char* at;
         uint64_t size, number, key;
         uint8_t kind, deaths;
-        // The owner side uses these for outputs that stay on the worker's host (references.hpp). `is_replay`:
-        // the outputs of the item replace lost ones. `outputs`: how many of them have arrived.
+        // For outputs that stay on the worker's host; only the owner side uses these (references.hpp).
+        // `is_replay`: the item's outputs replace lost ones. `outputs`: how many outputs have arrived.
         bool is_replay = false;
         uint32_t outputs = 0;
-        // how many of its outputs are on the worker's host
+        // how many of the item's outputs are on the worker's host
         uint32_t references = 0;
-        // If the item is itself a reference, this many of its moves have been reported to the other side.
+        // If the item is itself a reference: how many of its moves were reported to the other side.
         uint64_t moves = 0;
 
         uint64_t reference() const {
@@ -141,8 +142,8 @@ class Source {
             return id;
         }
     };
-    // The leased items, oldest first, in a circular buffer that grows on demand. A std::deque would call
-    // malloc for every few items.
+    // The leased items, oldest first. The circular buffer grows on demand; a std::deque would call malloc for
+    // every few items.
     class Entries {
       public:
         uint64_t size() const { return end_ - begin_; }
@@ -167,11 +168,10 @@ class Source {
     Source(std::shared_ptr<Ring> ring, uint32_t session, bool alone);
     ~Source();
 
-    // True if the outputs for the items have turns. Then the source takes no item that precedes one that it
-    // already has. The output for such an item would have to be put first. But it would be sent behind the
-    // output for the other item, which may wait for room. The worker that gave the item back, or its
-    // replacement, has no item with a higher number, so it can take the item. A replay is an exception,
-    // because its outputs are not put.
+    // True if outputs must be put in the order of their items. The source then takes no item that precedes
+    // one of its leased items. The output for that item would have to be put first, but would be sent behind
+    // an output that may wait for room. Another worker can take the item: the one that gave it back, or its
+    // replacement, has no later item. Replays are an exception, because their outputs are not put.
     bool ascending = false;
     bool is_held_back() const {
         if (!ascending || ring->is_replay_next()) return false;
@@ -180,55 +180,53 @@ class Source {
         return n > held() && ring->is_next_before(entries[n - 1].number);
     }
 
-    // Take items from the ring, as long as there are fewer than `most` entries. Return whether anything
-    // changed.
+    // Take items from the ring until there are `most` entries. Return whether anything changed.
     bool take(uint64_t most);
     void free_oldest(uint64_t n);
-    // Owner side: the items before `upto` are finished, and all of their outputs have been put. Their leases
-    // end in order. A lease also waits until none of the item's outputs is on the worker's host.
+    // Owner side: all items before `upto` are finished, and their outputs have been put. Their leases end in
+    // order. A lease also lasts until none of the item's outputs remains on the worker's host.
     void settle(uint64_t upto);
     bool free_settled();  // returns whether a lease has ended
-    // Return how many leased items are not settled, and how many are.
+    // Return the number of leased items that are not settled yet.
     uint64_t active() const { return entries.size() - held(); }
     uint64_t held() const { return settled > base ? settled - base : 0; }
-    void release(uint64_t key);  // An output for item `key` has left the worker's host.
-    // Owner side: find out whether the next item is a replay. Call this if outputs were lost.
+    void release(uint64_t key);  // an output for item `key` has left the worker's host
+    // Owner side: check whether the next item is a replay. Call this after outputs were lost.
     void look_for_replay();
-    void give_back_replays();  // Owner side: the outputs on the worker's host are lost.
-    void leave();              // the reader is gone, so give back the remaining items
-    // Start over on a new connection. No item counts as sent until the other side has reported which items it
-    // has received.
+    void give_back_replays();  // owner side: the outputs on the worker's host are lost
+    void leave();              // the reader is gone, so this gives back the remaining items
+    // Start over on a new connection. No item counts as sent until the other side has reported what it
+    // received.
     void connect() {
         known = end_sent = recall_sent = want_sent = false;
         sent = base;
         part = {};
         pulls.clear();
-        // The other side may not know the current locations of the outputs to which its items refer.
+        // The other side may not know where the outputs are that its items refer to.
         for (uint64_t i = 0; i < entries.size(); ++i) entries[i].moves = UINT64_MAX;
     }
-    void resume_after(uint64_t got);  // on a new connection, send the items after `got` again
+    void resume_after(uint64_t got);  // on a new connection: sends the items after `got` again
     bool has_unsent() const { return known && !recalling && sent < base + entries.size(); }
     Entry& unsent() { return entries[sent - base]; }
-    // Return the input item of the first unsent output, or Slot::KEYLESS if there is none. Neither this item
-    // nor a later one can be finished.
+    // Return the input item of the first unsent output, or Slot::KEYLESS if there is none. Until that output
+    // is sent, neither this item nor any later one can finish.
     uint64_t first_key();
-    // Owner side: send no item to a worker that neither waits for one nor processes one. Its items go back,
-    // so that others can take them.
+    // Owner side: send nothing to a worker that neither waits for an item nor processes one. Its items go
+    // back to the ring for other workers.
     bool on_demand = false;
-    // Owner side: how many items may be sent in advance. A worker that gathers items and has all that were
-    // sent always gets more.
+    // Owner side: return how many items may be sent in advance. A worker that gathers always gets more once
+    // it has received everything that was sent.
     uint64_t allowed_ahead() const {
         if (on_demand && !starved && !started) return 0;
         const bool gathers = starved && started && started == active();
-        // Fetch outputs from several hosts at the same time. A single host may be slow, because others also
-        // fetch from it.
+        // Fetch outputs from several hosts at once, because other readers may keep one of the hosts busy.
         const uint64_t fetches = active() && entries.back().kind == REFERENCE ? FETCHES : 0;
-        // Always take a replay. The worker's other outputs may wait for room, and the readers that would make
-        // room may wait for the outputs of the replay.
+        // Always take a replay. The worker's other outputs may wait for room while the readers that would
+        // make room wait for the outputs of the replay.
         const uint64_t replays = replay_waits ? active() + 1 : 0;
         return std::max({window.size(), fetches, replays, gathers ? started + MORE : 0});
     }
-    // Return how many bytes may be in transit, or may stay here for the other side.
+    // Return how many bytes may be in transit, or may stay on this host for the other side.
     uint64_t most_bytes() const {
         if (remakes) return UINT64_MAX;
         return lends ? std::min(ByteWindow::MOST, ring->most_inside() / 2) : byte_window.size();
@@ -237,61 +235,61 @@ class Source {
         return ending == Ending::Open && !left && !refused && !recalling && active() < most &&
                (bytes < most_bytes() || started >= active());
     }
-    bool has_more() const {  // a hint, read without the lock
+    bool has_more() const {  // only a hint, because it reads without the lock
         return std::atomic_ref(ring->header().head).load(std::memory_order_relaxed) != 0 ||
                std::atomic_ref(ring->session(reader.session).reserved_head).load(std::memory_order_relaxed) !=
                    0;
     }
-    bool enter_queue();  // enters the wait queue; false: there is already work to do
+    bool enter_queue();  // enters the wait queue; false: there is already work
     bool take_run(uint64_t most, Wakes& wakes);
     bool take_one(Wakes& wakes);
-    void handle_take(Step step);  // handles the result of a take
+    void handle_take(Step step);  // acts on the result of a take
 
     const std::shared_ptr<Ring> ring;
     ReaderState reader;
     KeptPlace queue_place;
-    Entries entries;  // leased items, from item `base` on; those before `sent` are in transit
+    Entries entries;  // leased items, starting at item `base`; those before `sent` are in transit
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
-    uint64_t settled = 0;         // Owner side: see settle().
-    uint64_t replays = 0;         // Owner side: number of active replays.
-    bool remakes = false;         // Worker side: the owner waits for outputs of a replay.
-    bool replay_waits = false;    // Owner side: see look_for_replay().
-    bool lends = false;           // Worker side: large outputs stay here, and references to them are sent.
-    std::vector<uint64_t> pulls;  // Worker side: outputs that the owner side wants after all.
+    uint64_t settled = 0;       // owner side: see settle()
+    uint64_t replays = 0;       // owner side: number of active replays
+    bool remakes = false;       // worker side: the owner waits for outputs of a replay
+    bool replay_waits = false;  // owner side: see look_for_replay()
+    bool lends = false;         // worker side: large outputs stay here, and the owner gets references to them
+    std::vector<uint64_t> pulls;  // worker side: outputs that the owner wants in full after all
     Window window;                // owner side
     Allowance allowance;          // worker side
     ByteWindow byte_window;
     void update_byte_window(int64_t round_trip) { byte_window.update(ring->most_inside(), round_trip); }
-    // the first bytes of an item, which the other side has from an earlier connection
+    // the first bytes of an item, which an earlier connection has delivered to the other side
     struct Part {
         uint64_t item = 0, size = 0;
         auto operator<=>(const Part&) const = default;
-    } part, largest_part;                         // on this connection; the largest so far
-    bool set_part(uint64_t item, uint64_t size);  // false: the other side cannot have received this
-    uint64_t acknowledged = 0;                    // number of items that the other side has reported
+    } part, largest_part;                         // on this connection; the largest part so far
+    bool set_part(uint64_t item, uint64_t size);  // false: the other side claims an impossible part
+    uint64_t acknowledged = 0;                    // how many items the other side has acknowledged
     bool owes() const { return !left && acknowledged < base + entries.size(); }
-    bool known = false;  // whether the other side has reported on this connection what it received
+    bool known = false;  // the other side has reported over this connection what it received
     bool left = false;
-    // an item was found that cannot be sent to another host; the event for this has been reported
+    // an item cannot be sent to another host; the event was reported
     bool refused = false, refused_reported = false;
-    bool end_sent = false;  // the end was sent over this connection
+    bool end_sent = false;  // the end of the channel was sent over this connection
     Ending ending = Ending::Open;
     std::string cause;
-    // Owner side: how many items the worker has started, whether it waits for more, and whether it takes no
-    // more.
+    // Owner side: how many items the worker has started, whether it waits for more, and whether it is
+    // leaving.
     uint64_t started = 0;
     bool starved = false, leaving = false;
-    // Owner side: if other workers wait for items, items that the worker has not started are recalled (C8).
+    // Owner side: recall items that the worker has not started if other workers wait for items (C8).
     bool recalling = false, recall_sent = false;
-    int64_t progress_at = 0;  // when the worker last finished an item, or got its first one
+    int64_t progress_at = 0;  // when the worker last finished an item or, before that, got its first
     bool may_recall() const {
         return (started > 0 || on_demand) && active() > started && !recalling && !left;
     }
     bool should_recall(int64_t round_trip) const;
     void handle_recalled(uint64_t got);
-    // Worker side: the last WANT frame said that a writer waits for more room.
+    // worker side: the last WANT frame reported a writer that waits for room
     bool want_sent = false;
-    // Return how many items were taken in total, without those that were given back.
+    // Return how many items were taken in total, minus those given back.
     uint64_t taken() const { return base + entries.size(); }
 };
 
@@ -305,9 +303,10 @@ class Sink {
   public:
     struct Staged {
         uint64_t key, kind, deaths;
-        uint64_t output;            // owner side: its number among all outputs of the stream
-        std::vector<char> payload;  // worker side, for a REFERENCE: the location, until the output is fetched
-        // worker side: fetching the output failed; the owner side has been informed
+        uint64_t output;  // owner side: its number among all outputs of the stream
+        // worker side, for a REFERENCE: where the output is, until it has been fetched
+        std::vector<char> payload;
+        // worker side: the fetch failed; the owner side has been informed
         bool unreachable = false, unreachable_sent = false;
     };
 
@@ -315,26 +314,27 @@ class Sink {
     ~Sink();
 
     bool drops_items() const { return over || refuses; }  // later items are dropped
-    // Put the item as an output for item `number` of the ring from which the worker reads. Slot::KEYLESS: it
-    // is not an output for any item.
+    // Put the item as an output for item `number` of the worker's input ring. Slot::KEYLESS means that it
+    // is an output for no item.
     Step put(const Received& item, uint64_t number, Wakes& wakes);
-    Step begin(uint64_t number);  // Done: skip this output
-    // The last put: whether it was skipped, and the index of its output among the outputs for its input item.
+    Step begin(uint64_t number);  // Done: the caller must skip this output
+    // Result of the last put: whether it was skipped, and the output's index among the outputs for its input
+    // item.
     bool skipped = false;
     uint64_t index = 0;
     Step done_with(uint64_t number, Wakes& wakes);
     void end(Ending ending, const std::string& cause);
-    bool check_ended();  // call without the lock; returns whether the channel has just ended
-    void enter_queue();  // waits in the queue for room or for a turn
+    bool check_ended();  // call without the lock; true if the channel has just ended
+    void enter_queue();  // waits for room or for a turn
 
     const std::shared_ptr<Ring> ring;
     WriterState writer;
     const bool follows, replays;
-    bool on_demand = false;  // worker side: only a worker that waits needs an item
-    // Owner side: the other side may put items only into room that was granted; it waits for more room.
+    bool on_demand = false;  // worker side: the worker needs an item only while it waits for one
+    // Owner side: `limited`: the other side may only put into granted room. `wanted`: it waits for more room.
     bool limited = false, wanted = false;
-    // Return whether the sink waits for room or for a turn. `settling`: an item of its stream can finish only
-    // when its turn comes.
+    // Return whether the sink waits for room or for a turn. `settling`: an item of the stream waits for its
+    // turn before it can finish.
     bool waits_to_put(bool settling) const {
         return !over && (!staged.empty() || settling || waits_for_room());
     }
@@ -345,15 +345,15 @@ class Sink {
         return used + std::max(ring->free_places(), prefetched) - prefetched;
     }
     KeptPlace queue_place;
-    // Items for which the ring has no room. The other side limits how many it sends (Source::wants).
+    // Items that wait for room in the ring. The other side limits how many it sends (Source::wants).
     std::deque<Staged> staged;
     uint64_t staged_bytes = 0;
     bool stage(const Received& item, std::vector<char> payload);  // false: too many items are staged
     void unstage();
     void forget_staged();
     uint64_t got = 0, used = 0, settled = 0;
-    // Owner side: the outputs that have arrived, from number `released` on, if one of them was a reference.
-    // The output behind a reference stays on the worker's host until the reference is released.
+    // Owner side: outputs that have arrived, from number `released` on, if any of them was a reference. The
+    // referenced output stays on the worker's host until the owner releases the reference.
     struct Lent {
         uint64_t reference = WAITING;  // 0: no reference
         uint64_t key = 0;
@@ -361,47 +361,45 @@ class Sink {
     static constexpr uint64_t WAITING = UINT64_MAX;  // the output has not been put yet
     std::deque<Lent> lent;
     bool is_lent = false;
-    bool remakes_sent = false;  // Owner side: the last report had the flag REMAKES.
+    bool remakes_sent = false;  // owner side: the last report had the flag REMAKES
     uint64_t released = 0;
     uint64_t freed() const { return is_lent ? released : used; }
     void begin_lending();
-    // Count output `output`, which was put, or which no reader needs any more.
+    // Count an output that was put, or that no reader needs any more.
     void count_used(uint64_t output, uint64_t reference, uint64_t key);
     void forget_reference(uint64_t reference);
     bool has_readers() const {
         return ring->seen_state() != BROKEN &&
                std::atomic_ref(ring->header().readers).load(std::memory_order_relaxed) > 0;
     }
-    // The bytes of item `got` that arrived before a connection broke. The others arrive over the next
-    // connection.
+    // The bytes of item `got` that arrived before the connection broke. The rest arrives over the next one.
     std::vector<char> part;
     bool part_reported = false;  // the part was reported over this connection
-    bool over = false;           // its session or its channel has ended
-    bool refuses = false;   // an item arrived that the ring cannot accept; its channel will be broken soon
+    bool over = false;           // the session or the channel has ended
+    bool refuses = false;   // the ring cannot accept an item that arrived, so the channel will soon be broken
     bool recalled = false;  // worker side: the recall must be acknowledged
     void recall();
     bool dirty = true;                  // the other side does not know the current state
-    Ending pending_end = Ending::Open;  // how the sink ends once everything is put
+    Ending pending_end = Ending::Open;  // how the sink ends after everything is put
     std::string pending_cause;
 
-    // Worker side: how far the worker is with the items in the ring.
+    // Worker side: the worker's progress through the items in the ring.
     struct Progress {
         uint64_t done = 0, started = 0;
         uint8_t flags = 0;
         bool operator==(const Progress&) const = default;
     } last_sent, seen;
     Progress read_progress();       // also sets `seen`
-    bool enter_queue_for_worker();  // false: the worker has made progress since the last read_progress()
+    bool enter_queue_for_worker();  // false: the worker has progressed since the last read_progress()
     // Until this time, do not watch a fast worker that has enough items. Waking this thread for each cheap
-    // item would cost more than the item itself, also for the worker. The owner side does not need a report
-    // for each item.
+    // item would cost both threads more than the item. The owner side does not need a report per item either.
     int64_t unwatched_until = 0;
     void mark_progress_sent();
 
   private:
     static constexpr int64_t UNWATCHED_NS = 100'000;
     static constexpr uint64_t ENOUGH = 2;
-    uint64_t inside_ = 0;  // at the last read_progress()
+    uint64_t inside_ = 0;  // value at the last read_progress()
     int64_t progress_sent_at_ = 0;
 };
 

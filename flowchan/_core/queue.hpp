@@ -1,14 +1,13 @@
-// LocalQueue: the FIFO of a `threads` channel. Items are references, so nothing is copied.
+// LocalQueue: the FIFO of a `threads` channel. It stores references, so it never copies an item.
 //
-// A LocalQueue is a circular buffer that doubles up to `capacity`, and the wait lists of wait_list.hpp. It
-// orders the outputs of an ordered stage as ring_turns.cpp does, with deques instead of lists of slots. Its
-// operations move references and never drop one, because dropping could run any Python code under the lock. A
-// thread calls them while it is attached to the interpreter (holds the GIL), because the garbage collector
-// visits the items without the lock.
+// A LocalQueue consists of a circular buffer, which doubles up to `capacity`, and the wait lists of
+// wait_list.hpp. It orders the outputs of an ordered stage like ring_turns.cpp, but with deques instead of
+// linked slots. No operation drops a reference, because a destructor could run Python code under the lock.
+// The calling thread must be attached to the interpreter (hold the GIL), because the garbage collector visits
+// the items without the lock.
 //
-// If there is a GIL, a thread holds it from lock to unlock, so the GIL serves as the lock. The two atomic
-// operations of a mutex would make a put a quarter more expensive. In a free-threaded interpreter, the lock
-// is a small futex mutex.
+// With a GIL, a thread keeps the GIL from lock to unlock, so no other lock is needed. A mutex with its two
+// atomic operations would make a put 25 % slower. A free-threaded interpreter uses a small futex mutex.
 #pragma once
 
 #include <Python.h>
@@ -22,8 +21,8 @@
 
 namespace flowchan {
 
-// 0: free, 1: locked, 2: locked and a thread may sleep. This is mutex 2 of Drepper, "Futexes are tricky"
-// (2011).
+// 0: free, 1: locked, 2: locked, with threads that may be asleep. This is mutex 2 from Drepper, "Futexes are
+// tricky" (2011).
 class FutexMutex {
   public:
     void lock() {
@@ -62,8 +61,8 @@ class LocalQueue {
     struct Item {
         static constexpr uint64_t UNNUMBERED = UINT64_MAX;
         PyObject* object;
-        uint64_t size;                 // counts against max_bytes and the share; 0 if neither is set
-        uint64_t number = UNNUMBERED;  // assigned when the item is first taken, as in Slot
+        uint64_t size;                 // counts against max_bytes and the share; 0 if there is neither
+        uint64_t number = UNNUMBERED;  // assigned by the first take, as in Slot
     };
 
     LocalQueue(uint64_t capacity, uint64_t max_bytes) : capacity_(capacity), max_bytes_(max_bytes) {}
@@ -76,20 +75,20 @@ class LocalQueue {
     void unlock() { mutex_.unlock(); }
     void wake(const Wakes& w) { w.wake_words(false); }
 
-    // --- all under the lock; they mean the same as in Ring ---
-    // takes over the reference if the result is Done
+    // --- all under the lock, with the same meaning as in Ring ---
+    // consumes the reference if the result is Done
     Step try_put(const Item& item, WriterState* writer, Wakes& wakes);
-    // the caller takes over the reference
+    // passes ownership of the reference to the caller
     Step try_take(Item& item, ReaderState* reader, Wakes& wakes);
     void acknowledge(ReaderState& reader, Wakes& wakes);
-    // takes over the references
+    // takes ownership of the references
     void give_back(const std::vector<Item>& items, ReaderState& reader, Wakes& wakes);
     void begin_item(WriterState& writer, uint64_t number);
     void start_turns_at(uint64_t number, Wakes& wakes);
     void order(ReaderState& reader, const void* port, Orders what, Wakes& wakes);
     Step item_done(WriterState& writer, Wakes& wakes);
     void close(Wakes& wakes);
-    // The caller drops these references after it has released the lock.
+    // The caller must drop these references after it has released the lock.
     void break_(PyObject* by, std::vector<PyObject*>& dropped, Wakes& wakes);
     void end_port(Side side, const void* port, Wakes& wakes);
     bool drained() const { return leased == 0 && is_exhausted(); }
@@ -100,7 +99,7 @@ class LocalQueue {
     void keep_numbers() { keeps_numbers_ = true; }
     bool keeps_numbers() const { return keeps_numbers_; }
     Counts counts() const;
-    // Always empty: a thread dies only with its process, and no view points into the queue.
+    // Always empty: a thread dies only together with its process, and views never point into the queue.
     std::vector<Held> held() const { return {}; }
     bool is_sweep_due() const { return false; }
     int fd() const { return -1; }
@@ -110,16 +109,16 @@ class LocalQueue {
     int traverse(visitproc visit, void* arg);
 
     WaitList& wait_list(Side side) { return side == Side::Reader ? reader_list : writer_list; }
-    bool could_continue(const Caller& caller) const;  // whether this caller would succeed now
-    void wake_waiting(Side side, Wakes& wakes);       // wakes one caller that could continue now
+    bool could_continue(const Caller& caller) const;  // whether the caller's operation would succeed now
+    void wake_waiting(Side side, Wakes& wakes);       // wakes one caller whose operation would succeed now
     WaitList reader_list, writer_list;
-    std::atomic<uint64_t> state = OPEN;  // may be read without the lock, as a hint
+    std::atomic<uint64_t> state = OPEN;  // a reader without the lock gets only a hint
     PyObject* cause = nullptr;           // why the channel is BROKEN
     uint64_t puts = 0, takes = 0, bytes_in = 0, bytes_out = 0;
     uint64_t leased = 0, parked = 0, turn = 0, readers = 0, writers = 0;
-    bool short_of_bytes = false;  // a writer waits because of the limit on bytes
+    bool short_of_bytes = false;  // a writer waits because max_bytes is reached
 
-    // Return whether too many outputs wait for room, so that a worker must not take another item.
+    // Return whether the worker must take no more items, because too many outputs wait for room.
     bool is_crowded() const { return state == OPEN && room() <= 1 && writer_list.with_turn() >= CROWD; }
 
     bool counts_bytes() const { return share_ || max_bytes_ != UINT64_MAX; }
@@ -144,7 +143,7 @@ class LocalQueue {
     void advance(Wakes& wakes);
     bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number > turn; }
     uint64_t room() const { return capacity_ - std::min(capacity_, count_ + parked); }
-    bool has_turn(uint64_t number) const {  // returns whether there is room for an output of item `number`
+    bool has_turn(uint64_t number) const {  // returns whether an output of item `number` has room
         if (number == ANY_TURN) return room() > 1 || writer_list.with_turn() == 0;
         return number <= turn ? room() > 0 : number - turn < GROUPS && room() > 1;
     }
@@ -165,7 +164,7 @@ class LocalQueue {
     uint64_t share_ = 0;  // see Header::share
     std::vector<Item> buffer_;
     uint64_t head_ = 0, count_ = 0;
-    uint64_t numbered_ = 0;       // how many items have been numbered
+    uint64_t numbered_ = 0;       // how many items have a number
     bool keeps_numbers_ = false;  // see Header::keeps_numbers
     std::deque<Group> groups_;    // indexed by i - turn, up to the highest parked i
 };

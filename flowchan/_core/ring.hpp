@@ -1,5 +1,5 @@
-// Ring: the FIFO of a `processes` channel in shared memory. It also stores leases and the committed counts of
-// writers.
+// Ring: the FIFO of a `processes` channel in shared memory. The ring also records leases, and how many
+// outputs each writer has committed.
 //
 // layout.hpp declares the data, and these files define the methods:
 // - ring.cpp: the mapping and the lock
@@ -11,9 +11,8 @@
 // - ring_turns.cpp: the output order of an ordered stage
 // - ring_fd_bundles.cpp: file descriptors that travel with items
 //
-// No method touches a Python object, so a caller may or may not hold the GIL. Two rules prevent deadlocks
-// between threads: a thread that holds the lock never waits for the GIL, and no code under the lock calls
-// Python.
+// No method touches a Python object, so callers may run with or without the GIL. Two rules prevent deadlocks:
+// no thread waits for the GIL while it has the lock, and no code under the lock calls Python.
 #pragma once
 
 #include <algorithm>
@@ -35,78 +34,76 @@ namespace flowchan {
 
 using Change = ChangeOf<Windows>;
 
-// Orders that a supervisor gives to a reader, one bit each. The reader obeys once it has finished its leased
-// items.
+// A supervisor's orders to a reader, one bit each. The reader obeys after it has finished its leased items.
 enum Orders : uint32_t {
-    RETIRE = 1,      // report the channel as drained to this port only
-    KEEP_TURNS = 2,  // let the port's outputs wait for their turn, because its stage is getting more workers
+    RETIRE = 1,  // report the end of the channel to this port only
+    // make the port's outputs wait for their turns, because the stage is about to get more workers
+    KEEP_TURNS = 2,
 };
 
-// State that a port keeps from one operation to the next. State that must outlive the process is in Session.
+// State of a port between operations. State that must outlive the process is in Session instead.
 struct ReaderState {
     uint32_t session = 0;
-    mutable PortClock clock;  // only for threads; a ring has the clock in the session
-    // The number of the oldest leased item. If no item is leased, the number from the latest lease remains
-    // here, or UINT64_MAX if there was none.
+    mutable PortClock clock;  // only for threads; a ring's session has its own clock
+    // Number of the oldest leased item. After that lease ends, the number stays until the next lease.
+    // UINT64_MAX: nothing was ever leased.
     uint64_t number = UINT64_MAX;
     uint32_t leases = 0;
-    uint32_t orders = 0;       // only for threads, see Orders; a ring has them in Session
-    bool keeps_turns = false;  // true once the reader has obeyed KEEP_TURNS
-    // The reader of a stage wakes writers only when a quarter of the capacity is free. It needs its own next
-    // item sooner than the writers need room, and a sleeping writer checks again after each time slice
-    // anyway.
+    uint32_t orders = 0;       // see Orders; only for threads, because a ring has them in Session
+    bool keeps_turns = false;  // true after the reader has obeyed KEEP_TURNS
+    // Wake writers only when a quarter of the capacity is free. The reader of a stage needs its own next item
+    // sooner than writers need room. A sleeping writer checks again after each time slice anyway.
     bool lazy = false;
-    // No item that another reader gives back ever reaches this port. So at the end of the channel, the port
-    // does not wait for the leases of other readers.
+    // Other readers never give back items to this port. At the end of the channel, the port therefore does
+    // not wait for their leases.
     bool alone = false;
-    // An item's processing may start at most once. So a worker's death counts against its leased item until
-    // the item is finished, not only while user code runs.
+    // Processing an item may start at most once. A worker's death therefore counts against its leased item
+    // until the item is finished, even outside user code.
     bool once = false;
 };
 struct WriterState {
     uint32_t session = 0;
-    mutable PortClock clock;  // only for threads, as in ReaderState
-    bool ordered = false;     // outputs for input item i wait until it is i's turn
-    bool single = false;      // an input item has exactly one output, and putting it completes the item
-    // Outputs are made for input item `number`, which the reader that feeds this writer numbered.
+    mutable PortClock clock;  // only for threads, see ReaderState
+    bool ordered = false;     // outputs for input item i wait for turn i
+    bool single = false;  // each input item has exactly one output; putting that output completes the item
+    // Each output is made for an input item, `number`. The reader that feeds this writer assigned the number.
     bool keyed = false;
     uint64_t number = 0;
-    uint64_t count = 0;  // outputs made so far for this input item, including skipped ones
-    uint64_t skip = 0;   // number of these outputs that a dead predecessor has already put
+    uint64_t count = 0;  // outputs made for this input item so far, including skipped ones
+    uint64_t skip = 0;   // how many of these outputs a dead predecessor has already put
 
-    // Count one more output. Return whether to skip it, because a predecessor has already put it.
+    // Count one more output. Return true if a predecessor has already put it, so the caller must skip it.
     bool skips() {
         if (!keyed || count >= skip) return false;
         count += 1;
         return true;
     }
-    // Return whether the only output of this input item has already been put, which completes the item
-    // (`single`).
+    // For `single`: return whether the only output of this input item has been put, so the item is complete.
     bool has_passed(uint64_t item) const { return !keyed && count > 0 && number == item; }
 };
 
-// An item that a reader took. Its payload is copied to `local`, or stays in shared memory until `release`
-// frees it.
+// An item that a reader took. The payload is either copied to `local`, or stays in shared memory until
+// `release`.
 struct Taken {
     static constexpr uint64_t LOCAL = 4096;
     uint64_t kind = 0;
     uint64_t size = 0;
-    // number of workers that died while they held the item, either in user code or while unpickling
+    // how many workers died holding the item, in user code or while unpickling it
     uint64_t deaths = 0;
     bool is_replay = false;        // see Slot::is_replay
-    bool died_unpickling = false;  // whether the last of these workers died while unpickling the item
+    bool died_unpickling = false;  // the last of these workers died while unpickling the item
     uint64_t number = 0;
-    // For an output, the input item that its writer was processing. Otherwise Slot::KEYLESS.
+    // For an output: the input item that the writer was processing. Slot::KEYLESS for any other item.
     uint64_t made_for = 0;
     const char* at = nullptr;
-    Slot* held = nullptr;  // set by a plain get of a large item: call release() after reading
-    bool viewed = false;   // this session now views `slot`: call unview() later
+    Slot* held = nullptr;  // set by a plain get of a large item; the caller must call release() after reading
+    bool viewed = false;   // this session views `slot`, so the caller must call unview() later
     Slot* slot = nullptr;
     char local[LOCAL];
 };
 
-// The descriptors with which a process maps a ring that another process created. Only a ring with a `socket`
-// can carry descriptors.
+// The descriptors that another process needs to map a ring. Without `socket`, the ring cannot carry
+// descriptors.
 struct RingHandle {
     int fd;
     int socket = -1;
@@ -129,7 +126,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Header& header() { return *h_; }
     std::span<Session> sessions() { return h_->sessions(); }
 
-    // Take the lock. If it is busy and `patient` is false, return false instead of waiting.
+    // Take the lock. If another user has it and `patient` is false, return false at once.
     bool lock(bool patient);
     void unlock() {
         fault_point();
@@ -147,12 +144,12 @@ class Ring : public std::enable_shared_from_this<Ring> {
 
     // --- items; all under the lock ---
     Step try_put(const Frame& frame, WriterState* writer, Wakes& wakes);
-    // A large put has two halves: `claim` reserves the memory and `publish` adds the item to the FIFO.
+    // A large put has two steps: `claim` reserves the memory, and `publish` appends the item to the FIFO.
     Step claim(const Frame& frame, WriterState* writer, uint32_t session, Slot*& slot);
     Step publish(const Frame& frame, Slot* slot, WriterState* writer, Wakes& wakes);
     void unclaim(Slot* slot, Wakes& wakes);
-    void write(const Frame& frame, Slot* slot) {  // copies the payload between the two halves, without the
-                                                  // lock
+    // Copy the payload into the claimed slot. Call this between `claim` and `publish`, without the lock.
+    void write(const Frame& frame, Slot* slot) {
         if (slot->size == frame.size && payload_exists(slot)) frame.write(payload(slot));
     }
     Step try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes);
@@ -167,23 +164,23 @@ class Ring : public std::enable_shared_from_this<Ring> {
     uint64_t put_run(const Small* items, uint64_t count, Wakes& wakes);  // puts several items at once
     uint64_t take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_t most_bytes, Wakes& wakes);
     void release(Slot* slot, Wakes& wakes);  // frees a HELD slot
-    // puts the item taken last back at the head, because the caller cannot receive it now
+    // returns the item taken last to the head, because the caller cannot receive it now
     void put_back(Taken& taken, ReaderState* reader, Wakes& wakes);
-    void unview(Slot* slot, Wakes& wakes);  // ends a view, once its user has stopped using the block
+    void unview(Slot* slot, Wakes& wakes);  // ends a view when its user no longer needs the block
     // reserves a slot that the caller fills in place, outside the FIFO
     Step loan(uint64_t size, uint32_t session, Slot*& slot);
     Step put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes);
     std::vector<Held> held() const;
     std::vector<uint64_t> pinned() const;
-    // appends the bundle's descriptors, which the caller then owns; returns 0 or an errno
+    // appends the bundle's descriptors, which then belong to the caller; returns 0 or an errno
     int open_bundle(uint64_t id, std::vector<int>& descriptors);
-    void drop_bundles();  // drops bundles, oldest first, up to the first one whose item still exists
+    void drop_bundles();  // drops the oldest bundles, up to the first one whose item still exists
     void acknowledge(ReaderState& reader, Wakes& wakes);  // finishes all leased items
     void acknowledge_oldest(uint32_t session, uint64_t n, Wakes& wakes);
     void give_back_newest(uint32_t session, uint64_t n, Wakes& wakes);  // gives back the newest leased items
-    // gives back the oldest leased items as replays: all of their outputs were put, but some were lost
+    // gives back the oldest leased items as replays, because some of their outputs were put but then lost
     void give_back_replays(uint32_t session, uint64_t n, Wakes& wakes);
-    // Return whether the next item to take is one that was given back and precedes item `number`.
+    // Return whether the next item to take was given back and comes before item `number`.
     bool is_next_before(uint64_t number) const {
         const Slot* slot = h_->head && slot_exists(h_->head) ? at<Slot>(h_->head) : nullptr;
         return slot && slot->numbered() && slot->number < number;
@@ -191,34 +188,35 @@ class Ring : public std::enable_shared_from_this<Ring> {
     bool is_replay_next() const {
         return h_->head && slot_exists(h_->head) && at<Slot>(h_->head)->is_replay();
     }
-    // removes the items that were put but never taken, and returns their number
+    // removes all items that no reader has taken, and returns how many there were
     uint64_t take_back(Wakes& wakes);
     // records that all outputs for input item writer.number have been put
     Step item_done(WriterState& writer, Wakes& wakes);
-    void begin_item(WriterState& writer, uint64_t number);  // call this before the first output for the item
+    // call before putting the first output for the item
+    void begin_item(WriterState& writer, uint64_t number);
     void wake_all_writers(Wakes& wakes);
-    // starts a wait for the turn of `number`, and returns the value of the session's futex word
+    // starts a wait for turn `number`, and returns the current value of the session's futex word
     uint32_t await_turn(Session& s, uint64_t number, bool again);
-    void end_turn_wait(Session& s);  // ends the wait that await_turn started
+    void end_turn_wait(Session& s);  // ends a wait that await_turn started
     void wake_turns(Wakes& wakes);   // wakes the writers whose turn has come
-    // skips all turns before `number`, because none of those items will have more outputs
+    // skips all turns before `number`, because those items will have no more outputs
     void start_turns_at(uint64_t number, Wakes& wakes);
-    // returns the lowest number of an item that is not finished, even if no reader has taken it yet
+    // returns the lowest number of an unfinished item, whether it was taken or not
     uint64_t first_unfinished() const;
     void order(uint32_t session, Orders what, Wakes& wakes);
     bool has_room(uint64_t size) const {
         const bool fits = h_->bytes_in - h_->bytes_out + size <= most_inside() || h_->puts == h_->takes;
         return fits && !is_withheld() && h_->puts - h_->takes + h_->parked + h_->claimed < capacity_;
     }
-    // Limit the puts through this object to `puts` in total, because the other side of a link accepts no
-    // more. Wake the writers if the limit has risen. put_limit_ is the limit plus one, or 0 if there is none.
+    // Allow only `puts` puts in total through this object, because the other side of the link accepts no
+    // more. If the limit has risen, wake the writers. put_limit_ is the limit plus one; 0 means no limit.
     void allow(uint64_t puts, Wakes& wakes);
     bool is_limited() const { return put_limit_.load(std::memory_order_relaxed) != 0; }
     bool is_withheld() const {
         const uint64_t limit = put_limit_.load(std::memory_order_relaxed);
         return limit && h_->puts + h_->parked + h_->claimed + 1 >= limit;
     }
-    // Return whether a writer is waiting for a higher limit.
+    // Return whether a writer waits only because of put_limit_.
     bool wants_more() const { return is_withheld() && h_->state == OPEN && h_->writer_queue.waiting > 0; }
     uint64_t free_places() const {
         const uint64_t all = h_->puts - h_->takes + h_->parked + h_->claimed;
@@ -226,14 +224,14 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }
     uint64_t most_inside() const {
         return h_->share ? std::min(h_->share, max_bytes_) : max_bytes_;
-    }  // a larger item enters only an empty ring
+    }  // a larger item must wait until the ring is empty
     bool fits(uint64_t size) const { return size <= max_bytes_; }
-    // Return whether an item of this size would need memory that was never used, although readers are about
-    // to free some. `late`: the put has already waited for recycled memory as long as that pays off.
+    // Return whether an item of this size would need fresh memory although readers will soon free some.
+    // `late`: the put has already waited for recycled memory as long as waiting pays off.
     bool lacks_warm_memory(uint64_t size, bool late);
-    // Return whether a link fills this ring for the plain gets of a remote channel. Such a link must not
-    // report an item as finished before this process has decoded it. If the process dies first, the owner
-    // then still has the item.
+    // Return whether a link fills this ring for the plain gets of a remote channel. The link reports an item
+    // as finished only after this process has decoded it. Until then, the owner keeps the item in case this
+    // process dies.
     bool is_filled_by_link() const { return h_->notify_writer; }
     void begin_decoding(uint64_t number) {
         if (is_filled_by_link()) decoding_.push_back(number);
@@ -251,9 +249,9 @@ class Ring : public std::enable_shared_from_this<Ring> {
 
     // --- the channel; all under the lock ---
     void close(Wakes& wakes);
-    // `in_short`: a shorter cause to use if memory does not suffice for the whole one.
+    // `in_short`: a shorter cause, for when memory does not suffice for the long one.
     void break_(const std::string& cause, Wakes& wakes, const std::string& in_short = {});
-    // reopens a broken ring as a closed one, so that its only user can take the remaining items
+    // turns a broken ring into a closed one, so that its only user can take the remaining items
     void unbreak();
     std::string cause() const;
 
@@ -265,8 +263,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
     uint64_t seen_state() const {
         return std::atomic_ref(h_->state).load(std::memory_order_acquire);  // may be called without the lock
     }
-    // End unsupervised sessions whose processes are dead, unless another user has just done so.
-    // `is_sweep_due` reads its hint without the lock.
+    // End unsupervised sessions whose processes are dead, unless another user has just done so. Reading the
+    // hint behind `is_sweep_due` needs no lock.
     void sweep(Wakes& wakes);
     bool is_sweep_due() const {
         const int64_t ago = coarse_now_ns() - int64_t(h_->swept_ns.load(std::memory_order_relaxed));
@@ -277,12 +275,12 @@ class Ring : public std::enable_shared_from_this<Ring> {
     std::vector<Slot*> leased_slots(uint32_t session) const;  // oldest first
     std::vector<uint64_t> reserved_numbers(uint32_t session) const;
     void begin_again(ReaderState& reader);
-    // End the session of a dead writer. `items` will be processed again. For each of them, the ring records
-    // how many outputs the writer had put, so that no output is put twice.
+    // End the session of a dead writer whose `items` will be processed again. The ring records how many
+    // outputs the writer had put for each of them, so that no output is put twice.
     void retire_writer(uint32_t session, const std::vector<uint64_t>& items, Wakes& wakes);
     const char* payload_of(Slot* slot) const { return payload(slot); }
     Session& session(uint32_t index) const { return h_->records()[index < SESSIONS ? index : 0]; }
-    // Return whether this process could not map the whole channel.
+    // Return whether part of the channel could not be mapped into this process.
     bool is_map_incomplete() const { return map_incomplete_; }
 
     Spin spin;
@@ -294,15 +292,16 @@ class Ring : public std::enable_shared_from_this<Ring> {
     SharedLock lock_;
     int fd_ = -1, socket_ = -1;
     bool map_incomplete_ = false;
-    std::vector<uint64_t> decoding_;  // numbers of the items that plain gets in this process are decoding now
-    bool decoding_seen_ = false;      // whether the link saw such items
-    std::atomic<uint64_t> put_limit_ = 0;  // written under the lock; reads without the lock are only hints
+    std::vector<uint64_t> decoding_;  // numbers of the items that plain gets in this process are decoding
+    bool decoding_seen_ = false;      // the link has seen such items
+    // written under the lock; a reader without the lock gets only a hint
+    std::atomic<uint64_t> put_limit_ = 0;
     Peers peers_;
-    // Copies of the constants from the first time this process mapped the header. Later damage to the header
-    // then cannot affect this process.
+    // Constants copied from the header when this process first mapped it. Later damage to the header then
+    // cannot mislead this process.
     uint64_t length_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0,
              blocks_end_ = 0;
-    // Return the object at this offset, which must be the offset of a slot.
+    // Return the object at this offset, which must be a slot's.
     template <class T>
     T* at(uint64_t offset) const {
         return reinterpret_cast<T*>(windows_.slots() + offset);
@@ -312,7 +311,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
         return reinterpret_cast<Group*>(windows_.header() + groups_at_)[number % groups_];
     }
     uint64_t finished() const { return h_->takes - std::min(h_->leased, h_->takes); }
-    uint64_t finished_before_wait_ = 0;  // finished() when a put last waited for memory without success
+    uint64_t finished_before_wait_ = 0;  // value of finished() when a put last waited for memory in vain
     bool is_exhausted() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
     Step end() const { return h_->cut_off ? Step::Broken : Step::Drained; }
     void sweep_now(Wakes& wakes);
@@ -344,7 +343,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Slot* new_bare_slot(Change& change);
     void free_slot(Slot* slot, Change& change);
     void push_free(Slot* slot, Change& change);
-    using Span = std::pair<uint64_t, uint64_t>;  // first and last offset of a memory range
+    using Span = std::pair<uint64_t, uint64_t>;  // first and last offset of a range of memory
     bool find_used(std::vector<Span>& used, std::vector<Slot*>& free);
     void fill_free_lists(const std::vector<uint64_t>& heads, Change& change);
     void rebuild_lists(uint32_t cls);
