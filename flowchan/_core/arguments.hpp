@@ -1,4 +1,4 @@
-// Helpers for methods that are plain C functions: they parse arguments and turn C++ exceptions into Python
+// Helpers for methods that are plain C functions. They parse arguments and turn C++ exceptions into Python
 // errors.
 #pragma once
 
@@ -20,8 +20,7 @@ PyObject* guarded(F&& f) {
     return nullptr;
 }
 
-// Raise TypeError for an unknown argument. The message suggests the function's argument with the most similar
-// name.
+// Raise TypeError for an unknown argument, and suggest the most similar argument of the function.
 inline void refuse_argument(const char* function, PyObject* name, const char* const* names, size_t n) {
     guarded([&]() -> PyObject* {
         nb::list known;
@@ -38,7 +37,7 @@ inline void refuse_argument(const char* function, PyObject* name, const char* co
     });
 }
 
-// Parse the `required` arguments and the optional arguments that follow, each given by position or by name.
+// Parse `required` mandatory arguments, followed by optional ones. Each may be positional or named.
 template <size_t N>
 bool parse(const char* function, const char* const (&names)[N], size_t required, PyObject* const* args,
            Py_ssize_t n, PyObject* keywords, PyObject* (&values)[N]) {

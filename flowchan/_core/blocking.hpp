@@ -1,9 +1,9 @@
-// The loop of a blocking channel call: try, wait in a queue (waiting.hpp), try again, and give up at the
-// deadline.
+// The loop of a blocking channel call. It tries the operation, waits in a queue (waiting.hpp), tries again,
+// and gives up at the deadline.
 //
-// `op` performs the operation on the transport. The loop calls it with the transport's lock held, and it
-// returns a Step. On a ring, `op` must not touch Python objects. The caller holds the GIL. The loop releases
-// it while it sleeps, and returns with the GIL held.
+// `op` performs the operation on the transport and returns a Step. The loop calls it under the transport's
+// lock; on a ring, `op` must not touch Python objects. The caller must have the GIL, which the loop releases
+// only while it sleeps.
 #pragma once
 
 #include <Python.h>
@@ -16,7 +16,7 @@ namespace flowchan {
 
 static_assert(Transport<LocalQueue> && Transport<Ring>);
 
-// The operations that the loop needs from a transport.
+// What the loop needs from a transport.
 template <class M>
 struct Traits;
 
@@ -42,20 +42,20 @@ struct Traits<LocalQueue> {
         Node*& first = q.wait_list(caller.side).starving;
         if (!first && !caller.ordered) first = &node;
     }
-    // End a call. While this waiter was woken but had not run, the queue woke no other waiter
+    // End a call. Between waking this waiter and letting it run, the queue woke no other waiter
     // (wait_list.hpp). So wake the next one, even if the call failed.
     static void end(LocalQueue& q, const Caller& caller, Node& node, bool, Wakes& wakes) {
         Node*& first = q.wait_list(caller.side).starving;
         if (first == &node) first = nullptr;
         pass_on(q, caller, wakes);
     }
-    // Put a woken waiter back to sleep, because it must not overtake the starving one. The wake-up may have
-    // been meant for the starving waiter.
+    // Put a woken waiter back to sleep, because it must not overtake the starving waiter. The wake-up may
+    // have been meant for the starving one.
     static void sleep_again(LocalQueue& q, const Caller& caller, Wakes& wakes) {
         q.wake_waiting(caller.side, wakes);
     }
-    // Put a woken waiter back to sleep. A waiter with an earlier turn may have arrived in the meantime
-    // without being woken, so wake that one.
+    // Put a woken waiter back to sleep. A waiter with an earlier turn may have arrived in the meantime, and
+    // nothing has woken it yet, so wake it now.
     static void in_vain(LocalQueue& q, const Caller& caller, const Node& node, Wakes& wakes) {
         if (q.wait_list(caller.side).is_behind(node)) pass_on(q, caller, wakes);
     }
@@ -67,8 +67,8 @@ struct Traits<LocalQueue> {
     static constexpr bool is_check_due(LocalQueue&) { return false; }
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
     static uint64_t resumes(LocalQueue&) { return 0; }
-    // A thread cannot die without its process, and only the main thread handles signals. So only the main
-    // thread must check again after each slice. Other threads sleep until they are woken.
+    // Only the main thread must check again after each slice, because only it handles signals. Other threads
+    // sleep until they are woken, because a thread dies only with its process.
     static int64_t slice(Deadline deadline) {
         return thread_number() == uint32_t(getpid()) ? deadline.slice() : deadline.left();
     }
@@ -83,8 +83,8 @@ struct Traits<Ring> {
     static constexpr bool processes = true;
     struct Waiting {
         uint32_t seen = 0;
-        uint32_t rank = FUTEX_BITSET_MATCH_ANY;  // bit of the caller's rank, or all bits for a caller without
-                                                 // a rank
+        // the bit of the caller's rank, or all bits if the caller has no rank
+        uint32_t rank = FUTEX_BITSET_MATCH_ANY;
         bool selecting = false;
         bool ordered = false;
     };
@@ -109,12 +109,12 @@ struct Traits<Ring> {
         s.clock.begin(false);
         if (caller.side == Side::Reader && r.header().notify_writer)
             futex_wake(r.header().writer_queue.seq, r.header().writer_queue.call(1), true);
-        // The reader is a link, which now asks for a higher limit.
+        // The reader is a link, which must now ask for a higher limit.
         if (caller.side == Side::Writer && r.is_limited())
             futex_wake(r.header().reader_queue.seq, r.header().reader_queue.call(1), true);
     }
-    // Leave the queue, and return whether the futex word had changed. If the session ended during the wait,
-    // the caller has already left the queue.
+    // Leave the queue. Return whether the futex word has changed. If the session ended during the wait, this
+    // was already done.
     static bool leave(Ring& r, const Caller& caller, Waiting& waiting, bool) {
         Session& s = r.session(caller.session);
         const bool called = word(r, caller, waiting).load(std::memory_order_relaxed) != waiting.seen;
@@ -127,8 +127,8 @@ struct Traits<Ring> {
         if (counted) n -= 1;
         if (counted) s.clock.end(false);
         if (caller.exchangeable) wait_queue(r, caller.side).idle &= ~waiting.rank;
-        // As in Ring::drop_copies, subtract from the session first. If the process dies between the two
-        // updates, the queue's count is too high by one, but never too low.
+        // Subtract from the session first, as in Ring::drop_copies. If the process dies between the two
+        // updates, the queue's count is one too high, but never too low.
         keep_order();
         if (counted) wait_queue(r, caller.side).leave();
         if (waiting.selecting) wait_queue(r, caller.side).count_selecting(counted ? -1 : 0);
@@ -150,14 +150,14 @@ struct Traits<Ring> {
         uint32_t& count = caller.side == Side::Reader ? wakes.readers : wakes.writers;
         if (g.starving && g.starving == thread_number()) {
             g.starving = 0;
-            count += g.call_all();  // the callers that waited behind the starving one
+            count += g.call_all();  // callers that waited behind the starving one
         } else if (!used) {
             pass_on(r, caller, wakes);
         }
     }
-    // While a caller is starving, every caller is woken, so no wake-up needs to be passed on.
+    // A starving caller makes all callers wake up, so no wake-up needs to be passed on.
     static void sleep_again(Ring&, const Caller&, Wakes&) {}
-    // ordered writers are woken separately, one for each turn
+    // wake_turns wakes the ordered writers, one per turn
     static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}
     static void pass_on(Ring& r, const Caller& caller, Wakes& wakes) {
         if (caller.ordered)
@@ -165,12 +165,11 @@ struct Traits<Ring> {
         else
             (caller.side == Side::Reader ? wakes.readers : wakes.writers) +=
                 wait_queue(r, caller.side).call(1);
-        if (caller.side == Side::Reader && r.header().notify_writer)  // there is now one waiting reader fewer
+        if (caller.side == Side::Reader && r.header().notify_writer)  // one waiting reader fewer
             wakes.writers += r.header().writer_queue.call(1);
         if (caller.side == Side::Writer && r.is_limited()) wakes.readers += r.header().reader_queue.call(1);
     }
-    // Return a hint, which is read without the lock. A caller that relies on it takes the lock and checks
-    // again.
+    // Return a hint, read without the lock. A caller that relies on it must check again under the lock.
     static bool ready(Ring& r, Side side) {
         Header& h = r.header();
         auto seen = [](uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_relaxed); };
@@ -190,26 +189,25 @@ struct Traits<Ring> {
     }
 };
 
-// Record, under the lock, that there are no more outputs for an item. Return Wait if the item is too far
-// ahead of its turn, as a put does.
+// Record, under the lock, that an item gets no more outputs. Like a put, return Wait if the item is too far
+// ahead of its turn.
 template <class M>
 Step finish_item(M& m, WriterState& writer, uint64_t number, Wakes& wakes) {
-    // The item has no output, so discard the count of outputs that a dead predecessor put for it.
+    // The item has no output, so forget how many outputs a dead predecessor put for it.
     if (!writer.ordered) {
         if (!writer.keyed && Traits<M>::resumes(m)) m.begin_item(writer, number);
         writer.keyed = false;
         return Step::Done;
     }
-    // For a `single` writer, putting the only output has already ended the item's turn. If the item had no
-    // output, end the turn now.
+    // A `single` writer has already ended the item's turn by putting the only output. If there was no output,
+    // end the turn now.
     if (writer.has_passed(number)) return Step::Done;
     if (!writer.keyed) m.begin_item(writer, number);
     writer.keyed = true;
     return m.item_done(writer, wakes);
 }
 
-// Takes the lock. If the lock is busy, releases the GIL before it waits. `released` is set while the GIL is
-// released.
+// Takes the lock; while the lock is busy, waits without the GIL. `released` is set while the GIL is released.
 template <class M>
 struct Locked {
     explicit Locked(M& transport) : m(transport) {
@@ -217,7 +215,7 @@ struct Locked {
         released = PyEval_SaveThread();
         m.lock(true);
     }
-    // Release the lock, wake the waiters, and only then take the GIL again.
+    // Release the lock and wake the waiters before taking the GIL again.
     void unlock(const Wakes& wakes) {
         m.unlock();
         m.wake(wakes);
@@ -228,7 +226,7 @@ struct Locked {
     PyThreadState* released = nullptr;
 };
 
-// The result of one sleep of a waiting call. A call that is interrupted or late did not sleep at all.
+// How one sleep of a waiting call ended. An interrupted or late call did not sleep at all.
 struct SleepResult {
     bool interrupted = false, late = false;
     int error = 0;
@@ -273,8 +271,8 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
         Locked<M> locked(m);
         const bool called = T::leave(m, caller, waiting, selecting);
         T::check_for_dead(m, wakes);
-        // An interrupted call must not take an item, because it could not return it. After a full slice, a
-        // call may overtake the starving waiter, because that waiter may be dead.
+        // An interrupted call must not take an item, because it cannot return one. After a full slice, a call
+        // may overtake the starving waiter, which may be dead.
         const bool passes = T::may_pass(m, caller, &waiting) || slice_over || T::ended(m);
         if (!interrupted && passes) step = op(wakes);
         if (!passes) T::sleep_again(m, caller, wakes);
@@ -291,18 +289,18 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
     return step;
 }
 
-// Perform `op` as soon as the channel permits it. `caller(waits)` returns the identity of the call. If
-// `waits` is set, the identity needs a session, so `caller` opens one if necessary.
+// Perform `op` as soon as the channel permits it. `caller(waits)` returns the identity of the call. A call
+// that waits needs a session, so `caller` opens one if `waits` is set.
 template <class M, class Op, class Who>
 Step perform(M& m, Who&& caller, Op&& op, Deadline deadline) {
     using T = Traits<M>;
     Wakes wakes;
     Locked<M> locked(m);
-    // Callers that never wait must also learn of deaths (C5). A get that finds an item can skip that check. A
-    // put cannot: if all readers are dead, its item would be lost.
+    // Even callers that never wait must learn of deaths (C5). A get that finds an item can skip the check. A
+    // put cannot, because its item would be lost if all readers are dead.
     if (T::processes && caller(false).side == Side::Writer && T::is_check_due(m)) T::check_for_dead(m, wakes);
-    // After the end of a channel, no caller waits behind a starving one. The starving caller may itself be
-    // waiting for items that this caller has on lease.
+    // After the channel has ended, no caller may wait behind a starving one. The starving caller may itself
+    // wait for items that this caller has on lease.
     const bool behind = !deadline.now_only() && !T::ended(m) && !T::may_pass(m, caller(false), nullptr);
     Step step = behind ? Step::Wait : op(wakes);
     if (step == Step::Wait && !behind && T::is_check_due(m)) {

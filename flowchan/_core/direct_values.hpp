@@ -1,10 +1,10 @@
-// Direct encoding of built-in values that need no pickle (see codec.hpp).
+// Direct encoding of built-in values, without pickle (see codec.hpp).
 //
-// Algorithm. A value is a tag byte followed by the content. The content of a tuple is its length and its
-// elements. Lists and dictionaries of plain values have the same form.
+// Algorithm. A value is a tag byte followed by its content. A tuple's content is its length and then its
+// elements; plain lists and dictionaries are encoded alike.
 //
-// Invariants. The writer never writes past its end. If a value does not fit, it returns false. The reader
-// checks every length and the nesting depth, because other processes can write to the memory that it reads.
+// Invariants. The writer never writes past its end; it returns false if a value does not fit. The reader
+// checks every length and the nesting depth, because other processes can write to its input.
 #pragma once
 
 #include <Python.h>
@@ -32,17 +32,17 @@ enum DirectTag : unsigned char {
     BYTES_LONG,
     ASCII_SHORT,
     STR_LONG,  // kind byte (0: ASCII; 1, 2, 4: bytes per character), then u32 number of characters
-    LIST,      // LIST and DICT: only with plain values inside
+    LIST,      // LIST and DICT: only if all contents are plain values
     DICT,
 };
 
-// Writes a value to the memory from `p` to `end`. Its methods return false if the value does not fit, or if
-// its type has no direct encoding.
+// Writes a value to the memory from `p` to `end`. The methods return false for a value that does not fit, or
+// whose type has no direct encoding.
 struct DirectWriter {
     char* p;
     char* end;
     bool is_plain = false;   // accept lists and dictionaries
-    bool is_shared = false;  // the value is in a container that may have other references
+    bool is_shared = false;  // the value is in a container that may be referenced more than once
 
     bool tag(DirectTag t, uint64_t more) {
         if (uint64_t(end - p) < 1 + more) return false;
@@ -117,8 +117,8 @@ struct DirectWriter {
         is_shared = before;
         return true;
     }
-    // Return whether only the container has a reference to this nested value. A value with other references
-    // could occur twice, or could contain itself.
+    // Return whether the container has the only reference to this nested value. With more references, the
+    // value could occur twice or contain itself.
     static bool is_unshared([[maybe_unused]] PyObject* o, [[maybe_unused]] int depth) {
 #ifdef Py_GIL_DISABLED
         return false;  // without a GIL, the reference count may change at any time
@@ -148,7 +148,7 @@ struct DirectWriter {
     }
 };
 
-// Reads values that DirectWriter wrote. Returns null, without a Python error, if the bytes are damaged.
+// Reads what DirectWriter wrote. Damaged bytes make it return null, without a Python error.
 struct DirectReader {
     const char* p;
     const char* end;
@@ -172,7 +172,7 @@ struct DirectReader {
         return has(sizeof(Int)) ? PyLong_FromLong(raw<Int>()) : nullptr;
     }
     PyObject* real() { return has(sizeof(double)) ? PyFloat_FromDouble(raw<double>()) : nullptr; }
-    // Read bytes and the length before them, an integer of type `Length`.
+    // Read a length of type `Length`, and then that many bytes.
     template <class Length>
     PyObject* bytes() {
         return has(sizeof(Length)) ? bytes(raw<Length>()) : nullptr;
@@ -185,8 +185,8 @@ struct DirectReader {
     }
     PyObject* ascii(uint64_t n) {
         if (!has(n)) return nullptr;
-        // Check every byte, because another process wrote them. A str object that is marked as ASCII must not
-        // contain other bytes.
+        // Another process wrote these bytes, so check them all. Python relies on an ASCII str to contain only
+        // ASCII.
         if (!std::all_of(p, p + n, [](char c) { return static_cast<unsigned char>(c) < 128; }))
             return nullptr;
         PyObject* o = PyUnicode_New(Py_ssize_t(n), 127);
@@ -208,7 +208,7 @@ struct DirectReader {
                 if (c > 0x10ffff) return nullptr;
             }
         return PyUnicode_FromKindAndData(int(width), aligned.data(), Py_ssize_t(n));
-    }
+    }  // an element takes at least one byte
 };
 
 inline PyObject* DirectReader::object(int depth) {

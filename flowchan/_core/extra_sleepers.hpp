@@ -1,4 +1,4 @@
-// Extra sleepers: additional threads that sleep on futex words, for more words than one thread can sleep on.
+// Extra sleepers: threads that sleep on futex words when there are more words than one thread can watch.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace flowchan {
 
-// Futex words, and the objects that keep the memory of these words mapped.
+// Futex words, together with the objects that keep their memory mapped.
 struct Watched {
     std::vector<WaitedWord> words;
     std::vector<std::shared_ptr<void>> kept;
@@ -21,20 +21,20 @@ struct Watched {
     void add(const WaitedWord& word, std::shared_ptr<void> keeps);
 };
 
-// A thread that sleeps on words for another thread. After a word changes, it calls `ring` once.
+// A thread that sleeps for another thread. It calls `ring` once after any of its words changes.
 class ExtraSleeper {
   public:
     explicit ExtraSleeper(std::function<void()> ring);
     ~ExtraSleeper();
     ExtraSleeper(const ExtraSleeper&) = delete;
     void watch(Watched watched);
-    // Forget the thread in a forked child, where it does not exist. Even detaching it would be wrong: its
-    // state is on its stack, and another thread of the child may already have reused that memory.
+    // Forget the thread in a forked child, where it does not exist. Detaching it would be wrong: its state is
+    // on its stack, and the child may have reused that memory.
     void abandon() { thread_ = nullptr; }
 
   private:
     void run();
-    void notify();  // call with the mutex held, after storing new words or `over_`
+    void notify();  // call under the mutex, after storing new words or `over_`
     const std::function<void()> ring_;
     std::mutex mutex_;
     Watched watched_;
@@ -43,11 +43,11 @@ class ExtraSleeper {
     std::thread* thread_;
 };
 
-// A growing set of extra sleepers, for use by a single thread.
+// Extra sleepers, started as needed. Only one thread may use this object.
 class ExtraSleepers {
   public:
     explicit ExtraSleepers(std::function<void()> ring) : ring_(std::move(ring)) {}
-    // Give each sleeper one part. Return false if the system refuses to start a thread that is needed.
+    // Give each sleeper one part. Return false if a sleeper is missing because the system started no thread.
     bool watch(std::vector<Watched> parts);
     void end() { all_.clear(); }
     void abandon() {

@@ -1,10 +1,10 @@
-// Fault points: points in the code at which the crash tests kill the process.
+// Fault points: where the crash tests kill the process.
 #pragma once
 
 namespace flowchan {
 
-// Marks a point at which a process may be killed. The crash tests build the core with FLOWCHAN_FAULTS and
-// define this function: its n-th call kills the process. In the extension module, it does nothing.
+// Marks a point where a process may be killed. The crash tests build the core with FLOWCHAN_FAULTS and define
+// this function, so that its n-th call kills the process. In the extension module, it does nothing.
 #ifdef FLOWCHAN_FAULTS
 void fault_point();
 #else

@@ -1,4 +1,5 @@
-// Frame: an item before it is written to a ring, as the pieces of memory that form its payload.
+// Frame: an item that is about to be written to a ring. It lists the pieces of memory that make up the
+// payload.
 #pragma once
 
 #include <cstdint>
@@ -7,29 +8,29 @@
 
 namespace flowchan {
 
-// How a slot's payload is encoded. The numbers are stored in shared memory, so never reuse one.
+// How a payload is encoded. The numbers are stored in shared memory, so never reuse one.
 enum Kind : uint64_t {
     DIRECT = 1,  // a small built-in value (direct_values.hpp)
     BYTES = 2,   // the bytes of a `bytes` object
     PICKLE = 3,  // a pickle without buffers
-    // a pickle and its out-of-band buffers; first comes a u64 count, then the u64 offset and u64 size of each
+    // a pickle and its out-of-band buffers, preceded by a table: u64 count, then u64 offset and u64 size per
     // part
     BUFFERS = 4,
-    // PIN bytes, which begin with a u64 id and the u64 id of the fd bundle (or 0), then the format of
-    // BUFFERS. The process that put the item keeps an object alive as long as the item exists.
+    // PIN bytes, then the format of BUFFERS. The PIN bytes start with a u64 id and the u64 id of the fd
+    // bundle (or 0). The process that put the item keeps an object alive as long as the item exists.
     PINNED = 5,
-    // PIN bytes, which begin with a u64 0 and the u64 id of the fd bundle, then the format of BUFFERS.
-    // Descriptors travel with the item.
+    // PIN bytes, then the format of BUFFERS. The PIN bytes start with a u64 0 and the u64 id of the fd
+    // bundle, whose descriptors travel with the item.
     BUNDLE = 6,
-    // u64 id of a reference to an output on another host (references.hpp)
+    // the u64 id of a reference to an output on another host (references.hpp)
     REFERENCE = 7,
 };
 
-// Return whether an item of this kind must stay in its slot while it is decoded. Other items are copied
-// first, and their slots are freed before decoding.
+// Return whether an item of this kind must stay in its slot while it is decoded. The slot of any other item
+// is copied and freed before decoding.
 inline bool needs_its_slot(uint64_t kind) { return kind == PINNED || kind == BUNDLE; }
 
-// Return whether a batched get leaves items of this kind to single gets.
+// Return whether a batched get must leave items of this kind to single gets.
 inline bool is_taken_singly(uint64_t kind) { return needs_its_slot(kind) || kind == REFERENCE; }
 
 constexpr uint64_t PIN = 64;
@@ -47,7 +48,7 @@ struct Frame {
     char small[SMALL];          // the payload of DIRECT
     Piece one{};                // the payload of BYTES, PICKLE, and any item received as one piece
     std::vector<Piece> pieces;  // the payload of BUFFERS
-    uint64_t deaths = 0;        // number of remote workers that died while holding the item
+    uint64_t deaths = 0;        // how many remote workers died while they had the item
     uint64_t bundle = 0;        // id of the descriptors that travel with the item, or 0
     std::vector<int> descriptors;
     mutable int refused = 0;  // errno of a failed attempt to send the descriptors, or 0

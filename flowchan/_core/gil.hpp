@@ -1,13 +1,13 @@
-// Releasing the GIL and taking it again.
+// Releases the GIL and takes it again.
 //
-// During interpreter shutdown, a daemon thread that asks for the GIL does not get it. CPython up to 3.13 then
-// ends the thread with pthread_exit, which unwinds its C++ frames like an exception. Their destructors would
-// drop references without the GIL. So, as in CPython 3.14, we block such a thread forever, and the process
-// exits without it. A destructor does the blocking, because not every C++ library lets a program catch this
-// unwinding.
+// A daemon thread that asks for the GIL during interpreter shutdown never gets it. CPython up to 3.13 ends
+// such a thread with pthread_exit, which unwinds its C++ frames like an exception. Their destructors would
+// then drop references without the GIL. Like CPython 3.14, we therefore block the thread forever, and the
+// process exits without it. A destructor does the blocking, because some C++ libraries cannot catch this kind
+// of unwinding.
 //
-// A free-threaded interpreter has no GIL, but its garbage collector sometimes stops all threads. It has to
-// wait for a thread that sleeps without releasing its thread state, so all other threads would also wait.
+// A free-threaded interpreter has no GIL, but its garbage collector sometimes stops all threads. A sleeping
+// thread must release its thread state, or the collector and all other threads would wait for it.
 #pragma once
 
 #include <Python.h>

@@ -7,7 +7,7 @@
 
 namespace flowchan {
 
-// The memory of a contiguous array, which this object keeps alive. Hold the GIL to create and destroy it.
+// The memory of a contiguous array, kept alive by this object. Create and destroy it only with the GIL.
 class Array {
   public:
     Array() = default;
@@ -17,8 +17,8 @@ class Array {
         if (view_.obj) PyBuffer_Release(&view_);
         Py_XDECREF(kept_);
     }
-    // Returns false without an error if the object is not a contiguous array in host memory. If reading one
-    // of its properties fails, an error is also set.
+    // Returns false if the object is not a contiguous array in host memory. An error is set only if reading a
+    // property has failed.
     bool read(PyObject* object);
     bool read_bytes(PyObject* object);  // reads bytes or a bytearray
 
@@ -26,8 +26,7 @@ class Array {
     size_t bytes = 0, count = 0;
     Element element = Element::Raw;
     bool writable = true;
-    // Hashes that are the same in every process. `kind` covers the element type, and `what` also covers the
-    // shape.
+    // Hashes that are equal in all processes. `kind` covers the element type, and `what` also the shape.
     uint64_t kind = 0, what = 0;
 
   private:
@@ -40,10 +39,11 @@ class Array {
     PyObject* kept_ = nullptr;
 };
 
-// Returns the end of an error message: how to convert an array whose elements can be moved but not combined.
+// Returns advice for the end of an error message: how to convert an array whose elements have a type that
+// cannot be combined.
 const char* convert_first(PyObject* array);
 
-// Mixes `value` into a hash. Begin with hash 0, because mixed(1, 2) equals mixed(2, 1).
+// Mixes `value` into a hash. Start with hash 0, because mixed(1, 2) equals mixed(2, 1).
 inline uint64_t mixed(uint64_t hash, uint64_t value) {
     hash = (hash ^ value) * 0x9e3779b97f4a7c15;
     return hash ^ (hash >> 29);

@@ -1,4 +1,4 @@
-// Code that all calls of a group share: parsing arguments, waiting, and raising errors.
+// What all calls of a group have in common: parsing arguments, waiting, and raising errors.
 #pragma once
 
 #include "arguments.hpp"
@@ -19,7 +19,7 @@ using namespace nb::literals;
 // Kinds of input, as in flowchan/collective/operations.py: arrays of one element type, or Python values.
 constexpr uint64_t TYPED = 0, VALUES = 1, KINDS = 4;
 
-// Returns the key by which members check that their calls match. `array` is the input if that is an array.
+// Returns the key with which members check that their calls match. `array` is the input, if it is an array.
 inline uint64_t key_of(uint32_t doing, uint64_t key, const Array* array = nullptr) {
     const uint64_t found = mixed(mixed(0, doing), key);
     return array && key % KINDS == TYPED ? mixed(found, array->kind) : found;
@@ -31,13 +31,13 @@ constexpr int64_t STALLED_NS = 10'000'000'000;
 class PyGroup : public Member {
   public:
     using Member::Member;
-    // nonzero: Python runs all operations, because some of them are queued or use other backends
+    // nonzero: all operations run in Python, because some are queued or use other backends
     std::atomic<uint32_t> queued{0};
 };
 
 inline PyGroup& group_of(PyObject* self) { return *nb::inst_ptr<PyGroup>(self); }
 
-// A call in progress. It releases the GIL before it waits or moves much data. During a wait, it checks for
+// A call in progress. It releases the GIL before it waits or moves much data. While it waits, it checks for
 // signals and reports stalls.
 class Calling : public Patience {
   public:
@@ -54,7 +54,7 @@ class Calling : public Patience {
         take_back();
         return end;
     }
-    // Takes the GIL in the middle of an operation, and calls `f`.
+    // Calls `f` with the GIL during an operation.
     template <class F>
     bool with_gil(F f) {
         const bool released = take_back();
@@ -77,8 +77,8 @@ class Calling : public Patience {
     }
 
   private:
-    // Waits until no other thread runs an operation. A forked child gets Taken at once: it does not have that
-    // thread, so it would wait forever.
+    // Waits until no other thread runs an operation. In a forked child, that thread does not exist and would
+    // never end, so the child gets Taken at once.
     End await_turn() {
         PyGroup& group = group_of(self_);
         Member::Use& use = group.in_use();
@@ -104,8 +104,8 @@ class Calling : public Patience {
     bool has_reported_ = false;
 };
 
-// Raises the error for an operation that ended with `end`, and returns null. `x`, `root` and `more` are the
-// arguments of the call; a negative `root` means that the call has none.
+// Raises the error for an operation that ended with `end`, and returns null. `x`, `root` and `more` are
+// arguments of the call; a negative `root` means that it has no root.
 inline PyObject* raise_end(PyObject* self, End end, uint32_t doing, PyObject* x, PyObject* more,
                            int root = -1) {
     if (end == End::Interrupted) return nullptr;
@@ -134,7 +134,8 @@ inline bool parse_op(const char* call, PyObject* name, Op& op) {
 inline bool parse_root(const char* call, PyObject* value, const Member& group, uint32_t& root) {
     const bool is_integer = !value || (PyIndex_Check(value) && !PyBool_Check(value));
     const long long number = value && is_integer ? PyLong_AsLongLong(value) : 0;
-    if (number == -1 && PyErr_Occurred()) PyErr_Clear();  // the number is too large
+    // clears the OverflowError of a number that is too large
+    if (number == -1 && PyErr_Occurred()) PyErr_Clear();
     if (!is_integer || number < 0 || number >= group.size) {
         PyErr_Format(PyExc_ValueError, "%s: root must be a rank of the group, from 0 to %u, got %R", call,
                      group.size - 1, value);
@@ -146,8 +147,8 @@ inline bool parse_root(const char* call, PyObject* value, const Member& group, u
 
 inline bool is_default(PyObject* value) { return !value || value == Py_None; }
 
-// Returns whether `out` can hold the result. If not, array_access.py raises the error. `out` may be `in` or a
-// part of it, because each element is read before it is overwritten.
+// Returns whether `out` can take the result. If not, array_access.py raises the error. `out` may be `in` or
+// a part of it, because each element is read before it is overwritten.
 inline bool fits(const Array& in, const Array& out, size_t count) {
     if (out.kind != in.kind || out.count != count || !out.writable) return false;
     const auto from = reinterpret_cast<uintptr_t>(in.data), to = reinterpret_cast<uintptr_t>(out.data);
@@ -181,7 +182,7 @@ inline PyObject* call_general(PyObject* self, const char* method, PyObject* cons
     return result;
 }
 
-// Existing memory for each member's data: arrays or bytes, or None if the data is not needed.
+// Memory that the caller provides for each member's data: arrays, bytes, or None if the data is not needed.
 class Arrays : public Member::Place {
   public:
     Arrays() = default;
@@ -190,8 +191,8 @@ class Arrays : public Member::Place {
             PyErr_Format(PyExc_TypeError, "arrays must be contiguous and in host memory, got %R", objects);
         if (PyErr_Occurred()) throw nb::python_error();
     }
-    // Reads a list or tuple of arrays. Returns false if one of them is not contiguous in host memory. An
-    // error may be set in that case.
+    // Reads a list or tuple of arrays. Returns false, perhaps with an error set, if one of them is not
+    // contiguous in host memory.
     bool read(PyObject* objects) {
         if (!PyList_Check(objects) && !PyTuple_Check(objects)) return false;
         many_ = std::vector<One>(size_t(PySequence_Fast_GET_SIZE(objects)));
@@ -202,8 +203,7 @@ class Arrays : public Member::Place {
         }
         return true;
     }
-    // Data of the wrong size is skipped here instead of raising an error, so that the other members can go
-    // on.
+    // Data of the wrong size is skipped and reported later, so that the other members can continue.
     bool operator()(const Sizes& sizes, const ByRank<const void*>&, ByRank<void*>& to) override {
         for (size_t r = 0; r < to.size(); ++r) {
             if (!many_[r].wanted) continue;
@@ -214,7 +214,7 @@ class Arrays : public Member::Place {
         }
         return true;
     }
-    // Returns false with an error set if some member's data had the wrong size.
+    // Returns false with an error set if a member's data had the wrong size.
     bool check() const {
         if (misfit_ >= 0)
             PyErr_Format(
@@ -229,9 +229,8 @@ class Arrays : public Member::Place {
     bool are_of_kind(uint64_t kind) const {
         return std::all_of(many_.begin(), many_.end(), [=](const Array& one) { return one.kind == kind; });
     }
-    // Returns memory with the data of `in` that stays unchanged while these arrays are written. It is a copy
-    // in `copy` if `in` overlaps one of them, and otherwise `in` itself. The array at index `own` may be
-    // `in`.
+    // Returns the data of `in`, safe from writes to these arrays. If `in` overlaps one of them, it is copied
+    // to `copy` first. The array at index `own` may be `in` itself.
     const void* kept(const Array& in, size_t own, std::vector<char>& copy) const {
         const auto begins = [](const Array& array) { return reinterpret_cast<uintptr_t>(array.data); };
         for (size_t i = 0; i < many_.size(); ++i) {
@@ -268,22 +267,22 @@ class Arrays : public Member::Place {
     uint64_t has_ = 0;
 };
 
-// These operations work on contiguous arrays. For other values, they return NotImplemented.
+// These operations handle contiguous arrays, and return NotImplemented for other values.
 PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
                         int root, PyObject* timeout, uint64_t part_of = 0);
 PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* timeout);
 PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObject* op_name,
                                PyObject* timeout);
 
-// Sends each array in `in` to its member, and receives one array from each member into `out`.
+// Sends each member its array of `in`, and receives each member's array into `out`.
 End swap_arrays(PyObject* self, Member::Call call, const Arrays& in, const Arrays& out, Deadline deadline);
 
 // Returns a list of all members' values, or NotImplemented if `x` is not a plain value.
 PyObject* allgather_values(PyObject* self, PyObject* x, PyObject* timeout);
-// Convert a plain value to bytes and back. For any other value, `plain_bytes` returns None.
+// Convert a plain value to bytes and back. `plain_bytes` returns None if the value is not plain.
 PyObject* plain_bytes(PyObject* value);
 PyObject* from_plain_bytes(PyObject* bytes);
 
-extern PyType_Slot group_slots[];  // the methods that group_calls.cpp defines
+extern PyType_Slot group_slots[];  // methods that group_calls.cpp defines
 
 }  // namespace flowchan

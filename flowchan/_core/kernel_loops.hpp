@@ -1,7 +1,7 @@
-// The loops of kernels.cpp. It includes this file once for each instruction set, each time in another
+// The loops of kernels.cpp, which includes this file once per instruction set, each time in a different
 // namespace.
 
-// Number of elements to combine at a time, so that they stay in the first-level cache.
+// How many elements to combine at a time; this block fits into the first-level cache.
 constexpr size_t BLOCK = 512;
 
 struct Half {
@@ -17,7 +17,7 @@ struct Complex {
 struct Truth {
     uint8_t is;
 };
-// A date or time span, counted in the unit of its type. As in NumPy, the smallest integer means NaT.
+// A date or time span, in units of its type. As in NumPy, the smallest integer is NaT.
 struct Time {
     int64_t ticks;
     bool is_none() const { return ticks == INT64_MIN; }
@@ -26,7 +26,7 @@ struct Time {
 inline float bits_to_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 inline uint32_t float_to_bits(float value) { return __builtin_bit_cast(uint32_t, value); }
 
-// Without branches, so that the compiler can vectorize the loops.
+// No branches, so that the compiler can vectorize the loops.
 inline float widen(Half half) {
     const uint32_t sign = uint32_t(half.bits & 0x8000) << 16, rest = uint32_t(half.bits & 0x7fff) << 13;
     const float scaled = bits_to_float(rest) * 0x1p112f;  // also correct for subnormals
@@ -54,7 +54,7 @@ inline Brain to_brain(float value) {
     return {uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0u : rounded)};
 }
 
-// The type in which elements are summed, and how to convert from and to the stored type.
+// The type in which elements are summed, with conversions from and to the stored type.
 template <class T>
 struct As {
     using Sum = T;
@@ -159,7 +159,7 @@ inline S divided(S sum, size_t by) {
         return sum;
 }
 
-// `out` may be one of the inputs, because a result depends only on inputs with the same index.
+// `out` may be one of the inputs, because each result depends only on elements with the same index.
 template <class T, class O, bool IS_MEAN = false>
 void combine(void* out, const void* const* in, size_t number, size_t count) {
     using S = typename As<T>::Sum;

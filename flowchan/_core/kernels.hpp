@@ -1,8 +1,8 @@
-// Kernels that combine the values of several members element by element. They always proceed in the order of
-// the ranks, so every member that computes the result gets the same bits.
+// Kernels that combine the members' values element by element. They always go in rank order, so every member
+// computes the same bits.
 //
-// float16 and bfloat16 values are summed over all members in float32, and rounded once. Integers wrap around.
-// Minimum and maximum keep a NaN. All operations keep a NaT (a date or time span without a value).
+// The sum of float16 or bfloat16 values is computed in float32 and rounded once. Integers wrap around.
+// Minimum and maximum propagate NaN; all operations propagate NaT (a missing date or time span).
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace flowchan {
 
-// Element types. Raw elements can be moved, but not combined.
+// Element types. Raw elements can only be moved, not combined.
 enum class Element : uint8_t {
     Raw,
     Bool,
@@ -32,13 +32,13 @@ enum class Element : uint8_t {
     Span
 };
 
-// Operations, in the order of the names that `op=` accepts.
+// Operations, in the order of the names for `op=`.
 enum class Op : uint8_t { Sum, Mean, Prod, Min, Max, And, Or, Xor };
 
-// Combines `count` elements of each of `number` inputs into `out`, which may be one of the inputs.
+// Combines `count` elements from each of `number` inputs into `out`, which may be an input.
 using Kernel = void (*)(void* out, const void* const* in, size_t number, size_t count);
 
-// Returns null if this operation cannot combine elements of this type.
+// Returns null if the operation is undefined for this element type.
 Kernel find_kernel(Element element, Op op);
 size_t size_of_element(Element element);
 
