@@ -16,7 +16,7 @@ namespace flowchan {
 
 static_assert(Transport<LocalQueue> && Transport<Ring>);
 
-// What the loop needs from a transport.
+// The functions of a transport that the loop calls.
 template <class M>
 struct Traits;
 
@@ -199,8 +199,8 @@ Step finish_item(M& m, WriterState& writer, uint64_t number, Wakes& wakes) {
         writer.keyed = false;
         return Step::Done;
     }
-    // A `single` writer has already ended the item's turn by putting the only output. If there was no output,
-    // end the turn now.
+    // A `single` writer has already ended the item's turn by putting the only output. Without an output, the
+    // turn ends now.
     if (writer.has_passed(number)) return Step::Done;
     if (!writer.keyed) m.begin_item(writer, number);
     writer.keyed = true;

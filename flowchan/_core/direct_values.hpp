@@ -117,8 +117,8 @@ struct DirectWriter {
         is_shared = before;
         return true;
     }
-    // Return whether the container has the only reference to this nested value. With more references, the
-    // value could occur twice or contain itself.
+    // Return whether the container has the only reference to this nested value. If there were more
+    // references, the value could occur twice or contain itself.
     static bool is_unshared([[maybe_unused]] PyObject* o, [[maybe_unused]] int depth) {
 #ifdef Py_GIL_DISABLED
         return false;  // without a GIL, the reference count may change at any time

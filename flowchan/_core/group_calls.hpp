@@ -1,4 +1,4 @@
-// What all calls of a group have in common: parsing arguments, waiting, and raising errors.
+// Helpers for all calls of a group: parsing arguments, waiting, and raising errors.
 #pragma once
 
 #include "arguments.hpp"

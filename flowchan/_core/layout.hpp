@@ -3,12 +3,12 @@
 //   | Header | Session x SESSIONS | Group x groups | blocks -> ...            ... <- slots |
 //
 // The memory is one unnamed memfd, so the kernel frees it when its last user ends (C12). The file has the
-// length that the channel could ever need, but only parts of it are allocated: some session records, the
-// bytes up to `reserved_low`, and the bytes from `reserved_high`. More is allocated with `fallocate` before
-// use. When memory is exhausted, that call fails, and no later access can raise SIGBUS. Free lists keep freed
-// blocks and slots for reuse, often while the caches still have them. The kernel gets no memory back before
-// the channel ends. Each process maps everything before the blocks, and all existing blocks and slots
-// (windows.hpp).
+// length that the channel could ever need, but only parts of it are allocated. These are some session
+// records, the bytes up to `reserved_low`, and the bytes from `reserved_high`. More is allocated with
+// `fallocate` before use. When memory is exhausted, that call fails, and no later access can raise SIGBUS.
+// Free lists keep freed blocks and slots for reuse, often while the caches still have them. The kernel gets
+// no memory back before the channel ends. Each process maps everything before the blocks, and all existing
+// blocks and slots (windows.hpp).
 //
 // An item occupies a slot, plus a block if it does not fit into the slot. Slots are linked by their offsets
 // in the file; offset 0 is the header and therefore means "none". The FIFO is the list from `head` to `tail`.
@@ -22,8 +22,8 @@
 // Wherever the slot is, one session may also view it, and is then its viewer (ring_memory.cpp).
 //
 // Passing an item from one core to another mainly costs the transfer of cache lines. Words that change
-// together are therefore adjacent. If no caller waits, a put or a get moves three lines: one with the lock,
-// one with the ends and counts of the FIFO, and the start of the slot. A put into a nonempty FIFO also moves
+// together are therefore adjacent. If no caller waits, a put or a get moves three lines. One has the lock,
+// one the ends and counts of the FIFO, and one the start of the slot. A put into a nonempty FIFO also moves
 // the line of the previous slot. Words that only readers or only writers change have lines to themselves, and
 // so do redo records (redo.hpp).
 #pragma once

@@ -7,8 +7,8 @@
 // outputs return as OUT frames (wire.hpp).
 //
 // Exactly once. A sent item stays on lease in its original ring. The lease of an output ends when the other
-// side has put the output into its ring. An item's lease ends only after two events (R4): the worker has
-// finished it, *and* all of its outputs are in their rings on the owner side.
+// side has put the output into its ring. An item's lease ends only when the worker has finished it *and* all
+// of its outputs are in their rings on the owner side (R4).
 //
 // The frames of each port are ordered and numbered. After a broken connection, each side reports what it has
 // received, and the other side continues from there. Only Python code connects, listens and authenticates; it

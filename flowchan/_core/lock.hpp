@@ -1,8 +1,8 @@
-// A lock in memory that several processes share. If its owner dies, another process can take it.
+// A lock in memory that several processes share. If its owner dies, another process can take over.
 //
-// It is a robust mutex of the C library, with checks for damage to the mutex itself. The library trusts the
-// type that is stored in the mutex, so this class compares it with the type that it read first. During a long
-// wait, it checks that the thread that the mutex names as its owner exists.
+// This is a robust mutex of the C library, plus checks for damage. The library trusts the type stored in the
+// mutex, so this class compares it with the type that it read first. During a long wait, it checks that the
+// owner named by the mutex still exists.
 #pragma once
 
 #include <pthread.h>
@@ -14,12 +14,12 @@ namespace flowchan {
 
 class SharedLock {
   public:
-    // FromDead: the owner died, so repair the protected data and then call `mark_consistent`. Lost: the mutex
-    // can never be locked again, so give up the protected data.
+    // FromDead: the owner died; repair the protected data, then call `mark_consistent`. Lost: the mutex
+    // cannot be locked again, so abandon the protected data.
     enum class Got { Taken, FromDead, Busy, Lost };
 
     static void make(pthread_mutex_t& mutex);
-    // `fd`: the memory with the mutex. `given_up`: becomes nonzero when a process finds that the mutex is
+    // `fd`: the memory with the mutex. `given_up`: set to nonzero when a process finds that the mutex is
     // Lost.
     void attach(pthread_mutex_t& mutex, int fd, uint64_t& given_up);
 
@@ -30,11 +30,11 @@ class SharedLock {
         if (is_valid()) pthread_mutex_unlock(mutex_);
     }
     bool is_valid() const { return kind_of(*mutex_) == kind_.load(std::memory_order_relaxed); }
-    // Make this process stop using the mutex.
+    // Stop using the mutex in this process.
     void give_up() { kind_.store(-1, std::memory_order_relaxed); }
 
   private:
-    // Return the type of a mutex, or 0 if the C library hides it.
+    // Return the type of a mutex, or 0 if the C library does not show it.
     static int kind_of(const pthread_mutex_t& mutex) {
 #ifdef __GLIBC__
         return mutex.__data.__kind;
@@ -48,7 +48,7 @@ class SharedLock {
     pthread_mutex_t* mutex_ = nullptr;
     uint64_t* given_up_ = nullptr;
     int fd_ = -1;
-    std::atomic<int> kind_ = 0;  // -1: given up; a hint, so all accesses are relaxed
+    std::atomic<int> kind_ = 0;  // -1: given up; only a hint, so all accesses are relaxed
 };
 
 }  // namespace flowchan

@@ -1,8 +1,8 @@
-// Memory that several processes share: an unnamed file, which the kernel frees when its last user ends.
+// Memory that several processes share: an unnamed file, freed by the kernel when its last user ends.
 //
-// The file has its full length from the start, and never shrinks: shrinking it would raise SIGBUS in other
-// processes. Reserve memory before you use it. If memory runs short, the reservation then fails, instead of a
-// later access that raises SIGBUS.
+// The file has its full length from the start and never shrinks, because shrinking it could raise SIGBUS in
+// other processes. Reserve memory before using it. When memory runs short, the reservation then fails, and no
+// later access can raise SIGBUS.
 #pragma once
 
 #include <cstdint>

@@ -1,12 +1,15 @@
-// Plans for the operations of a group. A plan is an algorithm, a piece size, and flags for data that bypasses
-// the caches.
+// Plans for a group's operations. A plan consists of an algorithm, a piece size, and flags for data that
+// bypasses the caches.
 //
-// Which plan is fastest depends on the processor. On a virtual machine, it changes within seconds, because
-// the virtual cores move. Two cores that share a cache read each other's lines ten times as fast as two that
-// do not. Small pieces are still in the core's own cache when it reads them again. The first lines of a large
-// piece have moved on to a cache that both cores can reach. Data that bypasses the caches is equally fast for
-// all readers. One core cannot use the full memory bandwidth. So while the other members only wait, a member
-// reads faster with two threads.
+// The fastest plan depends on the processor. On a virtual machine, it changes within seconds, because virtual
+// cores move. Two cores that share a cache read each other's lines ten times as fast as two that do not.
+//
+// A small piece is still in its core's own cache when that core reads it again. The first lines of a large
+// piece have already moved to a cache that both cores can reach. Data that bypasses the caches is equally
+// fast for all readers.
+//
+// One core alone cannot use the full memory bandwidth. A member therefore reads faster with two threads while
+// the other members only wait.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +17,11 @@
 
 namespace flowchan {
 
-// Numbers of the operations. flowchan/collective/operations.py has their names.
+// Numbers of the operations; flowchan/collective/operations.py has their names.
 enum Doing : uint32_t { BARRIER = 1, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, ALLTOALL = 9 };
-constexpr uint32_t OPERATIONS = 16;  // above all of these numbers
+constexpr uint32_t OPERATIONS = 16;  // greater than all of these numbers
 
-// Any: whichever is fastest.
+// Any: use the fastest one.
 enum class Algorithm : uint8_t { Any, Exchange, Slices, Chunks, Direct };
 
 constexpr size_t BIG = 512 * 1024;     // size of a big slot, and of the pieces of larger data, in bytes
@@ -39,7 +42,7 @@ constexpr Plan PLANS[] = {{Algorithm::Exchange, LITTLE},    {Algorithm::Exchange
                           {Algorithm::Direct, BIG},         {Algorithm::Direct, BIG, false, false, true}};
 constexpr uint32_t ALL_PLANS = sizeof PLANS / sizeof *PLANS;
 
-// Returns a bit for each plan that satisfies `is_so`.
+// Returns the plans that satisfy `is_so`, one bit each.
 template <class F>
 constexpr uint32_t plans_where(F is_so) {
     uint32_t found = 0;
@@ -50,8 +53,8 @@ constexpr uint32_t plans_of(Algorithm algorithm) {
     return plans_where([=](const Plan& one) { return one.algorithm == algorithm; });
 }
 
-// Number of size classes in which trials find the fastest plan. Each class ends at twice its lower bound,
-// except for the last one, which is unbounded.
+// How many size classes have their own trials. Each class ends at twice its lower bound, except for the last,
+// which is unbounded.
 constexpr uint32_t TRIED = 16, UNTRIED = TRIED;
 
 }  // namespace flowchan

@@ -1,25 +1,25 @@
-// The redo record makes a critical section on shared memory atomic: even if its process is killed, either all
-// of it happens or nothing does.
+// The redo record makes a critical section on shared memory atomic. Even if its process is killed, either all
+// of its changes happen or none does.
 //
 // Algorithm (write-ahead redo logging, as in databases). A change to the shared state is a list of (word, new
 // value) pairs. The process first writes the list to the record. It then marks the record as valid, applies
-// it, and clears it. A process that takes the lock from a dead owner looks at the record. A valid record is
-// complete, so the process applies it, perhaps for the second time. If the record is not valid, no part of
-// the change was applied, so there is nothing to repair. The values are absolute, so applying them twice does
-// no harm.
+// it, and clears it. A process that takes the lock from a dead owner checks the record. A valid record is
+// complete, so the process applies it, perhaps for the second time. This does no harm, because the values are
+// absolute. If the record is not valid, no part of the change was applied, so there is nothing to repair.
 //
-// Compiler fences are enough. A process gets the lock of a dead owner from the kernel, after the owner was
-// descheduled for the last time. All stores that the owner executed are visible at that time, even if they
-// left its core in a different order. So only the order in which the owner executed them matters. If the
-// compiler does not change it, that is the order in the program. The same is true of processors with a weaker
-// store order than x86_64: a core stops between two instructions, and everything before them has happened.
-// When a thread dies, the kernel marks its lock in that thread, with a full barrier (dmb ish on aarch64).
+// Compiler fences are enough. The kernel passes on a dead owner's lock only after the owner was descheduled
+// for the last time. All stores that the owner executed are then visible, even if they left its core in a
+// different order. So only the order of execution matters, which is the program order if the compiler keeps
+// it.
 //
-// The ring has several records, so that the cache lines of a record stay with the core that uses it. Writers
-// and readers use different records, and so do different processes, as long as there are enough records. The
-// choice of a record affects only speed. Only the holder of the lock writes a record, and it clears the
-// record before it unlocks. So at most one record is valid, and a process that finds the owner dead checks
-// all of them.
+// This also holds on processors with a weaker store order than x86_64. A core stops between two instructions,
+// and everything before them has happened. When a thread dies, the kernel marks its lock in that thread, with
+// a full barrier (dmb ish on aarch64).
+//
+// The ring has several records, so that a record's cache lines stay with the core that uses it. Writers and
+// readers use different records. Different processes also do, as long as there are enough; the choice affects
+// only speed. Only the holder of the lock writes a record, and clears it before unlocking. At most one record
+// is therefore valid, and a process that finds the owner dead checks them all.
 #pragma once
 
 #include "faults.hpp"
@@ -38,21 +38,20 @@ struct alignas(64) Redo {
         uint64_t offset;
         uint64_t value;
     };
-    volatile uint64_t valid;  // number of entries, or 0 if there is nothing to redo
+    volatile uint64_t valid;  // number of entries; 0: nothing to redo
     Entry entry[MOST];
 
     template <class Words>
     void apply(const Words& words, uint64_t n) const {
         for (uint64_t i = 0; i < n; ++i) {
-            // Atomic, because Traits<Ring>::ready in blocking.hpp reads some words without the lock, as
-            // hints. Relaxed, because a reader that relies on a hint takes the lock and checks the word
-            // again.
+            // Atomic, because Traits<Ring>::ready in blocking.hpp reads some words without the lock. Relaxed,
+            // because these reads are hints, which a reader checks again under the lock.
             std::atomic_ref(*words.at(entry[i].offset)).store(entry[i].value, std::memory_order_relaxed);
             fault_point();
         }
     }
-    // Apply the record after its owner has died. The record is damaged if an entry refers to a word that is
-    // not in `words`. In that case, change nothing and return false.
+    // Apply the record of a dead owner. If an entry refers to a word outside of `words`, the record is
+    // damaged. Then change nothing and return false.
     template <class Words>
     bool recover(const Words& words) {
         const uint64_t n = valid;
@@ -68,8 +67,8 @@ struct alignas(64) Redo {
     }
 };
 
-// A change that is being composed. Until `commit`, reads return the old values. `Words` converts between
-// words and their offsets.
+// A change while it is being composed. Reads return the old values until `commit`. `Words` converts words to
+// offsets and back.
 template <class Words>
 class ChangeOf {
   public:

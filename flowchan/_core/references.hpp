@@ -1,20 +1,20 @@
-// References to outputs that stay on the host that made them until the reader's host fetches them.
+// References to outputs that stay on the host where they were made, until the reader's host fetches them.
 //
-// A large output of a remote worker does not travel to the owner of the channel. The worker's host keeps it
-// on lease in the worker's ring, and sends a reference. The owner puts the reference into the channel, where
-// it has a position, a number and a lease like any other item. When a remote worker takes the reference, its
-// host learns where the output is and fetches it from there. When that worker has finished the item, the
-// owner releases the reference, and the host that made the output frees it.
+// A large output of a remote worker does not travel to the channel's owner. The worker's host keeps it on
+// lease in the worker's ring, and sends a reference. The owner puts the reference into the channel, where it
+// has a position, a number and a lease like any other item. When a remote worker takes the reference, its
+// host learns the location of the output and fetches it from there. After that worker has finished the item,
+// the owner releases the reference, and the host that made the output frees it.
 //
-// Exactly once. The owner keeps the input item of such an output on lease until the output is released. If
-// the host is lost, its references are lost. The input item then goes back to its channel, marked as a
-// replay. The outputs of a replay are not put into the channel. Each one replaces the lost output that has
-// the same input item and index. If that output was released in the meantime, the new one is dropped. Either
-// way, the reference keeps its position in the channel and its lease. If one host cannot connect to another,
-// the owner pulls the output to itself and sends it on.
+// Exactly once. The owner keeps an output's input item on lease until the output is released. If the host is
+// lost, its outputs are lost too, and the input item returns to its channel, marked as a replay. The outputs
+// of a replay are not put into the channel. Each one instead replaces the lost output with the same input
+// item and index. If that output was released in the meantime, the new one is dropped. Either way, the
+// reference keeps its position in the channel and its lease.
 //
-// Threads. One table serves all links of the process. Take its lock last: after the locks of a link and of a
-// ring, never before.
+// If one host cannot connect to another, the owner pulls the output to itself and sends it on.
+//
+// Threads. One table serves all links of the process. Take its lock last, after the locks of links and rings.
 #pragma once
 
 #include <atomic>
@@ -33,8 +33,8 @@ namespace flowchan {
 class Link;
 class Ring;
 
-// Where a remote host finds an output. This is the payload of a reference that is sent to the reader's host.
-// The address of the host that has the output follows it.
+// Where a remote host finds an output. A reference that is sent to the reader's host has this payload,
+// followed by the address of the host that has the output.
 struct Location {
     uint64_t id;      // id of the reference
     uint64_t size;    // size of the output in bytes
@@ -58,7 +58,7 @@ class References {
         uint16_t port;
         uint64_t id, key;
     };
-    struct Inbox {  // what the table asks a link to do
+    struct Inbox {  // requests of the table to a link
         std::vector<Released> released;
         std::vector<OutputKey> pulls;
     };
@@ -68,44 +68,44 @@ class References {
         std::string payload;  // There: the location; Here: the output itself
     };
 
-    void join(Link* link);   // from now on, the link gets messages
+    void join(Link* link);   // from now on, the link gets requests
     void leave(Link* link);  // the link is gone, and its outputs are lost
 
-    // Add a reference to an output that a worker made for input item `key` of its stream.
+    // Add a reference to an output for input item `key` of a worker's stream.
     uint64_t add(Link* link, const OutputKey& output, uint64_t key, uint64_t size, uint64_t kind);
-    // Record that the reference is in `ring`, as output `index` for the item that the ring numbered `number`.
+    // Record that the reference is in `ring`, as output `index` for the item with `number`.
     void place(uint64_t id, const Ring* ring, uint64_t number, uint64_t index);
-    // Replace the lost output at this place with the output of reference `with`. Return the reference that
-    // now has this output, or 0 if no output is lost there. In both cases, the reference `with` ceases to
-    // exist.
+    // Replace the lost output at this position with the output of reference `with`. Return the reference that
+    // now has the output, or 0 if no output is lost there. In both cases, the reference `with` no longer
+    // exists.
     uint64_t repair(const Ring* ring, uint64_t number, uint64_t index, uint64_t with);
-    // Do the same with an output that has arrived on this host.
+    // Replace the lost output with an output that has arrived on this host.
     void repair(const Ring* ring, uint64_t number, uint64_t index, uint64_t kind, std::string bytes);
     bool is_any_lost(const Ring* ring, uint64_t number);
     bool is_any_lost() const { return lost_.load(std::memory_order_acquire) > 0; }
-    void wake_links();  // call this after giving back replays
-    // Release a reference, because its reader has finished the item or will never read it.
+    void wake_links();  // call after giving back replays
+    // Release a reference, because its reader has finished the item, or because no reader will ever take it.
     void release(uint64_t id);
-    void forget(const Ring* ring);           // the channel has ended with references in it
-    void lose(Link* link, uint32_t stream);  // the outputs of this stream are gone
-    // Return nothing if the reference was released, or if its `moves` have not changed.
+    void forget(const Ring* ring);           // the channel has ended with references inside
+    void lose(Link* link, uint32_t stream);  // the outputs of this stream are lost
+    // Return nothing if the reference was released, or if `moves` is still its number of moves.
     std::optional<Seen> look(uint64_t id, uint64_t moves = UINT64_MAX);
     uint64_t size_of(uint64_t id);
-    void pull(uint64_t id);  // asks for the output itself
+    void pull(uint64_t id);  // requests the output itself
     void pulled(Link* link, const OutputKey& output, uint64_t kind, std::string bytes);
-    void ask_again(Link* link);  // repeats all pulls over a new connection
+    void ask_again(Link* link);  // repeats all pulls on a new connection
     Inbox collect(Link* link);
-    // Changes whenever a lost reference is repaired or an output is pulled.
+    // Changes with each repair of a lost reference and each pull.
     uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
     uint64_t count();
 
     std::mutex& mutex() { return mutex_; }  // for fork()
-    void clear_in_child();                  // a forked child has no links; call while holding the lock
+    void clear_in_child();                  // a forked child has no links; call under the lock
 
   private:
     using Place = std::tuple<const Ring*, uint64_t, uint64_t>;
     struct Record {
-        Link* link;  // null: the output is lost, unless it is in `bytes`
+        Link* link;  // null: the output is lost, or it is in `bytes`
         OutputKey output;
         uint64_t key, size, kind, moves = 0;
         Place place{};
@@ -113,7 +113,7 @@ class References {
         std::string bytes;
     };
     void lose_if(Link* link, const uint32_t* stream);
-    void changed();  // a reference has a new location, so wake all links
+    void changed();  // a reference has a new location, so this wakes all links
     std::unordered_map<uint64_t, Record>::iterator erase(
         std::unordered_map<uint64_t, Record>::iterator found);
 

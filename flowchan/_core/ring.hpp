@@ -96,8 +96,8 @@ struct Taken {
     // For an output: the input item that the writer was processing. Slot::KEYLESS for any other item.
     uint64_t made_for = 0;
     const char* at = nullptr;
-    Slot* held = nullptr;  // set by a plain get of a large item; the caller must call release() after reading
-    bool viewed = false;   // this session views `slot`, so the caller must call unview() later
+    Slot* held = nullptr;  // set by a plain get of a large item; call release() after reading
+    bool viewed = false;   // this session views `slot`; call unview() later
     Slot* slot = nullptr;
     char local[LOCAL];
 };

@@ -1,4 +1,4 @@
-// Sleeping on several futex words at once.
+// Sleeps on several futex words at once.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@ namespace flowchan {
 
 constexpr uint32_t FUTEX_WORD_32 = 2;  // FUTEX_32
 
-// The kernel's struct futex_waitv: a 32-bit word, and the value that it must have for the thread to sleep.
+// The kernel's struct futex_waitv: a 32-bit word, and the value that it must have for the sleep to begin.
 struct WaitedWord {
     uint64_t val;
     uint64_t uaddr;
@@ -19,10 +19,10 @@ struct WaitedWord {
 
 bool is_changed(const WaitedWord& word);
 
-// Return how many words one thread can sleep on.
+// Return how many words one thread can watch.
 size_t words_at_once();
 
-// Sleep until one of the words changes or the time `at` comes. Return true in the second case.
+// Sleep until one of the words changes, or until the time `at`. Return true if the time has come.
 bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at);
 
 }  // namespace flowchan

@@ -1,19 +1,19 @@
-// Dumps this process's Python stacks when a signal arrives.
+// Dumps the Python stacks of this process when a signal arrives.
 #pragma once
 
 namespace flowchan {
 
-// Claim signal `number` for dumps, and return whether that succeeded. If the signal has its default action,
-// it is ignored from now on. If frame_dumps() was already called for it, nothing changes. When the
-// interpreter later removes faulthandler's handler, the signal is ignored, so it does not kill the process.
+// Claim signal `number` for dumps, and return whether this worked. A signal with its default action is
+// ignored from now on. After frame_dumps() was called for the signal, nothing changes. When the interpreter
+// later removes faulthandler's handler, the signal does not kill the process but is ignored.
 bool claim_signal(int number);
 
-// Write a mark to `fd` before and after each dump for signal `number`. Before this call, faulthandler must
-// have installed its handler for the signal, with the same `fd`.
+// Write marks to `fd` before and after each dump for signal `number`. faulthandler's handler for the signal
+// must already be installed, with the same `fd`.
 void frame_dumps(int number, int fd);
 
-// Make signal `number` write a dump before it kills the process. This does nothing unless frame_dumps() was
-// called.
+// Make signal `number` write a dump before it kills the process. Does nothing unless frame_dumps() was called
+// before.
 void dump_before_death(int number);
 
 }  // namespace flowchan

@@ -1,7 +1,7 @@
 // System calls and files that may be missing or refused. Old kernels lack some calls (ENOSYS). The seccomp
-// filters of containers and service managers refuse some (EPERM or ENOSYS). In each case, there is a
-// fallback, or an error that names the call. This file also defines numbers and structures that the headers
-// of Linux 5.10 lack, so that the core compiles with these headers.
+// filters of containers and service managers refuse some (EPERM or ENOSYS). Each case has a fallback, or an
+// error that names the call. The headers of Linux 5.10 lack some numbers and structures; they are defined
+// here so that the core compiles with these headers.
 #pragma once
 
 #include "waiting.hpp"
@@ -20,7 +20,7 @@ namespace flowchan {
 
 inline int open_pidfd(int pid) { return int(syscall(SYS_pidfd_open, pid, 0)); }
 
-// Raise an error for a system call without which channels between processes cannot work.
+// Raise an error for a system call that channels between processes need.
 [[noreturn]] inline void fail(int error, const char* call) {
     std::string text = call;
     if (error == EPERM || error == EACCES || error == ENOSYS)
@@ -31,7 +31,8 @@ inline int open_pidfd(int pid) { return int(syscall(SYS_pidfd_open, pid, 0)); }
     throw std::system_error(error, std::system_category(), text);
 }
 
-// Check that /proc is mounted. It tells which users of a channel are alive, and which file a descriptor has
+// Check that /proc is mounted. The core reads there which users of a channel are alive, and which files their
+// descriptors have open.
 // open.
 inline void need_proc() {
     struct stat st;

@@ -1,6 +1,6 @@
-// The operations that every transport must offer to a channel. For all other operations, puts.cpp, gets.cpp,
-// channel.cpp and raising.cpp have one function per transport. These differ too much: one transport passes
-// references, and the other bytes.
+// The operations that a channel needs from every transport. All other operations have one function per
+// transport, in puts.cpp, gets.cpp, channel.cpp and raising.cpp. They differ too much to share code, because
+// one transport passes references and the other bytes.
 #pragma once
 
 #include <concepts>
@@ -13,22 +13,22 @@ namespace flowchan {
 
 enum State : uint64_t { OPEN = 0, CLOSED = 1, BROKEN = 2 };
 
-// A snapshot of the counters of a channel.
+// A snapshot of a channel's counters.
 struct Counts {
     uint64_t items_in, items_out, bytes_in, bytes_inside;
     uint64_t inside, leased, readers, writers;
     uint64_t waiting_readers, waiting_writers;
-    int64_t read_wait_ns, write_wait_ns;  // totals over all calls
-    // The part of write_wait_ns in which a writer waited for its turn and the readers had no item.
+    int64_t read_wait_ns, write_wait_ns;  // sums over all calls
+    // The part of write_wait_ns in which writers waited for their turn while the readers had no item.
     int64_t turn_wait_ns;
-    // Time since the number of waiting calls became nonzero.
+    // For how long at least one call has been waiting.
     int64_t readers_waiting_for_ns, writers_waiting_for_ns;
-    uint64_t selecting;   // waiters that may continue even if this channel does not change
-    uint64_t woken;       // waiters that were woken and have not continued yet
-    bool short_of_bytes;  // a writer waits because of the limit on bytes
+    uint64_t selecting;   // waiters that may continue without a change of this channel
+    uint64_t woken;       // waiters that were woken but have not run yet
+    bool short_of_bytes;  // a writer waits for bytes, not for places
 };
 
-// The blocks that one process views or fills in place.
+// Blocks that one process views or fills in place.
 struct Held {
     uint64_t pid, blocks, bytes;
 };
@@ -38,13 +38,13 @@ concept Transport = requires(M& m, const M& seen, Wakes& wakes) {
     { m.lock(false) } -> std::same_as<bool>;
     m.unlock();
     m.wake(wakes);
-    // Call these without the lock.
+    // Without the lock:
     { seen.seen_state() } -> std::same_as<uint64_t>;
     { seen.is_sweep_due() } -> std::same_as<bool>;
-    // The descriptor that another process needs to share the channel, or -1 for threads.
+    // The descriptor with which another process can share the channel, or -1 for threads.
     { seen.fd() } -> std::same_as<int>;
     { seen.socket() } -> std::same_as<int>;
-    // Call these while holding the lock.
+    // Under the lock:
     { seen.counts() } -> std::same_as<Counts>;
     { seen.held() } -> std::same_as<std::vector<Held>>;
     { seen.inside() } -> std::same_as<uint64_t>;

@@ -1,9 +1,9 @@
 // Finds the fastest of several plans for an operation that runs again and again.
 //
-// Algorithm. A trial runs a few operations with the best plan so far, and a few with another one. The faster
-// plan then becomes the best. The slower one is tried again after a while, or after a longer while if it was
-// clearly slower. If the best plan suddenly takes much longer than before, all plans are tried again. The
-// load on the caches or the placement on cores may have changed.
+// Algorithm. A trial runs a few operations with the best plan so far, and a few with another plan. The faster
+// of the two becomes the best plan. The slower one gets another trial later, and much later if it was clearly
+// slower. If the best plan suddenly becomes much slower, all plans are tried again, because cache load or
+// core placement may have changed.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace flowchan {
 
-// Nanoseconds as 32 bits, limited to 4.3 s.
+// Nanoseconds in 32 bits, up to 4.3 s.
 inline uint32_t saturated(int64_t ns) { return uint32_t(std::min<int64_t>(ns, UINT32_MAX)); }
 
 class Tuner {
@@ -19,12 +19,12 @@ class Tuner {
     static constexpr uint32_t MOST_PLANS = 16;
 
     Tuner() = default;
-    // `plans` has one bit for each plan.
+    // `plans` has one bit per plan.
     Tuner(uint32_t plans, uint32_t best) : plans_(plans), best_(best) {}
 
     uint32_t plans() const { return plans_; }
 
-    // Returns the plan for the next operation. The times of the last few operations may not be known yet.
+    // Returns the plan for the next operation. The times of the last few operations may still be unknown.
     uint32_t next() {
         ++count_;
         if (remaining_ && --remaining_ == 0) judge();
@@ -44,13 +44,14 @@ class Tuner {
     int64_t least(uint32_t plan) const { return least_[plan]; }
 
   private:
-    // Number of operations with each plan in a trial. The shortest time counts, because other load rarely
+    // How many operations a trial runs per plan. Only the shortest time counts, because other load rarely
     // disturbs all of them.
     static constexpr uint32_t TRIES = 4;
     static constexpr uint32_t LATE = 2;  // the time of an operation is known this many operations later
-    static constexpr uint32_t FEWEST = 128, MOST = 2048;  // operations until the slower plan is tried again
-    static constexpr uint32_t SLOW = 8;  // this many slow operations in a row indicate a change
-    // Smallest number of operations between two such changes, because the machine may just be busy.
+    static constexpr uint32_t FEWEST = 128, MOST = 2048;  // operations before the slower plan is tried again
+    // this many slow operations in a row indicate that something has changed
+    static constexpr uint32_t SLOW = 8;
+    // Minimum number of operations between two such changes, because the machine may only be busy.
     static constexpr uint64_t PATIENT = 1024;
 
     void begin() {
@@ -65,7 +66,7 @@ class Tuner {
     void judge() {
         const int64_t best = now_[best_], other = now_[other_];
         uint32_t loser = other_;
-        // If this is false, all operations with one of the plans failed.
+        // False if all operations with one of the plans failed.
         if (best != INT64_MAX && other != INT64_MAX) {
             least_[best_] = best, least_[other_] = other;
             if (other < best) std::swap(best_, loser);
@@ -79,7 +80,7 @@ class Tuner {
     uint32_t plans_ = 0, best_ = 0, other_ = 0, remaining_ = 0, slow_ = 0;
     uint32_t rest_[MOST_PLANS] = {};
     uint64_t count_ = 0, patient_until_ = 0, due_[MOST_PLANS] = {};
-    // Shortest time of each plan: in the current trial, and in its last one.
+    // Shortest time per plan, in the current trial and in its last one.
     int64_t now_[MOST_PLANS] = {}, least_[MOST_PLANS] = {};
 };
 

@@ -1,22 +1,24 @@
-// Turn-taking between two processes that use one ring in tight loops.
+// Turn-taking between processes that use the same ring in tight loops.
 //
-// The main cost of an operation is fetching cache lines from another core. Two processes in tight loops take
-// these lines from each other for every item, and spend most of their time waiting for them. A single process
-// passes ten items in the same time.
+// An operation mainly costs fetching cache lines from another core. Two processes in tight loops take these
+// lines from each other for every item, and spend most of their time waiting for them. One process alone
+// would pass ten items in that time.
 //
-// Algorithm. If another process used the ring last, a process rests for about 4 µs before it takes the lock.
-// During that time, the other process has all lines in its cache. When that process finds that it was
+// Algorithm. Before taking the lock, a process rests for about 4 µs if another process used the ring last.
+// During the rest, the other process has all lines in its cache. When that process sees that it was
 // overtaken, it rests as well. So the processes alternate, each with a run of items, and the lines move once
-// per run. A rest never delays an item that was put: readers can get it at once, and each call does one
-// operation.
+// per run. A rest never delays an item that was already put: readers can get it at once, because each call is
+// one operation.
 //
 // Only a process in a tight loop rests. A process that works between its operations gains more from running
-// in parallel. Like spinning (waiting.hpp), a rest must pay off. It fails if the other processes do not use
-// it for a run, or do not rest themselves. After a failure, the next rests are skipped, about twice as many
-// as after the failure before. A process that makes round trips never rests, because much more time passes
-// between two of its operations than in a tight loop.
+// in parallel.
 //
-// All values are hints, which the threads of a handle share, so all accesses are relaxed.
+// Like spinning (waiting.hpp), a rest must pay off. It fails if the other processes do not use it for a run,
+// or do not rest in turn. After each failure, about twice as many rests are skipped as after the failure
+// before. A process that makes round trips never rests, because its operations are much further apart than in
+// a tight loop.
+//
+// All values are hints that the threads of a handle share, so all accesses are relaxed.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +29,7 @@
 
 namespace flowchan {
 
-// A cheap clock with two to four ticks per nanosecond.
+// A cheap clock that ticks two to four times per nanosecond.
 inline int64_t ticks() {
 #if defined(__x86_64__)
     return int64_t(__builtin_ia32_rdtsc());
@@ -38,13 +40,14 @@ inline int64_t ticks() {
 
 class TurnTaking {
   public:
-    static constexpr int64_t REST = 10'000;    // in ticks, like TIGHT and CROWDED
-    static constexpr int64_t TIGHT = 900;      // a loop as short as this gains from taking turns ...
-    static constexpr int64_t CROWDED = 2'500;  // ... and takes up to this long if lines move for every item
-    static constexpr uint64_t LONG = REST / TIGHT;  // operations in a run that makes a rest worthwhile
+    static constexpr int64_t REST = 10'000;  // in ticks, like TIGHT and CROWDED
+    static constexpr int64_t TIGHT = 900;    // ticks per operation; a loop this tight gains from taking turns
+    // ticks per operation of such a loop if lines move for every item
+    static constexpr int64_t CROWDED = 2'500;
+    static constexpr uint64_t LONG = REST / TIGHT;  // a run of this many operations makes a rest worthwhile
     static constexpr uint32_t MOST_LEFT_OUT = 256;
 
-    // Returns whether to rest before taking the ring, because another process used it last.
+    // Returns whether to rest before using the ring, because another process used it last.
     bool should_rest(int64_t now) {
         const uint64_t run = count_.get();
         if (rested_.get()) leave_out(chances_, run < LONG);
@@ -54,8 +57,7 @@ class TurnTaking {
         rested_.set(rests);
         return rests;
     }
-    // Call this under the lock after `should_rest`. `total` is the number of operations of all processes so
-    // far.
+    // Call this under the lock after `should_rest`. `total` counts the operations of all processes.
     void took_over(int64_t wanted, uint64_t total) {
         const int64_t others = int64_t(total - total_.get() - count_.get());
         if (rested_.get()) leave_out(alone_, others < int64_t(LONG / 2));
@@ -63,7 +65,7 @@ class TurnTaking {
         since_.set(rested_.get() ? wanted + REST : wanted);
         count_.set(0);
     }
-    // Call this under the lock for every operation.
+    // Call this under the lock for each operation.
     void count() { count_.set(count_.get() + 1); }
 
   private:
@@ -73,7 +75,7 @@ class TurnTaking {
         T get() const { return value.load(std::memory_order_relaxed); }
         void set(T to) { value.store(to, std::memory_order_relaxed); }
     };
-    // How many rests to skip: those that remain, and the number set last.
+    // How many rests to skip: how many remain, and how many the last failure caused.
     struct Doubt {
         Hint<uint32_t> left, last;
     };
@@ -87,12 +89,12 @@ class TurnTaking {
         return left == 0;
     }
 
-    Hint<uint64_t> count_;  // operations since `since_`, when this process took over the ring
+    Hint<uint64_t> count_;  // operations since `since_`, when this process took over
     Hint<int64_t> since_;
-    Hint<uint64_t> total_;  // operations of all processes until `since_`
-    Hint<bool> rested_;     // this process rested before it took over
-    Doubt alone_;           // skips rests if the others made little use of one
-    Doubt chances_;         // skips rests if the others did not rest themselves
+    Hint<uint64_t> total_;  // operations of all processes before `since_`
+    Hint<bool> rested_;     // this process took over after a rest
+    Doubt alone_;           // skips rests after the others made little use of one
+    Doubt chances_;         // skips rests after the others did not rest
 };
 
 inline void rest(int64_t since) {

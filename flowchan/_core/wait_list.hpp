@@ -1,27 +1,27 @@
 // The list of threads that wait on one side of a `threads` channel.
 //
-// Algorithm. Each waiting thread has a node on its stack, with its own futex word. A node is either asleep
-// (in a list, oldest first), or woken but not running yet. When a call becomes possible, only the oldest
-// sleeper is woken. So this costs one wake-up, even if a thousand waiters sleep. No other waiter is woken
-// before the woken one runs. Then an operation that leaves another call possible wakes the next one
-// (LocalQueue::try_put, try_take). So does a woken waiter that does not use its wake-up. So if k calls are
-// possible, k waiters are woken, and each one wakes the next. If a running thread does all k calls before a
-// woken thread gets the GIL, only one wake-up was useless, not k. That waiter returns to the head of the
-// list. Newcomers may overtake it (see waiting.hpp), until it has been woken twice without success within
-// PATIENCE_NS and is `starving`. From then on, newcomers let it go first while its call is possible.
+// Algorithm. Each waiting thread has a node with its own futex word on its stack. A node is asleep (in a
+// list, oldest first), or woken but not running yet. When a call becomes possible, only the oldest sleeper is
+// woken, so the cost is one wake-up even if a thousand waiters sleep. Until that waiter runs, no other is
+// woken. An operation that leaves another call possible then wakes the next waiter (LocalQueue::try_put,
+// try_take). A woken waiter that does not use its wake-up does the same. So if k calls are possible, k
+// waiters are woken, each by the previous one.
+//
+// A running thread may do all k calls before a woken thread gets the GIL; then only one wake-up was useless.
+// The woken waiter returns to the head of the list. Newcomers may overtake it (see waiting.hpp) until two
+// wake-ups have failed and PATIENCE_NS have passed. It is then `starving`, and newcomers let it go first
+// while its call is possible.
 //
 // The workers of a stage are interchangeable. The last one to arrive goes to the head of the list, because
-// the caches still have its stack and its function's data. So if 300 workers have work for only two, the same
-// few do the work, and the others sleep.
+// the caches still have its stack and its function's data. If 300 workers have work for only two, the same
+// few therefore do it, and the others sleep.
 //
 // Writers of an ordered stage wait for their turns, sorted by the numbers of their items. Only the first one
-// can continue, so waking any other would be useless. Workers without an output come last (ANY_TURN). If
-// CROWD other workers are waiting with outputs, a worker waits for room before it takes an item. So a few of
-// the many workers of a cheap function do the work. The others keep sleeping, and are not woken for each of
-// these items.
+// can continue, so only that one is woken. Workers without an output come last (ANY_TURN). While CROWD other
+// workers wait with outputs, a worker waits for room before it takes an item. So a few of the many workers of
+// a cheap function do the work. The others sleep on instead of waking for each item.
 //
-// Everything here runs under the lock of the queue. No thread can die while it holds the lock, so no repair
-// is needed.
+// All of this runs under the queue's lock. No thread can die while it has the lock, so no repair is needed.
 #pragma once
 
 #include <map>
@@ -30,7 +30,7 @@
 
 namespace flowchan {
 
-constexpr uint64_t ANY_TURN = UINT64_MAX;  // used instead of the number of an item
+constexpr uint64_t ANY_TURN = UINT64_MAX;  // stands for the number of an item
 constexpr uint32_t CROWD = 2;
 
 struct Node {
@@ -41,7 +41,7 @@ struct Node {
     Node *before = nullptr, *after = nullptr;
     Caller caller{};
     bool selecting = false;
-    bool for_turn = false;  // it waits for its turn, not for room
+    bool for_turn = false;  // waits for its turn, not for room
 };
 
 class WaitList {
@@ -61,7 +61,7 @@ class WaitList {
         node.seen = node.word.load(std::memory_order_relaxed);
         sleep(node, again || caller.exchangeable);
     }
-    // Remove a node. Return whether it had been woken.
+    // Remove a node. Return whether the waiter had been woken.
     bool leave(Node& node) {
         const bool called = node.state == Node::WOKEN;
         if (called)
@@ -79,7 +79,7 @@ class WaitList {
         return called;
     }
 
-    // Wake the first waiter that does not wait for a turn.
+    // Wake the first waiter, apart from those that wait for a turn.
     void call(Wakes& wakes) {
         if (woken_without_) return;
         if (starving && starving->state == Node::ASLEEP)
@@ -87,13 +87,13 @@ class WaitList {
         else if (first_)
             wake(*first_, wakes);
     }
-    // Wake the waiter with the lowest number if `may(number)` is true.
+    // Wake the waiter with the lowest number, provided that `may(number)` is true.
     template <class May>
     void wake_turn(May may, Wakes& wakes) {
         if (!woken_with_turn_ && !turns_.empty() && may(turns_.begin()->first))
             wake(*turns_.begin()->second, wakes);
     }
-    // Return whether another waiter comes before this sleeping node.
+    // Return whether another waiter comes before this sleeper.
     bool is_behind(const Node& node) const {
         return node.caller.ordered && turns_.begin()->first < node.caller.number;
     }
@@ -120,19 +120,19 @@ class WaitList {
     int64_t total_wait_ns() const { return waited_ns_ + int64_t(waiting) * now_ns(); }
 
     uint32_t waiting = 0;
-    WaitClock turns;           // counts only callers that wait for a turn, not those that wait for room
-    Node* starving = nullptr;  // while this waiter could continue, newcomers must not overtake it
+    WaitClock turns;           // counts waits for a turn, but not for room
+    Node* starving = nullptr;  // newcomers must not overtake this waiter while it could continue
 
   private:
     static bool has_turn(const Node& node) { return node.caller.ordered && node.caller.number != ANY_TURN; }
     uint32_t& woken_(const Node& node) { return node.caller.ordered ? woken_with_turn_ : woken_without_; }
 
-    // `first`: put the node at the head of the list.
+    // `first`: insert at the head of the list.
     void sleep(Node& node, bool first) {
         node.state = Node::ASLEEP;
         if (node.caller.ordered) {
-            // Put the node before those with the same number. This matters for ANY_TURN: the last to arrive
-            // has the warmest caches.
+            // Insert before nodes with the same number. The last of the ANY_TURN waiters to arrive has the
+            // warmest caches.
             turns_.emplace_hint(turns_.lower_bound(node.caller.number), node.caller.number, &node);
             return;
         }
@@ -155,17 +155,18 @@ class WaitList {
         take_out(node);
         node.state = Node::WOKEN;
         woken_(node) += 1;
-        // Releasing the lock publishes this before the wake-up, so relaxed order is enough.
+        // Relaxed, because releasing the lock publishes this store before the wake-up.
         node.word.store(node.seen + 1, std::memory_order_relaxed);
         wakes.add(node.word, false);
     }
 
-    Node *first_ = nullptr, *last_ = nullptr;  // asleep, and not waiting for a turn
-    std::multimap<uint64_t, Node*> turns_;     // asleep, sorted by the number of the item
+    Node *first_ = nullptr, *last_ = nullptr;  // sleepers, except those that wait for a turn
+    std::multimap<uint64_t, Node*> turns_;     // sleepers that wait for a turn, by the number of their item
     uint32_t woken_without_ = 0, woken_with_turn_ = 0, selecting_ = 0;
-    uint32_t with_turn_ = 0;  // waiting with an output, including those that were woken
-    int64_t waited_ns_ = 0;   // total waiting time: sum of all ends of waits minus all starts
-    int64_t since_ns_ = 0;    // when `waiting` last became nonzero
+    uint32_t with_turn_ = 0;  // waiters with an output, asleep or woken
+    // total waiting time, as the sum of all end times minus the sum of all start times
+    int64_t waited_ns_ = 0;
+    int64_t since_ns_ = 0;  // when the first of the current waiters arrived
 };
 
 }  // namespace flowchan

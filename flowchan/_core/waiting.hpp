@@ -1,37 +1,38 @@
-// Waiting: deadlines, futex words, and the queue in which the readers or writers of a `processes` channel
-// wait. (Threads of one process use wait_list.hpp instead.)
+// Waiting: deadlines, futex words, and the queue where the readers or writers of a `processes` channel wait.
+// (The threads of one process use wait_list.hpp.)
 //
-// Algorithm. A wait queue is a futex word `seq` and some counts. Only the holder of the channel's lock
-// accesses them. A caller that cannot continue registers (waiting += 1), remembers `seq`, drops the lock, and
-// sleeps as long as `seq` does not change. An operation that lets k other calls continue wakes min(k,
-// waiting - woken) sleepers. It adds that number to `woken`, changes `seq`, drops the lock, and calls
-// FUTEX_WAKE.
+// Algorithm. A wait queue is a futex word `seq` and some counters, all guarded by the channel's lock. A
+// caller that cannot continue registers (waiting += 1), remembers `seq`, releases the lock, and sleeps until
+// `seq` changes. An operation that lets k other calls continue wakes min(k, waiting - woken) sleepers. It
+// adds that number to `woken`, changes `seq`, releases the lock, and calls FUTEX_WAKE.
 //
-// A reader is "on its way" from its wake-up until it holds the lock. At most as many readers as there are
-// cores are on their way at any time. Waking more would be useless: if 50 readers wait for cheap items, two
-// of them take all items before a third is awake. The workers of a stage are woken by rank and not in
-// rotation, so the same workers continue with warm caches. Each worker sleeps with one of 32 ranks
-// (FUTEX_WAIT_BITSET), and `idle` has the ranks that wait. `idle` is only a hint: if no thread of a rank
-// sleeps, another thread is woken. A woken sleeper takes the lock and unregisters (waiting -= 1, and `woken`
-// -= 1 if that is above 0). It then tries its operation again before it returns to its caller.
+// A reader is "on its way" from its wake-up until it has the lock. Never more readers are on their way than
+// there are cores. More would be useless: if 50 readers wait for cheap items, two of them take all items
+// before a third is awake.
+//
+// The workers of a stage are woken by rank instead of in rotation, so the same workers continue with warm
+// caches. Each worker sleeps with one of 32 ranks (FUTEX_WAIT_BITSET), and `idle` contains the waiting ranks.
+// It is only a hint: if no thread with a rank sleeps, another thread is woken.
+//
+// A woken sleeper takes the lock and unregisters (waiting -= 1, and `woken` -= 1 if that is above 0). It
+// tries its operation again before it returns.
 //
 // Invariants (C8).
-// - No caller sleeps while an item is available to it. An operation that makes an item available changes
-//   `seq` under the lock. So a caller that is already waiting is woken or notices the change of `seq`, and a
-//   later caller sees the item. If the operation relies on readers on their way, the last of them to take an
-//   item wakes the next sleeper.
-// - `woken` is at most the number of woken waiters on their way, as long as all of them live. If a process
-//   is killed on its way, `woken` stays too high until the slices described below repair that.
-// - No caller starves. A waiter becomes `starving` after two wake-ups without success and a wait of
-//   PATIENCE_NS. While a starving waiter could continue, newcomers queue behind it instead of overtaking. So
-//   an item that does not fit never blocks items that do. (Overtaking makes bursts fast: a running thread
-//   that holds the GIL empties a full channel before the woken sleepers run.)
-// - The writers of an ordered stage do not use the wait queue. Each one waits for its turn on its own word
+// - No caller sleeps while it could have an item. An operation that makes an item available changes `seq`
+//   under the lock. A waiting caller is therefore woken or sees the change, and a later caller sees the item.
+//   If the operation relies on readers on their way, the last of them to take an item wakes the next sleeper.
+// - `woken` never exceeds the number of woken waiters on their way, as long as they all live. If a process is
+//   killed on its way, `woken` stays too high until a slice (below) repairs it.
+// - No caller starves. After two failed wake-ups and PATIENCE_NS of waiting, a waiter is `starving`. While it
+//   could continue, newcomers queue behind it instead of overtaking. An item that does not fit never blocks
+//   one that does. (Overtaking makes bursts fast: a running thread with the GIL empties a full channel before
+//   the woken sleepers run.)
+// - The writers of an ordered stage do not use the wait queue. Each waits for its turn on its own word
 //   (Ring::await_turn).
 //
 // A sleep is divided into slices, because two events can lose a wake-up. A `kill -9` may end the process that
-// should wake the waiter. Or a signal may reach the main thread between its check and its sleep. In both
-// cases, the waiter checks again within SLICE_NS. So C9 and C11 always hold.
+// should send it. A signal may reach the main thread between its check and its sleep. In both cases, the
+// waiter checks again within SLICE_NS, so C9 and C11 always hold.
 #pragma once
 
 #include <linux/futex.h>
@@ -47,7 +48,7 @@
 namespace flowchan {
 
 constexpr int64_t NEVER = INT64_MAX;
-// Ten wake-ups a second cause no measurable CPU load, and a slice is half of the 200 ms of C11.
+// Ten wake-ups a second cause no measurable CPU load. C11 allows 200 ms, which is two slices.
 constexpr int64_t SLICE_NS = 100'000'000;
 
 constexpr int64_t PATIENCE_NS = 20'000'000;
@@ -58,15 +59,15 @@ inline int64_t now_ns() {
     return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
-// Return the same time at a tenth of the cost, but only accurate to within a few milliseconds. Every channel
-// call needs it.
+// Return the same time at a tenth of the cost, but up to a few milliseconds late. Every channel call needs
+// it.
 inline int64_t coarse_now_ns() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
     return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
-// The time at which a call gives up, in ns of the monotonic clock. NEVER: no limit; 0: do not wait at all.
+// When a call gives up, in ns of the monotonic clock. NEVER: no limit; 0: do not wait.
 struct Deadline {
     int64_t at = NEVER;
     bool now_only() const { return at == 0; }
@@ -75,7 +76,7 @@ struct Deadline {
     int64_t slice() const { return std::min(left(), SLICE_NS); }
 };
 
-// Return gettid(), for which glibc has a wrapper only since 2.30.
+// Return gettid(), which glibc wraps only since 2.30.
 inline uint32_t thread_number() { return uint32_t(syscall(SYS_gettid)); }
 
 // `shared`: more than one process maps the word.
@@ -91,8 +92,7 @@ inline void futex_wake(std::atomic<uint32_t>& word, uint32_t count, bool shared)
             nullptr, 0);
 }
 
-// Wait on a word that several processes map, for at most `ns`. `ranks` are the ranks of this thread, one bit
-// each.
+// Wait on a word that several processes map, for at most `ns`. `ranks` has one bit per rank of this thread.
 inline int futex_wait_as(uint32_t ranks, std::atomic<uint32_t>& word, uint32_t seen, int64_t ns) {
     const int64_t at = now_ns() + ns;
     timespec t{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
@@ -100,7 +100,7 @@ inline int futex_wait_as(uint32_t ranks, std::atomic<uint32_t>& word, uint32_t s
     return syscall(SYS_futex, raw, FUTEX_WAIT_BITSET, seen, &t, nullptr, ranks) == 0 ? 0 : errno;
 }
 
-// Wake up to `count` sleepers, those with the given ranks first.
+// Wake up to `count` sleepers, starting with those of the given ranks.
 inline void futex_wake_first(uint32_t ranks, std::atomic<uint32_t>& word, uint32_t count) {
     uint32_t* raw = reinterpret_cast<uint32_t*>(&word);
     const long woken = syscall(SYS_futex, raw, FUTEX_WAKE_BITSET, count, nullptr, nullptr, ranks);
@@ -116,7 +116,7 @@ inline void cpu_relax() {
 #endif
 }
 
-// Fetch a cache line that is about to be written. The address may be unmapped.
+// Fetch a cache line before writing to it. The address may be unmapped.
 inline void prefetch(const void* at) {
 #if defined(__x86_64__)
     asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(at)));
@@ -127,8 +127,8 @@ inline void prefetch(const void* at) {
 
 struct Wakes;
 
-// Total time that callers have spent waiting, in nanoseconds. Each change updates the sum, so if a process
-// dies between two statements, only the time since the last change is lost.
+// How long callers have waited in total, in ns. Each change updates the sum. If a process dies between two
+// statements, only the time since the last change is lost.
 struct WaitClock {
     int64_t ns = 0, since = 0;
     uint32_t waiting = 0;
@@ -141,7 +141,7 @@ struct WaitClock {
     int64_t total(int64_t now) const { return ns + int64_t(waiting) * (now - since); }
 };
 
-// How long one port has waited: in total, and for its turn (`Counts::turn_wait_ns`).
+// How long one port has waited in total, and for its turn (`Counts::turn_wait_ns`).
 struct PortClock {
     WaitClock all, turn;
 
@@ -161,41 +161,41 @@ struct WaitQueue {
     std::atomic<uint32_t> seq{0};  // the futex word
     uint32_t waiting = 0;
     uint32_t woken = 0;
-    // number of waiters that may continue even if this channel does not change: they also wait for other
-    // channels, or until a deadline
+    // waiters that may continue without a change of this channel, because they have a deadline or also wait
+    // for other channels
     uint32_t selecting = 0;
-    uint32_t starving = 0;       // thread id of the starving waiter, or 0; newcomers must not overtake it
-    uint32_t ordered = 0;        // number of other waiters, each on its own word until its turn
-    uint32_t idle = 0;           // ranks of the stage's workers that wait here, one bit each; a hint
-    uint64_t starving_size = 0;  // size of the item that the starving waiter wants to put
-    int64_t waited_ns = 0;       // total waiting time: sum of all ends of waits minus all starts
-    int64_t since_ns = 0;        // when `waiting` last became nonzero
-    WaitClock turns;             // counts only callers that wait for a turn, not those that wait for room
+    uint32_t starving = 0;       // thread id of the starving waiter, or 0
+    uint32_t ordered = 0;        // how many others wait for their turns, each on its own word
+    uint32_t idle = 0;           // ranks of the stage's waiting workers, one bit each; a hint
+    uint64_t starving_size = 0;  // size of the item that the starving waiter is trying to put
+    // total waiting time, as the sum of all end times minus the sum of all start times
+    int64_t waited_ns = 0;
+    int64_t since_ns = 0;  // when the first of the current waiters arrived
+    WaitClock turns;       // counts waits for a turn, but not for room
 
     // Return how many sleepers to wake so that k calls can continue. Call this under the lock, and pass the
-    // result to `futex_wake` after dropping the lock. Releasing the lock publishes the new `seq` before that
-    // wake-up, so relaxed order is enough here.
+    // result to `futex_wake` after releasing it. The release publishes the new `seq` before the wake-up, so
+    // relaxed order is enough here.
     uint32_t call(uint32_t k) {
         uint32_t asleep = waiting > woken ? waiting - woken : 0;
-        // Only the starving waiter may continue, but the kernel chooses whom it wakes, so wake all.
+        // Only the starving waiter may continue. The kernel chooses whom it wakes, so wake all.
         if (k && starving) k = asleep;
         if (k > asleep) k = asleep;
         if (k) {
             woken += k;
             seq.store(seq.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
         }
-        // To wake all sleepers, ask for more than there are. A new sleeper with a higher priority may be
+        // To wake all sleepers, ask for more than there are: a new sleeper with a higher priority may be
         // woken first.
         return k && k == asleep ? INT_MAX / 8 : k;
     }
     uint32_t call_all() { return call(UINT32_MAX); }
-    // Do the same for readers, with at most as many readers on their way as there are cores. A reader that
-    // takes an item and leaves another one wakes the next reader (Ring::try_take). While a waiter is
-    // starving, all readers are woken, because a woken reader may have to let the starving one go first. The
-    // workers of a stage are woken in the order of their ranks.
+    // Do the same for readers, in the order of their ranks, with at most as many on their way as there are
+    // cores. A reader that takes an item and leaves another wakes the next reader (Ring::try_take). While a
+    // waiter starves, wake all readers, because a woken reader may have to let it go first.
     void wake_by_rank(uint32_t k, Wakes& wakes);
 
-    // `again`: this is another slice of the same wait.
+    // `again`: the caller continues a wait with another slice.
     uint32_t enter(bool again = false) {
         begin_wait(again);
         waiting += 1;
@@ -212,7 +212,7 @@ struct WaitQueue {
         waited_ns -= now;
     }
     uint32_t all_waiting() const { return waiting + ordered; }
-    // Change `selecting` by one. The second line corrects the count if a waiter has died or a port was
+    // Change `selecting` by one. The second line corrects the count after a waiter has died or a port was
     // closed.
     void count_selecting(int change) {
         if (change > 0 || selecting) selecting += uint32_t(change);
@@ -222,21 +222,21 @@ struct WaitQueue {
     int64_t total_wait_ns() const { return waited_ns + int64_t(all_waiting()) * now_ns(); }
 };
 
-// The sleepers that an operation wakes after it drops the lock. `readers` and `writers` count the sleepers to
-// wake in the wait queues. `word` lists the words of waiters that do not share their word. A waiter in this
-// list may have left by now. Waking its word then wakes no thread or an unrelated one, and both are harmless.
+// The sleepers that an operation wakes after it has released the lock. `readers` and `writers` are counts for
+// the wait queues. `word` lists the words of waiters that each have their own. A waiter in this list may be
+// gone by now. Waking its word then has no effect or wakes an unrelated thread, and both are harmless.
 struct Wakes {
     static constexpr uint32_t MOST = 8;
     uint32_t readers = 0;
     uint32_t writers = 0;
     uint32_t words = 0;
-    uint32_t ranks = 0;  // ranks of the readers to wake first
+    uint32_t ranks = 0;  // wake readers with these ranks first
     std::atomic<uint32_t>* word[MOST];
 
     void clear() { readers = writers = words = ranks = 0; }
     void add(std::atomic<uint32_t>& one, bool shared) {
         if (words == MOST)
-            // The list is rarely full. If it is, wake this word now, although the lock is held.
+            // The list is rarely full. Then wake this word at once, in spite of the lock.
             futex_wake(one, 1, shared);
         else
             word[words++] = &one;
@@ -256,8 +256,8 @@ inline void WaitQueue::wake_by_rank(uint32_t k, Wakes& wakes) {
     }
 }
 
-// Identity of a waiting call: its side, its port (or null), and its session in a ring. A put adds the size of
-// the item. If outputs have turns, it also adds the number of the input item that the output was made for.
+// Identity of a waiting call: the side, the port (or null), and the session in a ring. A put adds its item's
+// size and, if outputs have turns, the number of the input item of its output.
 enum class Side { Reader, Writer };
 struct Caller {
     Side side;
@@ -266,15 +266,15 @@ struct Caller {
     uint64_t size = 0;
     bool ordered = false;
     uint64_t number = 0;
-    bool exchangeable = false;   // other workers of its stage could continue instead: wake by rank
+    bool exchangeable = false;   // other workers of the stage could continue instead, so wake by rank
     PortClock* clock = nullptr;  // threads: the clock of the port, which outlives the call
-    // Threads: the port's Orders. The call obeys them even while another waiter is starving.
+    // Threads: the port's Orders, which the call obeys even while another waiter is starving.
     const uint32_t* orders = nullptr;
 };
 
-// The result of a channel operation. `Wait` never reaches Python: the caller sleeps, or gets NotNow.
-// KeepTurns: before the port takes an item, its outputs must start to keep turns (In::keep_turns). Refused:
-// sending the item's descriptors failed (Frame::refused).
+// Result of a channel operation. `Wait` never reaches Python: the caller sleeps, or gets NotNow. KeepTurns:
+// the port's outputs must keep turns before it takes an item (In::keep_turns). Refused: the item's
+// descriptors could not be sent (Frame::refused).
 enum class Step {
     Done,
     Wait,
@@ -290,12 +290,12 @@ enum class Step {
     KeepTurns
 };
 
-// Spinning pays off if the other side is running at this moment. A successful spin doubles the budget, and a
+// Spinning pays off if the other side is running right now. A successful spin doubles the budget, and a
 // failed one halves it. Below LEAST_NS, only every 32nd wait tries a short spin. MOST_NS is about the cost of
-// sleeping and waking up, so wasted spinning at most doubles that cost.
+// a sleep and a wake-up, so wasted spinning at most doubles that cost.
 struct Spin {
     static constexpr uint32_t MOST_NS = 50'000, LEAST_NS = 4'000, CHECKS = 16;
-    // The threads of a handle share these. They are hints, so all accesses are relaxed.
+    // Hints that the threads of a handle share, so all accesses are relaxed.
     std::atomic<uint32_t> budget{MOST_NS};
     std::atomic<uint32_t> skipped{0};
 

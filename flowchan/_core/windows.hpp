@@ -1,16 +1,16 @@
-// Windows: the mappings through which a process accesses the file of a ring.
+// Windows: the mappings through which a process uses a ring's file.
 //
-// Algorithm. The part before the blocks includes the mutex. It is mapped once and for all, because a process
-// must use a robust mutex at a single address. Blocks grow up, and slots grow down from the end of the file.
-// One window covers all blocks that existed when it was mapped, and a second window covers all slots. When
-// more are added, a new window of at least twice the size replaces the old one. The old window stays mapped
-// until the ring ends in this process, because views, loans and threads that copy without the lock point into
-// it. So the mapped address space is a small multiple of the memory in use, however large the file may
-// become. A word may have several addresses.
+// Algorithm. The part before the blocks is mapped only once, because it includes a robust mutex, which a
+// process must use at a single address. Blocks grow up, and slots grow down from the end of the file. One
+// window covers all blocks that existed when it was mapped, and another covers all slots. When more are
+// added, a new window of at least twice the size replaces the old one. The old window stays mapped until the
+// ring ends in this process, because views, loans and copying threads still point into it. A word may
+// therefore have several addresses. The mapped address space is a small multiple of the memory in use,
+// however large the file becomes.
 //
-// Windows are opened under the ring's lock, but `block` and `offset_in_window` may be called without it.
-// `blocks_` is written before `blocks_to_`, whose release store pairs with an acquire load. If a reader sees
-// a newer window in `blocks_`, that window covers more, not less.
+// Opening a window needs the ring's lock; `block` and `offset_in_window` do not. `blocks_` is written before
+// `blocks_to_`, whose release store pairs with an acquire load. A reader that already sees a newer `blocks_`
+// gets a window that covers more, not less.
 #pragma once
 
 #include <atomic>
@@ -18,13 +18,13 @@
 
 namespace flowchan {
 
-// The largest page size. Mappings begin at its multiples. A page has 4 KB on x86_64. On aarch64, it has 4, 16
-// or 64 KB, depending on how the kernel was configured.
+// The largest page size; mappings start at multiples of it. A page has 4 KB on x86_64. On aarch64, it has 4,
+// 16 or 64 KB, depending on the kernel's configuration.
 constexpr uint64_t LARGEST_PAGE = 1 << 16;
 
 class Windows {
   public:
-    // How many bytes of the blocks are mapped together with the part before them.
+    // How many bytes of blocks are mapped together with the part before them.
     static constexpr uint64_t FIRST = 1 << 16;
 
     Windows() = default;
@@ -32,7 +32,7 @@ class Windows {
     ~Windows();
 
     void open(int fd, uint64_t blocks_at, uint64_t length);  // throws std::system_error
-    // sets the offset of the first word to which a redo record may refer
+    // sets the offset of the first word that a redo record may change
     void begin_words(uint64_t at) { words_from_ = at; }
 
     char* header() const { return header_; }
@@ -41,13 +41,13 @@ class Windows {
     uint64_t slots_from() const { return slots_from_; }
     uint64_t blocks_to() const { return blocks_to_.load(std::memory_order_acquire); }
 
-    // Map the blocks up to an offset, or the slots from an offset on. If the address space is exhausted,
-    // return false.
+    // Map the blocks up to an offset, or the slots from an offset on. Return false if the address space is
+    // exhausted.
     bool show_blocks(uint64_t upto);
     bool show_slots(uint64_t from);
 
-    // Convert between the offset and the address of a word in the header, a session, a group or a slot. `has`
-    // returns whether an offset belongs to one of these words.
+    // Convert an offset to the address of a word in the header, a session, a group or a slot, and back. `has`
+    // returns whether the offset belongs to one of them.
     uint64_t* at(uint64_t offset) const {
         return reinterpret_cast<uint64_t*>((offset < blocks_at_ ? header_ : slots_) + offset);
     }
@@ -61,7 +61,7 @@ class Windows {
         if (in_slots >= slots_from_ && in_slots < length_) return in_slots;
         return offset_in_window(p);
     }
-    // Return the offset of an address that is in any window.
+    // Return the offset of an address in any window.
     uint64_t offset_in_window(const void* p) const;
 
   private:
@@ -76,10 +76,10 @@ class Windows {
     int fd_ = -1;
     uint64_t words_from_ = 0, blocks_at_ = 0, length_ = 0, slots_from_ = 0;
     char* header_ = nullptr;
-    char* slots_ = nullptr;                // address of offset 0, if the window reached that far
-    std::atomic<char*> blocks_ = nullptr;  // address of offset 0, if the window reached that far
+    char* slots_ = nullptr;                // where offset 0 would be, if the window reached that far
+    std::atomic<char*> blocks_ = nullptr;  // where offset 0 would be, if the window reached that far
     std::atomic<uint64_t> blocks_to_ = 0;
-    // Head of the list of all windows. Adding a window is a release store, and a lookup is an acquire load.
+    // Newest of all windows, as a linked list. Additions are release stores, and lookups are acquire loads.
     std::atomic<const Window*> newest_ = nullptr;
 };
 

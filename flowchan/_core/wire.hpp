@@ -1,12 +1,12 @@
 // The frames that two hosts exchange over a link, after both have proved that they know the run's secret.
 //
 // A connection is a sequence of frames. A frame has a head and, for some types, a payload. Each frame is for
-// one port of one stream (link.hpp). Input ports carry items to a worker, and output ports carry its outputs
-// back. All types except ITEM and OUT report an absolute state. Only the latest of these frames counts, so a
-// new connection needs no log of the old one.
+// one port of one stream (link.hpp): input ports carry items to a worker, and output ports carry its outputs
+// back. All types except ITEM and OUT report an absolute state. Only the latest report counts, so a new
+// connection needs no log of the old one.
 //
-// All numbers are little-endian. Data from the other side is checked before use, because the other side may
-// run another version or be hostile.
+// All numbers are little-endian. Received data is checked before use, because the other side may run another
+// version or be hostile.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,7 @@
 namespace flowchan {
 
 enum class FrameType : uint8_t {
-    // worker side -> owner side: the stream is open; the owner side replies with the state of all of its
-    // ports
+    // worker side -> owner side: the stream is open; the owner side replies with the state of all its ports
     OPEN = 1,
     ITEM = 2,   // owner side -> worker side, input port: item n of the stream
     OUT = 3,    // worker side -> owner side, output port: an output for item n, or for no item (KEYLESS)
@@ -28,18 +27,17 @@ enum class FrameType : uint8_t {
     END = 6,
     PING = 7,  // n = time on the sender's clock
     PONG = 8,  // n = the value from the PING
-    // owner side -> worker side, input port: give back the items that the worker has not taken
+    // owner side -> worker side, input port: give back all items that the worker has not taken
     RECALL = 9,
-    // worker side -> owner side, output port: n = 1 while a writer waits for more room, otherwise 0
+    // worker side -> owner side, output port: n = 1 while a writer waits for room, otherwise 0
     WANT = 10,
-    // receiver of items -> sender, once per connection, before the first INPUT or OUTPUT for the port. The
-    // first `a` bytes of item n arrived over an earlier connection, so the next frame has only the rest.
+    // receiver of items -> sender, once per connection, before the port's first INPUT or OUTPUT. An earlier
+    // connection has delivered the first `a` bytes of item n, so the next frame has only the rest.
     PART = 11,
-    // Items may be references to outputs that stay where they were made (references.hpp). The payload of such
-    // an OUT frame is a `Kept`. In an ITEM frame, it is a `Location` followed by an address.
+    // An item may be a reference to an output that stays where it was made (references.hpp). An OUT frame
+    // then has a `Kept` as its payload. An ITEM frame has a `Location`, followed by an address.
 
-    // owner side -> worker side, input port: the output behind item n is at the location in the payload, or
-    // is the payload itself
+    // owner side -> worker side, input port: the payload is the output behind item n, or its location
 
     MOVED = 12,
 
@@ -47,7 +45,7 @@ enum class FrameType : uint8_t {
 
     UNREACHABLE = 13,
 
-    // owner side -> worker side, output port: send output n itself
+    // owner side -> worker side, output port: send output n in full
 
     PULL = 14,
 
@@ -56,7 +54,7 @@ enum class FrameType : uint8_t {
     PULLED = 15,
 };
 
-// Return whether a frame is for the sender of the port's items. Other frames are for their receiver.
+// Return whether a frame is for the sender of the port's items, not for their receiver.
 inline bool is_for_sender(FrameType type) {
     return type == FrameType::INPUT || type == FrameType::OUTPUT || type == FrameType::PART ||
            type == FrameType::UNREACHABLE || type == FrameType::PULL;
@@ -73,14 +71,14 @@ constexpr uint64_t REFERENCE_KIND = 7;       // the value of REFERENCE in frame.
 constexpr uint64_t MOST_LOCATION = 1 << 10;  // largest size of a location in bytes
 
 enum Flag : uint8_t {
-    STARVED = 1,     // INPUT: the worker waits and has no items left
+    STARVED = 1,     // INPUT: the worker waits and has no item
     USERS = 2,       // INPUT: user code is processing the leased items (R10)
     UNPICKLED = 4,   // INPUT: an item is being unpickled
-    NO_MORE = 8,     // INPUT, OUTPUT: no reader is left to take items
+    NO_MORE = 8,     // INPUT, OUTPUT: no reader will take more items
     BREAK = 16,      // INPUT, OUTPUT, END: the channel broke; the payload is the cause
     IS_OUTPUT = 32,  // END: this is an output port
     REMAKES = 128,   // OUTPUT: the worker has a replay, so its outputs may exceed all windows
-    RECALLED = 64,   // INPUT: the reply to RECALL; `got` counts only items that the worker has taken
+    RECALLED = 64,   // INPUT: reply to RECALL; `got` counts only items that the worker has taken
 };
 
 struct Head {
@@ -89,8 +87,8 @@ struct Head {
     uint32_t stream;
     uint16_t port;
     FrameType type;
-    uint8_t flags;   // ITEM and OUT: the item's kind (frame.hpp) plus its deaths << 3
-    uint64_t a = 0;  // ITEM and OUT frames have neither `a` nor `b`
+    uint8_t flags;   // ITEM and OUT: kind of the item (frame.hpp) plus its deaths << 3
+    uint64_t a = 0;  // unused in ITEM and OUT
     uint64_t b = 0;
 
     static constexpr uint64_t SHORT = 24, LONG = 40;
@@ -111,7 +109,7 @@ inline bool is_valid_item(const Head& head) {
     return head.kind() >= 1 && head.kind() <= 4 && head.size <= MOST_ITEM;
 }
 
-// Return whether a head is valid in any context.
+// Return whether a head could be valid at all.
 inline bool is_valid(const Head& head) {
     switch (head.type) {
         case FrameType::ITEM:
