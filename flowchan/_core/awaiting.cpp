@@ -1,12 +1,13 @@
-// Waits of async calls (awaiting.py): coroutines enter the wait queues of their channels, and one thread
-// sleeps on behalf of all of them.
+// Waits of async calls (awaiting.py). Coroutines enter the wait queues of their channels, and one thread
+// sleeps for all of them.
 //
 // Algorithm. A coroutine that cannot continue enters the wait queue like a thread, and then tries once more.
-// From then on, every event that it waits for changes the queue's word. The coroutine stays in the queue
-// until its operation succeeds, or until it is woken or cancelled. The watcher thread sleeps in futex_waitv
-// on the words of all its coroutines. When words change, it removes their coroutines from the queues, and the
-// event loop resumes these coroutines. A coroutine that leaves the queue without using its wake-up passes the
-// wake-up on.
+// From then on, every event that it waits for changes the queue's word. It stays in the queue until its
+// operation succeeds, or until it is woken or cancelled.
+//
+// The watcher thread sleeps in futex_waitv on the words of all its coroutines. It removes those whose words
+// have changed from the queues, and the event loop resumes them. A coroutine that leaves the queue without
+// using its wake-up passes it on.
 #include "channel.hpp"
 
 namespace flowchan {
@@ -37,8 +38,8 @@ void Place::leave(bool unused) {
         Locked locked(m);
         const bool called = Traits<M>::leave(m, caller, waiting, true);
         Traits<M>::check_for_dead(m, wakes);
-        // After waking one waiter, the wait list wakes no other until that waiter has run. This waiter has
-        // run, so wake the next one, even if the call failed.
+        // After waking one waiter, the wait list wakes no other until that waiter has run. It has run now, so
+        // wake the next one, even if the call failed.
         if (called ? unused || !Traits<M>::processes : unused) Traits<M>::pass_on(m, caller, wakes);
         locked.unlock(wakes);
     });
@@ -76,7 +77,7 @@ Await::~Await() {
 
 nb::object Await::channel() const { return in ? in->channel : out ? out->channel : target; }
 
-// `unused`: if this caller was woken but cannot use the wake-up, wake another waiter instead.
+// `unused`: if this caller was woken but cannot use that, wake another waiter instead.
 void Await::leave(bool unused) {
     if (forks != fork_count || (!entered && !unused)) return;
     if (entered.exchange(false)) {
@@ -88,14 +89,14 @@ void Await::leave(bool unused) {
 }
 
 void Watch::ring() {
-    // pairs with `sleep`, which sets `asleep_` before it reads the doorbell
+    // pairs with `sleep`, which sets `asleep_` and then reads the doorbell
     doorbell_.fetch_add(1, std::memory_order_seq_cst);
     if (asleep_.load(std::memory_order_seq_cst)) futex_wake(doorbell_, 1, false);
 }
 
-// Sleep until the doorbell rings, one of the waits changes, or `seconds` have passed. `heard` is the
-// doorbell's value before the caller last checked its waits, so an earlier ring also ends the sleep. Remove
-// the changed waits from their queues, and return their indices.
+// Sleep until the doorbell rings, a wait changes, or `seconds` have passed. `heard` is the doorbell's value
+// before the caller last checked its waits, so that a ring since then also ends the sleep. Remove the changed
+// waits from their queues, and return their indices.
 nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     std::vector<Await*> all;
     std::vector<WaitedWord> words{
@@ -117,7 +118,7 @@ nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     }
     nb::list found;
     for (size_t i = 0; i < all.size(); ++i) {
-        // The process that should have woken this wait may be dead.
+        // The process that should have woken this waiter may be dead.
         all[i]->place->ch->with([](auto& transport) { check_for_dead(transport); });
         if (!changed(*all[i])) continue;
         all[i]->leave(false);

@@ -42,7 +42,7 @@ PyType_Slot out_slots[] = {{Py_tp_methods, out_methods},
                            {Py_tp_clear, (void*)out_clear},
                            {0, nullptr}};
 
-// Check for dead processes first, so that callers that only poll also learn of deaths.
+// Check for dead processes first, because a caller that only polls must also learn of deaths.
 uint64_t state_of(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
     return ch.with([](auto& transport) {
@@ -71,7 +71,7 @@ void close_channel(Channel& ch) {
     });
 }
 
-// Open a session for a port that does not count as a reader or a writer.
+// Open a session that counts neither as a reader nor as a writer.
 uint32_t uncounted_session(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
     uint32_t session = 0;
@@ -88,15 +88,15 @@ uint32_t uncounted_session(Channel& ch) {
     throw nb::python_error();
 }
 
-// Let only the supervisor end this session. Other processes that notice the worker's death must leave the
-// session to it.
+// Reserve the end of this session for the supervisor. Any other process that notices the worker's death must
+// leave the session alone.
 template <class Port>
 void supervise(Port& port) {
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.session(port.state.session).supervised = 1; });
 }
 
-// Return how many seconds calls through this port have waited: in total, and for a turn. If the session has
-// ended, return 0 for both.
+// Return how many seconds calls of this port have waited in total, and for a turn. Both are 0 after the
+// session has ended.
 template <class Port>
 nb::tuple waited(Port& port) {
     const auto seconds = [](const PortClock& clock) {
@@ -126,7 +126,7 @@ nb::tuple port_state(Port& port) {
     return nb::make_tuple(port.channel, port.state.session);
 }
 
-// Handle the exit of process `pid` on another host when it ended without closing this port (C5).
+// Record that process `pid` on another host ended without closing this port (C5).
 void end_remote_writer(Out& out, uint64_t pid) {
     if (!out.open.exchange(false)) return;
     locked_ring(*out.ch, [&](Ring& ring, Wakes& wakes) {
@@ -135,10 +135,10 @@ void end_remote_writer(Out& out, uint64_t pid) {
     });
 }
 
-// --- Recovery after a worker's death. `port` is the supervisor's handle of the dead worker's port. ---
+// --- Recovery after a worker's death. `port` is the supervisor's handle for the dead worker's port. ---
 
-// Return how many workers, including this one, died while they held this worker's leased items. Only deaths
-// in user code or while unpickling count. If this worker died in other code, return 0.
+// Return how many workers died holding this worker's leased items, including the worker itself. Only deaths
+// in user code or while unpickling count. Return 0 if this worker died in other code.
 uint64_t deaths_over(const std::vector<In*>& inputs) {
     bool working = false;
     uint64_t most = 0;
@@ -162,11 +162,11 @@ void retire(Out& out, const std::vector<uint64_t>& items) {
 
 void order(LocalQueue& queue, In& in, Orders what, Wakes& wakes) { queue.order(in.state, &in, what, wakes); }
 void order(Ring& ring, In& in, Orders what, Wakes& wakes) {
-    const Session& s = ring.session(in.state.session);  // the worker may have ended this session itself
+    const Session& s = ring.session(in.state.session);  // the worker may have ended the session itself
     if (s.role == Session::READER && s.generation == in.generation) ring.order(in.state.session, what, wakes);
 }
 
-// Send an order to a reader, whose worker may run on any host.
+// Send an order to a reader. Its worker may run on any host.
 void order(In& in, Orders what) {
     in.ch->with([&](auto& transport) {
         Wakes wakes;
@@ -182,17 +182,17 @@ bool is_retired(In& in) {
              [&](Ring& ring) { return in.open && (ring.session(in.state.session).orders & RETIRE) != 0; }});
 }
 
-// Make a live worker repeat its leased items. It takes each item once more, and skips the outputs that are
-// already in their channels.
+// Make a live worker repeat its leased items. It takes each item again, and skips outputs that their channel
+// already has.
 void begin_again(In& in) {
     locked_ring(*in.ch, [&](Ring& ring, Wakes&) { ring.begin_again(in.state); });
     for (Out* out : in.feeds) out->state.keyed = false;
 }
 
-// Release the state of a dead worker. For each item in progress, the channel records the outputs that were
-// put, so that the next worker to process the item skips them. The replacement worker gets the leased items
-// if they may have caused the death, or if `all` is set. Otherwise any worker may take them. A source has no
-// input, so all of its outputs count as outputs for item 0.
+// Release the state of a dead worker. For each item in progress, the channel records which outputs were put.
+// The next worker to process the item skips these. The replacement gets the leased items if they may have
+// caused the death, or if `all` is set. Otherwise, any worker may take them. A source has no input, so all of
+// its outputs count as outputs for item 0.
 void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
              const std::vector<In*>& successors, bool all, bool blame) {
     if (inputs.size() != successors.size())
@@ -214,7 +214,7 @@ void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
     }
 }
 
-// Duplicate another process's descriptor into this process. Return -1 if the system does not permit it.
+// Duplicate another process's descriptor. Return -1 if the system forbids it.
 int descriptor_of(int pid, int fd) {
     const long process = syscall(SYS_pidfd_open, pid, 0);
     if (process < 0) return -1;
@@ -223,9 +223,8 @@ int descriptor_of(int pid, int fd) {
     return int(opened);
 }
 
-// End this process as soon as process `pid` ends, even if C code holds the GIL at that time. A thread sleeps
-// in poll() until then. If the kernel or a seccomp filter refuses pidfd_open, it checks ten times a second
-// instead.
+// End this process as soon as process `pid` ends, even while C code has the GIL. A thread waits for that in
+// poll(). If the kernel or a seccomp filter refuses pidfd_open, the thread checks ten times a second.
 void die_with(int pid) {
     const uint64_t started = process_start(pid);
     const int fd = open_pidfd(pid);
@@ -242,16 +241,16 @@ void die_with(int pid) {
     }).detach();
 }
 
-// Make this process die of signal `number` after the interpreter has shut down. Python does that after an
-// uncaught KeyboardInterrupt, but not after a subclass of it. A shell that runs the program in a loop stops
-// only if the program died of the signal.
+// Make this process die of signal `number` after the interpreter has shut down. Python does this only after
+// an uncaught KeyboardInterrupt, but not after a subclass of it. A shell stops a loop around the program only
+// if the program died of the signal.
 void die_of(int number) {
     static int of = 0;
     if (of || Py_AtExit([] { signal(of, SIG_DFL), kill(getpid(), of); })) return;
     of = number;
 }
 
-// Raise OSError for operating system errors, instead of RuntimeError.
+// Raise OSError instead of RuntimeError for errors of the operating system.
 template <class... Args>
 void construct(Channel* self, Args... args) {
     try {
@@ -272,6 +271,7 @@ void construct_port(Port* self, nb::handle channel, int session) {
 
 NB_MODULE(_core, m) {
     nb::set_leak_warnings(false);  // threads may still wait at the interpreter's exit, and that is not a leak
+    // threads that still wait when the interpreter exits are not a leak
     m.doc() = "The native core of flowchan: channels and their ports.";
 
     nb::class_<View>(m, "View", nb::type_slots(view_slots),
@@ -356,7 +356,7 @@ NB_MODULE(_core, m) {
                  locked_ring(ch, [&](Ring& ring, Wakes& wakes) {
                      ids = ring.pinned();
                      if (ids.empty()) return;
-                     ring.sweep(wakes);  // so that dead processes no longer count as viewers
+                     ring.sweep(wakes);  // so that dead processes do not count as viewers
                      ids = ring.pinned();
                  });
                  return ids;
@@ -377,7 +377,7 @@ NB_MODULE(_core, m) {
         .def("_supervise", supervise<In>)
         .def("_waited", waited<In>)
         .def("_wake_lazily", [](In& in) { in.state.lazy = true; })
-        .def("_remain",  // no process has the session any more; it ends with the channel
+        .def("_remain",  // no process owns the session from now on; it ends with the channel
              [](In& in) {
                  locked_ring(*in.ch, [&](Ring& ring, Wakes&) {
                      Session& s = ring.session(in.state.session);
@@ -386,7 +386,7 @@ NB_MODULE(_core, m) {
                  });
                  in.open = false;
              })
-        // If this process ends, do not blame its leased items (R10).
+        // From now on, the end of this process blames none of its leased items (R10).
         .def("_leave_alone",
              [](In& in) {
                  locked_ring(*in.ch,
@@ -408,7 +408,7 @@ NB_MODULE(_core, m) {
             "deaths"_a, "handler"_a.none())
         .def("_trace", trace<In>, "tracing"_a.none())
         .def("_hand_over", port_state<In>)
-        // Another process shares the session, and ends it.
+        // The session is shared with another process, which will end it.
         .def("_leave_open", [](In& in) { in.open = false; })
         .def("__enter__", [](nb::handle self) { return self; })
         .def(

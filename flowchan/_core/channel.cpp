@@ -1,4 +1,4 @@
-// The Channel object: construction, attaching, the end, statistics, and what a fork changes.
+// The Channel object: construction, attachment, end, statistics, and the effects of a fork.
 #include "channel.hpp"
 #include "raising.hpp"
 #include "system.hpp"
@@ -106,8 +106,8 @@ void Channel::fetch(Py_ssize_t most) {
     if (here < uint64_t(most)) nb::find(*this).attr("_fetch")(uint64_t(most) - here);
 }
 
-// Ask the owner, because this process may not know the latest state of the channel. If the owner sends an
-// item, it has arrived by the time this returns, or soon after.
+// Ask the owner, because this process may not know the channel's latest state. An item that the owner then
+// sends may arrive shortly after this returns.
 bool Channel::asks_again(Side side) {
     if (!elsewhere) return false;
     nb::object answer = nb::find(*this).attr("_ask_again")(side == Side::Reader);
@@ -137,7 +137,7 @@ void abort_channel(Channel& ch, PyObject* cause) {
     ch.with([&](auto& transport) { abort_transport(transport, cause); });
 }
 
-// Return (pid, blocks, bytes) for each process that keeps blocks of the channel.
+// Return (pid, blocks, bytes) for each process that keeps blocks of the channel in use.
 static nb::list as_list(const std::vector<Held>& held) {
     nb::list list;
     for (const Held& h : held) list.append(nb::make_tuple(h.pid, h.blocks, h.bytes));
@@ -179,8 +179,8 @@ nb::dict channel_stats(Channel& ch) {
     return stats;
 }
 
-// Return totals over the channels of a run: items put plus items taken, waiting readers, and waiting writers.
-// This is cheap enough to call often.
+// Return sums over the channels of a run: items put plus items taken, waiting readers, and waiting writers.
+// Cheap enough to be called often.
 nb::tuple observe(nb::list channels) {
     uint64_t moved = 0, reading = 0, writing = 0;
     for (nb::handle one : channels) {

@@ -11,9 +11,9 @@ namespace {
 PyObject* py_dumps = nullptr;
 PyObject* py_loads = nullptr;
 
-constexpr uint64_t WITHOUT_GIL = 1 << 16;  // copies of this size or more release the GIL
+constexpr uint64_t WITHOUT_GIL = 1 << 16;  // copies of at least this size release the GIL
 constexpr uint64_t ALIGN = 64;
-constexpr uint64_t COPIED = 4096;  // smaller buffers are copied, because that costs less than making a view
+constexpr uint64_t COPIED = 4096;  // smaller buffers are copied, which costs less than a view
 
 void copy(char* to, const char* from, uint64_t n) {
     if (n < WITHOUT_GIL) {
@@ -24,13 +24,12 @@ void copy(char* to, const char* from, uint64_t n) {
     memcpy(to, from, n);
 }
 
-// Pickle an item. `dumps` gets True as its second argument if the item goes to another host. It returns one
-// of these:
+// Pickle an item. The second argument of `dumps` is True if the item goes to another host. `dumps` returns
+// one of these:
 // - the pickle
 // - a list of the pickle and its out-of-band buffers
-// - a tuple of an id, such a list, a callback or None, the id of the fd bundle or 0, and the bundle's
-//   descriptors
-// After the put, the callback is called with the channel (see `notify_put`).
+// - a tuple of an id, such a list, a callback or None, the id of the fd bundle or 0, and its descriptors.
+// The callback is called with the channel after the put (see `notify_put`).
 bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     frame.keep = frame.leaves ? PyObject_CallFunctionObjArgs(py_dumps, object, Py_True, nullptr)
                               : PyObject_CallOneArg(py_dumps, object);
@@ -60,7 +59,7 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
         header = frame.long_header.data();
     }
     frame.buffers.reserve(n);
-    memcpy(header, &id, 8);  // without an id, the frame begins with n instead
+    memcpy(header, &id, 8);  // without an id, the frame begins with n
     memcpy(header + 8, &frame.bundle, 8);
     frame.pieces.push_back({header, head, 0});
     header += pin;
@@ -86,7 +85,7 @@ PyObject* damaged() {
     return nullptr;
 }
 
-// Return one buffer of an item, read-only. If `block` keeps its memory valid, return a view, otherwise a
+// Return one read-only buffer of an item. It is a view if `block` keeps its memory valid, and otherwise a
 // copy.
 PyObject* buffer_at(const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
     if (size < COPIED) return PyBytes_FromStringAndSize(at, Py_ssize_t(size));
@@ -118,7 +117,7 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
 
 // Call `loads` with the pickle and its buffers. For PINNED and BUNDLE, pass a tuple of a view, the list, and
 // the fd bundle. The view keeps the item alive; it is None if this reader may not do that. The buffers of
-// such an item are copied. Otherwise, a user who keeps one buffer would keep the whole item alive.
+// such an item are copied, because a user who keeps one of them would otherwise keep the whole item alive.
 PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size,
                               const std::shared_ptr<Block>& block, PyObject* bundle) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
@@ -176,7 +175,7 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         return o;
     }
     if (kind == REFERENCE && size == sizeof(uint64_t)) {
-        // A process reads a reference only when the run discards the item.
+        // Only a process that discards the items of a run reads a reference.
         uint64_t id;
         memcpy(&id, at, sizeof id);
         references().release(id);
@@ -207,7 +206,8 @@ uint64_t bundle_of(uint64_t kind, const char* at, uint64_t size) {
 void notify_put(const ObjectFrame& frame, PyObject* channel) {
     PyObject* put = PyTuple_GET_ITEM(frame.keep, 2);
     PyObject* none = PyObject_CallOneArg(put, channel);
-    if (!none) PyErr_WriteUnraisable(put);  // too late to fail: the item is in the channel
+    // the item is already in the channel, so the put cannot fail any more
+    if (!none) PyErr_WriteUnraisable(put);
     Py_XDECREF(none);
 }
 

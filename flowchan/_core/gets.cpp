@@ -9,11 +9,11 @@ namespace {
 PyObject* py_unreadable = nullptr;
 PyObject* py_is_of_a_handler = nullptr;
 
-// Return a new reference to the stand-in for an item that cannot be unpickled, or null with a Python error
+// Return the stand-in for an item that cannot be unpickled, as a new reference, or null with a Python error
 // set.
 PyObject* unreadable(uint64_t kind, const char* at, uint64_t size) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
-    // Take the whole payload as the pickle, unless a buffer table says where the pickle is.
+    // The pickle is the whole payload, unless a buffer table says otherwise.
     uint64_t from = 0, length = size;
     if ((kind == BUFFERS || pin) && size >= pin + 24) {
         memcpy(&from, at + pin + 8, 8);
@@ -25,7 +25,7 @@ PyObject* unreadable(uint64_t kind, const char* at, uint64_t size) {
     return data.is_valid() ? PyObject_CallOneArg(py_unreadable, data.ptr()) : nullptr;
 }
 
-// Return whether a signal handler raised this error. Such an error has nothing to do with the item.
+// Return whether a signal handler raised this error, so that the item is not to blame.
 bool is_of_a_handler(PyObject* error) {
     PyObject* is = PyObject_CallOneArg(py_is_of_a_handler, error);
     const bool answer = !is || is == Py_True;  // null: a signal handler has just raised an error in this call
@@ -34,12 +34,12 @@ bool is_of_a_handler(PyObject* error) {
     return answer;
 }
 
-// How a get treats items that are already on lease. Next: finish them. More: keep them on lease. Rest: like
-// More, but if an item cannot be received, leave it to the next call, which raises the error.
+// How a get treats the items already on lease. Next: finish them. More: keep them. Rest: keep them, and leave
+// an item that cannot be received to the next call, which raises the error.
 enum class Taking { Next, More, Rest };
 
-// Pass an unusable item to the handler instead of the caller. This takes over the references. `error` is the
-// reason, or null if the item has killed several workers. If this returns Wait, continue with the next item.
+// Pass an unusable item to the handler instead of the caller. This takes ownership of the references. `error`
+// is the reason, or null if the item has killed several workers. Wait means: continue with the next item.
 Step give_up(In& in, PyObject* item, uint64_t deaths, PyObject* error) {
     PyObject* done =
         item ? PyObject_CallFunction(in.on_poison.ptr(), "OKO", item, static_cast<unsigned long long>(deaths),
@@ -69,8 +69,8 @@ void raise_again(const nb::object& error) {
 
 }  // namespace
 
-// Any signal handler may have raised the error, not only the one for Ctrl-C. Such an error interrupts only
-// this call.
+// Any signal handler may have raised the error, not only the one for Ctrl-C. The error interrupts only this
+// call.
 bool is_interrupt() {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
     nb::object error = nb::steal(take_error());
@@ -81,8 +81,8 @@ bool is_interrupt() {
 
 namespace {
 
-// Return whether the current error has nothing to do with the item, because this process lacks memory or
-// descriptors.
+// Return whether this process lacks memory or descriptors, so that the item is not to blame for the current
+// error.
 bool is_shortage() {
     if (PyErr_ExceptionMatches(PyExc_MemoryError)) return true;
     if (!PyErr_ExceptionMatches(PyExc_OSError)) return false;
@@ -93,7 +93,7 @@ bool is_shortage() {
     return code == EMFILE || code == ENFILE || code == ENOMEM;
 }
 
-// Handle an item that could not be unpickled. The Python error is already set.
+// Handle an item that could not be unpickled. The Python error is set.
 Step not_received(Ring& ring, In* in, Taking taking, Taken& taken) {
     const bool ordinary = !is_interrupt();
     const bool leave = !ordinary || taking == Taking::Rest || is_shortage();
@@ -112,8 +112,8 @@ Step not_received(Ring& ring, In* in, Taking taking, Taken& taken) {
     return Step::Interrupted;
 }
 
-// Return what `loads` needs to know about an item's descriptors: a list of them, and the errno if some are
-// missing. Return null with an error set.
+// Return an item's descriptors as `loads` needs them: a list, and the errno if some are missing. Return null
+// with an error set.
 nb::object opened_bundle(Ring& ring, const Taken& taken) {
     const uint64_t id = bundle_of(taken.kind, taken.at, taken.size);
     if (!id) return nb::none();
@@ -158,8 +158,7 @@ nb::object opened_bundle(Ring& ring, const Taken& taken) {
     return step;
 }
 
-// Finish a decoded item: free its memory unless it was copied. The descriptors that came with it are open by
-// now.
+// Finish a decoded item by freeing its memory, unless it was copied. Its descriptors are already open.
 void finish_decoded(Ring& ring, In* in, const Taken& taken, bool with_bundle) {
     Wakes wakes;
     Locked<Ring> locked(ring);
@@ -169,8 +168,8 @@ void finish_decoded(Ring& ring, In* in, const Taken& taken, bool with_bundle) {
     locked.unlock(wakes);
 }
 
-// Give up an item that has killed too many workers after they unpickled it. If its output has already been
-// put, the item is finished, so return Wait instead.
+// Give up an item that has killed too many workers after they unpickled it. If its output was already put, it
+// is finished, so return Wait instead.
 Step give_up_suspect(In& in, PyObject*& item, uint64_t deaths) {
     runs(&in, Session::OURS);
     if (has_its_output(in)) {
@@ -180,7 +179,7 @@ Step give_up_suspect(In& in, PyObject*& item, uint64_t deaths) {
     return give_up(in, std::exchange(item, nullptr), deaths, nullptr);
 }
 
-// Take and decode an item. It stays in the ring until it is decoded; see In::copying.
+// Take and decode an item, which stays in the ring until then; see In::copying.
 Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     Taken taken;
     const Step step = take_encoded(ring, ch, in, deadline, taking, taken);
@@ -204,14 +203,15 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
     return killer ? give_up_suspect(*in, result, taken.deaths) : Step::Done;
 }
 
-// Wait until the channel has room for another output, or until only a few other writers wait for room.
+// Wait until the channel has room for another output, or until few enough other writers wait for room.
 Step await_place(LocalQueue& queue, Out& out) {
     const auto waits = [&] { return out.open && queue.is_crowded(); };
     Locked lock(queue);
     const bool now = waits();
     lock.unlock({});
     if (!now) return Step::Done;
-    nb::object kept = nb::find(out);          // other threads may close the port during the wait
+    // keeps the port alive, because other threads may close it during the wait
+    nb::object kept = nb::find(out);
     if (!kept.is_valid()) return Step::Done;  // the port is being destroyed
     return perform(
         queue,
@@ -219,10 +219,11 @@ Step await_place(LocalQueue& queue, Out& out) {
         [&](Wakes&) { return waits() ? Step::Wait : Step::Done; }, Deadline{});
 }
 
-// In a ring, each waiting writer sleeps on its own word, so any number of them costs nothing.
+// The writers waiting for a ring each sleep on their own word, so their number costs nothing.
 Step await_place(Ring&, Out&) { return Step::Done; }
 
-// Before a worker of an ordered stage takes an item, wait until fewer outputs wait for room (wait_list.hpp).
+// Call this before a worker of an ordered stage takes an item. Wait until fewer outputs wait for room
+// (wait_list.hpp).
 Step await_places(In& in) {
     for (size_t i = 0; i < in.feeds.size(); ++i) {
         Out& out = *in.feeds[i];
@@ -235,7 +236,7 @@ Step await_places(In& in) {
 
 Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     ReaderState* reader = in ? &in->state : nullptr;
-    // The only reader of a channel skips this, because no other worker can take its next item.
+    // The only reader of a channel can skip this, because its next item cannot go to any other worker.
     if (in && !in->feeds.empty() && deadline.at == NEVER && !queue.keeps_numbers()) {
         const Step step = await_places(*in);
         if (step != Step::Done) return step;
@@ -266,7 +267,7 @@ Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, 
         Py_INCREF(result);
     }
     if (result && is_traced(result)) result = unboxed(in, result);
-    drop_items(before);  // last, because a destructor may call get on this port
+    drop_items(before);  // last, because a destructor may get from this port
     return step;
 }
 
@@ -286,7 +287,8 @@ Step get(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyOb
 }
 
 // Return the first item for which this port's worker may still put outputs. A thread is never replaced, so
-// all earlier items went through this port. For workers that may die, the ring knows their unfinished items.
+// all earlier items went through this port. For workers that may die, the ring knows which items are
+// unfinished.
 uint64_t first_unfinished(In& in) {
     return in.ch->with(Each{[&](LocalQueue&) { return in.state.number + 1; },
                             [&](Ring& ring) {
@@ -297,7 +299,7 @@ uint64_t first_unfinished(In& in) {
                             }});
 }
 
-// Start to keep turns, because the stage is getting more workers. This worker must have no leased items.
+// Start to keep turns because the stage gets more workers. This worker must have no leased items.
 void keep_turns(In& in) {
     const uint64_t first = first_unfinished(in);
     for (Out* out : in.feeds) {
@@ -313,7 +315,7 @@ void keep_turns(In& in) {
     in.state.keeps_turns = true;
 }
 
-// If this returns Wait, continue with the next item.
+// Wait means: continue with the next item.
 Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     const Step step =
         ch.with([&](auto& transport) { return get(transport, ch, in, deadline, taking, result); });
@@ -322,7 +324,7 @@ Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
     return Step::Wait;
 }
 
-// Tell the recorder that the worker is about to finish the leased items of this port.
+// Inform the recorder that the worker is about to finish this port's leased items.
 void finish_traced(In& in) {
     in.holds_traced = false;
     if (!in.tracing) return;
@@ -376,7 +378,7 @@ PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline) {
             add_to_error("items_got", list);
             return nullptr;
         }
-        if (step != Step::Done) break;  // the next call raises the error, if there is one
+        if (step != Step::Done) break;  // the next call raises the error, if there is any
         int failed = PyList_Append(list, item);
         Py_DECREF(item);
         if (failed) {

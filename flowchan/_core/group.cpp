@@ -24,17 +24,17 @@ namespace {
 
 constexpr size_t PAGE = 4096;
 constexpr int64_t DEATH_CHECK_INTERVAL_NS = 20'000'000;  // how often to check for dead members
-constexpr uint32_t CHECKED_AT_ONCE = 8;                  // number of members to check each time
-// checks without a pause at the beginning of a wait, because the other members often arrive at once
+constexpr uint32_t CHECKED_AT_ONCE = 8;                  // how many members one check covers
+// how many checks a wait makes before its first pause, because the other members often arrive at once
 constexpr uint32_t CHECKS_WITHOUT_PAUSE = 200;
 constexpr int YIELDS = 8;
 constexpr int64_t LONG_YIELD_NS = 300'000;
 constexpr uint32_t MOST_LEFT_OUT = 4096;
-// Spins get longer only while they succeed, because other programs on a busy machine need the core.
+// Spins get longer only while they succeed, because other programs may need the core.
 constexpr uint32_t LEAST_PAUSES = 20;
 
-// A pause takes 11 ns, so the limit is about 90 µs, the cost of a sleep and a wake-up. If there are more
-// members than cores, spinning would take the core from the member that is awaited.
+// A pause takes 11 ns, so the limit is about 90 µs, the cost of a sleep and a wake-up. If members outnumber
+// cores, a spin would take the core from the very member that is awaited.
 uint32_t most_pauses(uint32_t members) {
     static const uint32_t cores = std::thread::hardware_concurrency();
     return members <= cores ? 8000 : LEAST_PAUSES;
@@ -49,8 +49,8 @@ size_t result_length(uint32_t size) { return rounded(BIG / size + LINE, PAGE); }
 size_t big_length(uint32_t size) { return (BIG + result_length(size)) * 2 * size; }
 size_t entries_length(uint32_t size) { return rounded(sizeof(ChannelEntry) * TABLES * size * size, PAGE); }
 
-// Execute a fence in all threads of all processes that share the group. If another thread stored a value and
-// then missed the caller's last store, the caller sees that value after this call. Return false if the kernel
+// Execute a fence in all threads of all processes that share the group. If another thread missed the caller's
+// last store, that thread's earlier store is visible to the caller after this. Return false if the kernel
 // refuses the call.
 bool fence_all_threads() { return syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0) == 0; }
 
@@ -186,8 +186,8 @@ void Member::depart() {
 void Member::give_up() {
     uint32_t present = PRESENT;
     slot_of(rank).membership.compare_exchange_strong(present, GAVE_UP);
-    // From now on, this member's arrays may change while other members read them. They must see the new
-    // `membership` before they see any new data.
+    // From now on, this member's arrays may change under the readers of other members. They must see the new
+    // `membership` before any new data.
     std::atomic_thread_fence(std::memory_order_release);  // pairs with the fence in pull
     broken_ = true;
     wake_all();
@@ -207,7 +207,7 @@ MemberState Member::see(uint32_t member) const {
     const MemberSlot& s = slot_of(member);
     uint64_t pid = s.owner.load();
     const bool coming = pid || may_join(member);
-    if (!coming) pid = s.owner.load();  // the process may have joined and ended in between
+    if (!coming) pid = s.owner.load();  // the process may have joined and ended in the meantime
     return {pid,
             s.membership.load(),
             s.operation.load(std::memory_order_relaxed),
@@ -231,10 +231,10 @@ End Member::begin(Call call) {
     return End::Done;
 }
 
-// After a mismatch, or if memory ran out, the group remains usable. Every other failure is permanent.
+// The group survives a mismatch or a lack of memory. Any other failure is permanent.
 End Member::finish(End end) {
     MemberSlot& own = slot_of(rank);
-    // Fetch this line now: other members have it in their caches, and the next operation writes it.
+    // Fetch this line now: it is in other members' caches, and the next operation writes it.
     prefetch(&own.cell[(round_ + 1) & 1]);
     const bool goes_on = end == End::Done || end == End::Mismatch || end == End::NoMemory;
     end_plan(end == End::Done);
@@ -312,9 +312,9 @@ End Member::await(uint32_t member, Patience& patience) {
     }
 }
 
-// If the members themselves keep all cores busy, yielding lets another member run. If other programs use the
-// cores, a yield takes as long as their time slices, but a thread that wakes from a sleep runs first. So
-// after one long yield, the next waits do not yield.
+// A yield lets another member run if the members themselves keep all cores busy. If other programs do, a
+// yield takes as long as their time slices, while a thread that wakes from a sleep runs first. So after a
+// long yield, the next waits do without.
 bool Member::arrives_after_yields(uint32_t member) {
     if (left_out_) return --left_out_, false;
     for (int i = 0; i < YIELDS; ++i) {
@@ -331,8 +331,8 @@ bool Member::arrives_after_yields(uint32_t member) {
     return false;
 }
 
-// Return whether one of the members from `from` on will never publish this round, because it has died or
-// left. Such a member published all its rounds before it was marked.
+// Check a few members, from `from` on. Return whether one of them has died or left without publishing this
+// round. A member is marked as gone only after it has published all its rounds.
 bool Member::any_is_lost(uint32_t from) const {
     for (uint32_t i = 0; i < std::min(size, CHECKED_AT_ONCE); ++i) {
         const uint32_t member = (from + i) % size;
@@ -343,7 +343,7 @@ bool Member::any_is_lost(uint32_t from) const {
     return false;
 }
 
-// Compare the calls of all members after the first round. All members get the same result.
+// Compare the calls of all members after the first round. Each member gets the same result.
 End Member::judge(Call call) const {
     End end = End::Done;
     for (uint32_t member = 0; member < size; ++member) {

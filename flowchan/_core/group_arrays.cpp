@@ -7,8 +7,7 @@ namespace flowchan {
 
 namespace {
 
-// Returns a class, or null if its module is not imported. The core keeps the class forever, so the reference
-// is borrowed.
+// Returns a class (borrowed), or null if its module is not imported. The core keeps the class forever.
 PyObject* class_of(const char* module, const char* name, PyObject*& known) {
     if (known) return known;
     PyObject* imported = PyDict_GetItemString(PyImport_GetModuleDict(), module);
@@ -41,7 +40,7 @@ constexpr Element integer(bool is_signed, size_t width) {
     }
 }
 
-// Returns the element type for the format of a buffer, in the notation of Python's struct module.
+// Returns the element type for a buffer format in the notation of Python's struct module.
 Element element_of(const char* format, size_t width) {
     if (!format) return Element::U8;
     if (*format == 'Z')
@@ -65,8 +64,8 @@ Element element_of(const char* format, size_t width) {
     }
 }
 
-// The first fields of NumPy's PyArray_Descr and PyArrayObject. NumPy has kept them binary compatible since
-// version 1.0.
+// The first fields of NumPy's PyArray_Descr and PyArrayObject, which have been binary compatible since NumPy
+// 1.0.
 struct NumpyType {
     PyObject_HEAD PyTypeObject* scalars;
     char kind, letter, byte_order, flags;
@@ -87,7 +86,7 @@ constexpr int DATE = 21, SPAN = 22, HALF = 23;
 
 bool is_time(const NumpyType& type) { return type.number == DATE || type.number == SPAN; }
 
-// Returns Raw for other types, and for arrays in foreign byte order.
+// Returns Raw for any other type, and for arrays in foreign byte order.
 Element element_of(const NumpyType& type) {
     constexpr Element BY_NUMBER[] = {Element::Bool,
                                      Element::I8,
@@ -112,8 +111,7 @@ Element element_of(const NumpyType& type) {
                                                                        : Element::Raw;
 }
 
-// The names of torch's dtypes and their element types. Tensors of other dtypes can be moved, but not
-// combined.
+// torch's dtypes and their element types. Tensors of any other dtype can only be moved, not combined.
 struct Named {
     const char* name;
     Element element;
@@ -142,7 +140,7 @@ PyObject* dtypes() {
     return known;
 }
 
-// An interned Python string, for attributes that are looked up often.
+// An interned Python string, for an attribute that is looked up often.
 struct Word {
     PyObject* text;
     explicit Word(const char* word) : text(PyUnicode_InternFromString(word)) {}
@@ -161,7 +159,7 @@ uint64_t hash_of(PyObject* object) {
     return hash;
 }
 
-// Converts an object to an integer and drops its reference. Returns -1 with an error set on failure.
+// Converts an object to an integer and drops the reference. Returns -1 with an error set on failure.
 long long number(PyObject* object) {
     if (!object) return -1;
     const long long value = PyLong_AsLongLong(object);
@@ -181,14 +179,14 @@ bool Array::read(PyObject* object) {
     const bool is_numpy = is_instance(object, class_of("numpy", "ndarray", ndarray));
     if (is_numpy && !is_exactly(object, ndarray) &&
         is_instance(object, class_of("numpy.ma", "MaskedArray", masked_array)))
-        return false;  // its mask is in separate memory, so array_access.py raises the error
+        return false;  // the mask is in separate memory; array_access.py raises the error
     if (!is_numpy && !is_instance(object, class_of("torch", "Tensor", tensor_class))) return false;
     if (!(is_numpy ? read_numpy(object) : read_tensor(object))) return false;
     if (!view_.obj) kept_ = Py_NewRef(object);
     return true;
 }
 
-// `named` identifies a type that the core does not know.
+// `named` identifies the type if the core does not know it.
 void Array::begin(uint64_t named, size_t width) {
     what = kind = mixed(mixed(named, uint64_t(element)), width);
     count = 1;
@@ -199,7 +197,7 @@ void Array::add_shape(uint64_t extent) {
     count *= extent;
 }
 
-// Reads NumPy's own structure for built-in types, because requesting a buffer takes longer than a small
+// Reads NumPy's own structure for built-in types: asking for a buffer would take longer than a small
 // operation.
 bool Array::read_numpy(PyObject* object) {
     const auto* array = reinterpret_cast<const NumpyArray*>(object);
@@ -222,7 +220,7 @@ bool Array::read_buffer(PyObject* array) {
         PyErr_Clear();
         return false;
     }
-    // References to objects are invalid in other processes.
+    // References to objects mean nothing in other processes.
     if (view_.format && strchr(view_.format, 'O')) return false;
     data = view_.buf;
     bytes = size_t(view_.len);

@@ -1,4 +1,5 @@
-// The Python class Group. Slower operations and error messages are in flowchan/collective/collectives.py.
+// The Python class Group. flowchan/collective/collectives.py has the slower operations and the error
+// messages.
 #include "group_bindings.hpp"
 #include "group_calls.hpp"
 
@@ -35,7 +36,7 @@ nb::object checked(PyObject* made) {
     return nb::steal(made);
 }
 
-// Allocates Python bytes for the data of all members, or of a single one.
+// Allocates Python bytes for the data of all members, or of one.
 class PlaceBytes : public Member::Place {
   public:
     PlaceBytes(Calling& calling, int only) : calling_(calling), only_(only) {}
@@ -60,7 +61,7 @@ class PlaceBytes : public Member::Place {
     const int only_;
 };
 
-// Returns the bytes of all members, or only those of member `only`. `key` must be equal on all members.
+// Returns the bytes of all members, or only those of member `only`. `key` must be the same on all members.
 nb::list exchange(nb::handle self, uint32_t doing, uint64_t key, nb::handle data, int only,
                   nb::handle timeout, nb::handle x, nb::handle more) {
     Bytes bytes(data.ptr());
@@ -81,7 +82,7 @@ void need_each(const Arrays& arrays, const Member& group, const char* what) {
                                   .c_str());
 }
 
-// Gathers into arrays. Every member knows the sizes of the arrays, because `key` depends on them.
+// Gathers into arrays. All members know the sizes, because `key` depends on them.
 void allgather_into(nb::handle self, uint32_t doing, uint64_t key, nb::list own, nb::list outs,
                     nb::handle timeout) {
     PyGroup& group = group_of(self.ptr());
@@ -108,7 +109,7 @@ void alltoall(nb::handle self, uint32_t doing, uint64_t key, nb::list ins, nb::l
     raise_unless_done(self, end, doing, ins, more);
 }
 
-// Combines local arrays in the given order. An empty list only checks whether the operation exists.
+// Combines local arrays in the given order. An empty list only checks that the operation exists.
 void combine(nb::handle out, nb::list ins, nb::handle op_name) {
     Op op;
     Array to;
@@ -155,7 +156,7 @@ nb::tuple as_tuple(const Plan& plan) {
     return nb::make_tuple(int(plan.algorithm), plan.piece, plan.shows_past, plan.keeps_past, plan.by_two);
 }
 
-// Returns each plan that was measured for this number of bytes, with the shortest time in ns.
+// Returns all plans that were measured for this many bytes, each with its shortest time in ns.
 nb::list times(PyGroup& group, uint32_t doing, uint64_t bytes) {
     nb::list found;
     for (uint32_t i = 0; i < ALL_PLANS; ++i)

@@ -1,5 +1,5 @@
-// The fast calls of a group, for contiguous arrays. For other values, a call falls back to a method in
-// flowchan/collective/group_steps.py that has the same name with a leading underscore.
+// The fast calls of a group, for contiguous arrays. Other values fall back to a method in
+// flowchan/collective/group_steps.py, with the same name and a leading underscore.
 #include "group_calls.hpp"
 
 namespace flowchan {
@@ -25,9 +25,9 @@ PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObj
     return end == End::Done ? Py_NewRef(out) : raise_end(self, end, REDUCE_SCATTER, x, op_name);
 }
 
-// Combines the arrays of all members; if root < 0, all of them get the result. Returns NotImplemented unless
-// `x` and `out` are contiguous arrays of matching sizes. `part_of` is the key of a call that spans several
-// hosts, if this is one step of it.
+// Combines the arrays of all members, for the member `root` or, if it is negative, for all. Returns
+// NotImplemented unless `x` and `out` are contiguous arrays of matching sizes. `part_of`: key of the call
+// across several hosts of which this is one step.
 PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
                         int root, PyObject* timeout, uint64_t part_of) {
     PyGroup& group = group_of(self);
@@ -137,7 +137,7 @@ PyObject* barrier(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject*
     });
 }
 
-// Gathers into a list of arrays, `out`. Returns NotImplemented unless all arrays are contiguous.
+// Gathers into the list of arrays `out`. Returns NotImplemented unless all arrays are contiguous.
 PyObject* allgather_arrays(PyObject* self, PyObject* x, PyObject* out, PyObject* timeout) {
     PyGroup& group = group_of(self);
     Deadline deadline;
@@ -213,7 +213,7 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t n, Py
     });
 }
 
-// The full documentation is in flowchan/collective/collectives.py.
+// flowchan/collective/collectives.py has the full documentation.
 PyMethodDef group_methods[] = {
     {"allreduce", fast(allreduce), FASTCALL,
      "allreduce($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\n"

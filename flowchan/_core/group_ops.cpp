@@ -1,9 +1,8 @@
 // The operations of a group.
 //
-// Algorithm. In the first round of an operation, all members publish their calls, and every member reaches
-// the same verdict about them. Data that does not fit into that round follows in further rounds, one chunk
-// per round. While the others still read a chunk from one slot of a member, the member writes the next chunk
-// to its other slot.
+// Algorithm. In the first round of an operation, all members publish their calls and reach the same verdict
+// about them. Data that does not fit into that round follows in further rounds, one chunk per round. A member
+// writes its next chunk to one slot while the others still read the previous chunk from its other slot.
 #include "group.hpp"
 #include "process.hpp"
 
@@ -22,20 +21,20 @@ namespace flowchan {
 namespace {
 
 constexpr size_t LEAST_CHUNK = 32 * 1024;
-constexpr size_t WARM = 2 * 1024;  // bytes that stay in the first-level cache until they are copied again
+constexpr size_t WARM = 2 * 1024;  // bytes that stay in the first-level cache between two copies
 
-// Returns a chunk size that splits the data into at least two chunks.
+// Returns a chunk size that gives at least two chunks.
 size_t halves_of(size_t bytes, size_t most) {
     return std::clamp((bytes / 2 + LINE - 1) / LINE * LINE, std::min(LEAST_CHUNK, most), most);
 }
 
-// Returns a chunk size that leaves data of at most `most` bytes in one chunk.
+// Returns a chunk size that keeps data of up to `most` bytes in one chunk.
 size_t chunk_of(size_t bytes, size_t most) {
     return bytes <= most ? std::max<size_t>(bytes, 1) : halves_of(bytes, most);
 }
 
-// Returns how many bytes of a chunk go to each other member. `place_of_part` returns the offset of the part
-// for member `to`.
+// Returns how many bytes of a chunk go to each other member. `place_of_part` returns the offset of member
+// `to`'s part.
 size_t part_of(size_t chunk, uint32_t size) {
     const uint32_t others = std::max(size - 1, 1u);
     return std::min(std::max(chunk / others, LEAST_CHUNK / 2), BIG / others) / LINE * LINE;
@@ -44,7 +43,7 @@ size_t place_of_part(uint32_t from, uint32_t to, size_t part) { return (to - (to
 
 size_t chunks(size_t bytes, size_t chunk) { return std::max<size_t>(1, (bytes + chunk - 1) / chunk); }
 
-// Returns where part i of n begins when `bytes` are split at cache lines.
+// Returns where part i of n begins, if `bytes` are divided at cache lines.
 size_t cut(size_t bytes, uint32_t i, uint32_t n) { return i == n ? bytes : bytes * i / n / LINE * LINE; }
 
 const unsigned char* at(const void* memory, size_t offset) {
@@ -57,7 +56,7 @@ void copy(void* to, const void* from, size_t bytes) {
 }
 
 // Copies with stores that bypass the caches. Ordinary stores of large data would evict lines that are needed
-// again. They would also fetch each target line before overwriting it.
+// again, and fetch each target line before overwriting it.
 void copy_past(void* to, const void* from, size_t bytes) {
 #if defined(__SSE2__)
     const size_t head = std::min(bytes, size_t(-reinterpret_cast<uintptr_t>(to)) % LINE);
@@ -126,7 +125,7 @@ bool Member::pull(const Plan& plan, uint32_t member, uint64_t from, void* to, si
     return could && could_too;
 }
 
-// Reads the data and, in the same system call, the proof that the memory belongs to that member.
+// Reads the data and, in the same system call, the proof that this memory belongs to the member.
 bool Member::pull_by_one(uint32_t member, uint64_t from, void* to, size_t bytes) const {
     constexpr size_t PIECE = 16 << 20;
     if (!bytes) return true;
@@ -143,7 +142,7 @@ bool Member::pull_by_one(uint32_t member, uint64_t from, void* to, size_t bytes)
         done += length;
     }
     std::atomic_thread_fence(std::memory_order_acquire);
-    return its.membership.load() == PRESENT;  // if not, the data may have changed before the read
+    return its.membership.load() == PRESENT;  // otherwise, the data may have changed before the read
 }
 
 End Member::have_read(Call call, bool could, Patience& patience) {
@@ -159,7 +158,7 @@ End Member::barrier(Call call, Patience& patience) {
     return finish(show(call, 0, 0, [](void*) {}, patience));
 }
 
-// Runs an operation of a group with a single member, for example of a group with one member on each host.
+// Runs an operation in a group of one, for example if each host has only one member.
 End Member::alone(Call call, const void* in, void* out, size_t bytes) {
     const End end = begin(call);
     if (end == End::Done && in != out) copy(out, in, bytes);
@@ -174,7 +173,7 @@ End Member::allreduce(Call call, const Combining& what, Patience& patience) {
                                                         : slices(plan, call, what, patience));
 }
 
-// Runs a reduction in which each member reads all inputs. Large inputs are read in chunks.
+// Runs a reduction in which each member reads all inputs, large ones in chunks.
 End Member::exchange(const Plan& plan, Call call, const Combining& what, Patience& patience) {
     const size_t width = size_of_element(what.element), bytes = what.count * width;
     const size_t chunk = chunk_of(bytes, plan.piece);
@@ -198,8 +197,8 @@ End Member::exchange(const Plan& plan, Call call, const Combining& what, Patienc
     return end;
 }
 
-// Runs a reduction in which each member combines one part of each chunk. In round t, a member publishes chunk
-// t without its own part, and the result of its part of chunk t − 1.
+// Runs a reduction in which each member combines its own part of every chunk. In round t, a member publishes
+// the other members' parts of chunk t, and its result for chunk t − 1.
 End Member::slices(const Plan& plan, Call call, const Combining& what, Patience& patience) {
     const size_t width = size_of_element(what.element), bytes = what.count * width,
                  chunk = halves_of(bytes, plan.piece);
@@ -247,7 +246,7 @@ End Member::slices(const Plan& plan, Call call, const Combining& what, Patience&
     return end;
 }
 
-// Each slot has one part for each other member.
+// Each slot is divided into one part per other member.
 End Member::reduce_scatter(Call call, const Combining& what, Patience& patience) {
     const size_t width = size_of_element(what.element), bytes = what.count * width;
     const Plan& plan = begin_plan(call.doing, bytes);
@@ -320,7 +319,7 @@ End Member::follow(Call call, uint64_t rounds, Patience& patience, Has has, Writ
     return End::Done;
 }
 
-// The data that each member sends to all other members, indexed by rank.
+// The data that each member sends to all others, by rank.
 struct Member::Gathering {
     Gathering(const Member& member, const Plan& plan, const void* in)
         : plan(plan),
@@ -350,14 +349,13 @@ struct Member::Gathering {
 
     const Plan& plan;
     const void* const in;
-    Sizes sizes, moved, pieces;  // moved: bytes published in the first round and read by the others
+    Sizes sizes, moved, pieces;  // moved: bytes that the first round publishes and the others read
     ByRank<bool> in_place;
     ByRank<void*> to;
     ByRank<const void*> shown;
 };
 
-// The first round publishes all bytes of small data. For larger data, it publishes the address or the first
-// chunk.
+// The first round publishes small data in full. For larger data, it publishes the address or the first chunk.
 End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Patience& patience) {
     const Plan& plan = begin_plan(call.doing, bytes);
     const bool direct = plan.algorithm == Algorithm::Direct;
@@ -396,7 +394,7 @@ End Member::take_shown(Call call, Gathering& all, Patience& patience) {
     return end;
 }
 
-// The data that each member sends to each other member, indexed by rank.
+// The data that each member sends to each other, by rank.
 struct Member::Swapping {
     Swapping(const Member& member, const Plan& plan, const Parts& parts)
         : plan(plan), parts(parts), rests(member.size), pieces(member.size), in_place(member.size) {
@@ -419,18 +417,18 @@ struct Member::Swapping {
 
     const Plan& plan;
     const Parts& parts;
-    // rests: size of the largest part that is not published yet; pieces: bytes published in each round
+    // rests: size of the largest part that is still unpublished; pieces: bytes published per round
     Sizes rests, pieces;
     ByRank<bool> in_place;
 };
 
-// The first round publishes which sizes each member sends and expects, so all members detect the same
-// mismatches. It also publishes small data itself, or the addresses of large data.
+// The first round publishes the sizes that each member sends and expects, so that all members detect the same
+// mismatches. It also publishes small data, and the addresses of large data.
 End Member::alltoall(Call call, const Parts& parts, Patience& patience) {
     const size_t row = size * sizeof(uint64_t);
     const auto& [in, in_sizes, out, out_sizes] = parts;
     const bool little = 2 * row + std::accumulate(in_sizes.begin(), in_sizes.end(), uint64_t{}) <= SMALL;
-    uint64_t most = 0;  // largest number of bytes for any other member
+    uint64_t most = 0;  // most bytes for any other member
     for (uint32_t r = 0; r < size; ++r) most = r == rank ? most : std::max(most, in_sizes[r]);
     const Plan& plan = begin_plan(call.doing, little ? 0 : most);
     const bool direct = !little && 3 * row <= SMALL && plan.algorithm == Algorithm::Direct;

@@ -1,9 +1,8 @@
-// How the members choose a plan for each operation.
+// How members agree on a plan for each operation.
 //
-// Algorithm. Rank 0 tries out plans for each operation and size class, and keeps the fastest. In each
-// operation, it publishes the plan for the next one, so all members know that plan in time without an extra
-// message. The cells of the next operation report how long each member took. The slowest member's time
-// counts.
+// Algorithm. Rank 0 tries plans for each operation and size class, and keeps the fastest. Each operation
+// publishes the plan for the next one, so all members know it in time without another message. The cells of
+// the next operation report how long each member took. The slowest member counts.
 #include "group.hpp"
 
 #include <algorithm>
@@ -12,19 +11,19 @@ namespace flowchan {
 
 namespace {
 
-// In an exchange, each member reads all inputs. A group with more members than this tries it only for small
-// data, because reading many large inputs takes too long.
+// In an exchange, each member reads all inputs. Groups with more members than this try it only for small
+// data, because it would take too long for large inputs.
 constexpr uint32_t MOST_EXCHANGE = 7;
 constexpr uint32_t SMALL_KINDS = 2;
-// Lower bound of the smallest size class in bytes. For smaller data, all plans take the same time.
+// Lower bound of the smallest size class in bytes. For less data, all plans take equally long.
 constexpr uint64_t LEAST = 8 * 1024;
-constexpr uint32_t IN_ONE_PIECE = 4;  // size classes whose data fits into one small piece
-// Size classes whose data one thread has read before a second thread could start.
+constexpr uint32_t IN_ONE_PIECE = 4;  // size classes that fit into one small piece
+// Size classes that one thread reads before a second one could start.
 constexpr uint32_t BY_ONE = 8;
 
 constexpr uint32_t BY_TWO = plans_where([](const Plan& one) { return one.by_two; });
 constexpr uint32_t KEPT_PAST = plans_where([](const Plan& one) { return one.keeps_past; });
-// Plans with large pieces. Each is equal to a plan with small pieces, except for the piece size.
+// Plans with large pieces; each also exists with small pieces.
 constexpr uint32_t IN_LARGE = plans_where([](const Plan& one) {
     return one.algorithm != Algorithm::Direct && one.piece == BIG && !one.shows_past && !one.keeps_past;
 });
@@ -37,8 +36,8 @@ uint32_t Member::kind_of(uint64_t bytes) {
     return bytes <= LEAST ? UNTRIED : std::min<uint32_t>(std::bit_width((bytes - 1) / LEAST) - 1, TRIED - 1);
 }
 
-// Returns a bit for each plan that can run this operation, leaving out plans that would do the same as
-// another. All members that make the same call get the same result.
+// Returns a bit for each plan that can run this operation. If several plans would do the same, only one
+// counts. All members that make the same call get the same result.
 uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
     const bool in_one_piece = kind < IN_ONE_PIECE || kind == UNTRIED;
     uint32_t found = usable_plans(doing, kind);
@@ -48,12 +47,12 @@ uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
     return found;
 }
 
-// Returns a bit for each plan that can run this operation, even if some of them do the same.
+// Returns a bit for each plan that can run this operation, including plans that do the same.
 uint32_t Member::usable_plans(uint32_t doing, uint32_t kind) const {
     if (const Algorithm algorithm = chosen_[doing % OPERATIONS]; algorithm != Algorithm::Any)
         return plans_of(algorithm == Algorithm::Direct && !direct_ ? Algorithm::Chunks : algorithm);
     if (doing == REDUCE || doing == ALLREDUCE) {
-        // In a group of two, exchange reads as much data as slices, but copies less.
+        // Between two members, exchange reads as much data as slices but copies less.
         const bool by_slices = size > 2 || doing == REDUCE;
         const bool by_exchange = size <= MOST_EXCHANGE || is_small(kind);
         return (by_slices ? plans_of(Algorithm::Slices) : 0) |
@@ -63,8 +62,8 @@ uint32_t Member::usable_plans(uint32_t doing, uint32_t kind) const {
     return plans_of(Algorithm::Chunks) | (may_read ? plans_of(Algorithm::Direct) : 0);
 }
 
-// Returns the plan to try first. If there are more members than cores, this is a plan with few rounds,
-// because each round then costs context switches.
+// Returns the plan to try first. If members outnumber the cores, each round costs context switches, so this
+// plan has few rounds.
 uint32_t Member::first_of(uint32_t doing, uint32_t kind) const {
     uint32_t found = possible(doing, kind);
     if (const uint32_t slices = found & plans_of(Algorithm::Slices); !is_small(kind) && slices)
@@ -94,7 +93,7 @@ const Plan& Member::begin_plan(uint32_t doing, uint64_t bytes) {
     return PLANS[plan];
 }
 
-// Called in the first round, once all members have arrived and their calls match.
+// Call this in the first round, after all members have arrived with matching calls.
 void Member::have_come(Call call) {
     if (cell(0).flags & TELLS)
         next_[call.doing % OPERATIONS][kind_of(cell(0).bytes)] = cell(0).flags >> NEXT_PLAN & 15;
@@ -116,8 +115,7 @@ void Member::have_come(Call call) {
 void Member::end_plan(bool done) {
     took_ = timed_.is && done ? saturated(now_ns() - timed_.since) : 0;
     before_ = timed_;
-    // After a failed operation, its cells do not have the times of the previous operation, so clear
-    // `before_`.
+    // The cells of a failed operation lack the times of the previous one, so clear `before_`.
     before_.is = rank == 0 && took_;
     timed_.is = false;
     filled_ = round_flags_ = 0;

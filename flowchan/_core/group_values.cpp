@@ -1,6 +1,5 @@
-// Converts Python values to bytes and back. Plain values use the encoding of direct_values.hpp and need no
-// pickle. The last byte says which format it is. flowchan/collective/value_bytes.py handles the other
-// formats.
+// Converts Python values to bytes and back. Plain values use the encoding of direct_values.hpp instead of
+// pickle. The last byte identifies the format; flowchan/collective/value_bytes.py handles all other formats.
 #include "codec.hpp"
 #include "group_calls.hpp"
 
@@ -11,10 +10,10 @@ namespace flowchan {
 namespace {
 
 constexpr char PLAIN = 2;
-constexpr size_t MOST_PLAIN = 64 * 1024;  // in bytes; above that, pickle is as fast
+constexpr size_t MOST_PLAIN = 64 * 1024;  // in bytes; pickle is as fast for larger values
 
-// An encoded value. This thread reuses the buffer for its next value. If a signal handler encodes a value
-// during a call, that value gets another buffer.
+// An encoded value. This thread reuses the buffer for its next value. A value that a signal handler encodes
+// during a call gets its own buffer.
 class Written {
   public:
     explicit Written(PyObject* value) : buffer_(std::move(spare_)) {
@@ -28,7 +27,7 @@ class Written {
     Written(const Written&) = delete;
     const char* from() const { return buffer_.get(); }
 
-    size_t bytes = 0;  // 0 if the value is not plain
+    size_t bytes = 0;  // 0: the value is not plain
 
   private:
     static thread_local std::unique_ptr<char[]> spare_;
@@ -45,7 +44,7 @@ PyObject* read_value(const void* at, size_t bytes) {
     return read_plain(from, from + bytes - 1);
 }
 
-// Decodes small plain values directly in the slots, and copies all other values as bytes.
+// Decodes small plain values directly from the slots, and copies all others as bytes.
 class PlaceValues : public Member::Place {
   public:
     PlaceValues(Calling& calling, PyObject* found, uint32_t size)

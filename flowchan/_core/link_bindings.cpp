@@ -83,8 +83,8 @@ nb::tuple tuple_of(const LinkEvent& event) {
     return nb::make_tuple("closed");
 }
 
-// Return how long one sleep may last. Only the main thread handles signals, so only it wakes after each
-// slice. Other threads sleep until an event comes. A driver has one such thread for each agent, and each
+// Return how long one sleep may last. Only the main thread handles signals, so only it must wake after each
+// slice. Any other thread sleeps until an event comes: a driver has one such thread per agent, and each
 // wake-up would take the GIL.
 int64_t slice_here(Deadline deadline) {
     return thread_number() == uint32_t(getpid()) ? deadline.slice()

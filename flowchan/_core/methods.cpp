@@ -1,5 +1,5 @@
-// The methods that are called once per item. They are plain C functions, because a general binding layer
-// would cost more than the operation itself.
+// The methods that run once per item. They are plain C functions, because a binding layer would cost more
+// than the operation.
 #include <cmath>
 
 #include "arguments.hpp"
@@ -7,8 +7,8 @@
 
 namespace flowchan {
 
-// Return whether an object is a real number, such as a Fraction, a Decimal or a NumPy scalar. A bool is not,
-// and neither is an object that only has a __float__ method.
+// Return whether an object is a real number, such as a Fraction, a Decimal or a NumPy scalar. Neither a bool
+// nor an object that merely has a __float__ method counts.
 static bool is_real(PyObject* v) {
     if (PyFloat_Check(v) || PyLong_Check(v)) return !PyBool_Check(v);
     nb::object real = nb::module_::import_("numbers").attr("Real"),
@@ -320,7 +320,7 @@ PyObject* in_next(PyObject* self) {
 
 #undef PORT
 
-// --- garbage collection: a channel owns the items inside it, and a port owns its channel ---
+// --- garbage collection: a channel owns its items, and a port owns its channel ---
 
 int channel_traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
@@ -358,7 +358,7 @@ int in_clear(PyObject* self) {
     drop_items(std::exchange(in_of(self).leased_items, {}));
     return 0;
 }
-// Runs before the garbage to which this port refers is cleared, so that its leased items go back intact.
+// Runs before the garbage collector clears what this port refers to, so that leased items go back intact.
 void in_finalize(PyObject* self) {
     if (!nb::inst_ready(self)) return;
     nb::error_scope kept;

@@ -1,4 +1,4 @@
-// In and Out: the counted ports of a stage. This file also decides which input item an output counts for.
+// In and Out: the counted ports of a stage. They also decide for which input item an output counts.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -8,13 +8,13 @@ namespace flowchan {
 
 namespace {
 
-// Record that all outputs for item `number` have been put. If the item is too far ahead of its turn, wait
-// like a put. Return false with a Python error set if a signal handler raised during the wait.
+// Record that all outputs for item `number` have been put. Like a put, this waits if the item is too far
+// ahead of its turn. Return false with a Python error set if a signal handler raised during the wait.
 template <class M>
 bool done_with(M& m, Out& out, uint64_t number) {
     if (!out.state.ordered) {
         Wakes wakes;
-        if (out.state.keyed || !Traits<M>::resumes(m)) {  // no other worker will need this record
+        if (out.state.keyed || !Traits<M>::resumes(m)) {  // no other worker will need to know
             out.state.keyed = false;
             return true;
         }
@@ -33,7 +33,7 @@ bool done_with(M& m, Out& out, uint64_t number) {
     return step != Step::Interrupted;
 }
 
-// Open a session for a port, or adopt one that another process opened for it. Return its generation.
+// Open a session for a port, or adopt one that another process has opened for it. Return its generation.
 uint64_t open_session(LocalQueue& queue, Channel&, int, bool writer, uint32_t&) {
     Locked locked(queue);
     (writer ? queue.writers : queue.readers) += 1;
@@ -64,7 +64,7 @@ uint64_t open_port(Channel& ch, int given, bool writer, uint32_t& session) {
     return ch.with([&](auto& transport) { return open_session(transport, ch, given, writer, session); });
 }
 
-// Return whether this port still owns the session.
+// Return whether the session still belongs to this port.
 bool owns(Ring& ring, uint32_t session, uint64_t generation) {
     Session& s = ring.session(session);
     return s.generation == generation && s.role != Session::NONE;
@@ -78,8 +78,8 @@ Step Turn::enter(Deadline deadline) {
         if (deadline.now_only() || deadline.passed()) return Step::NotNow;
         if (PyErr_CheckSignals() != 0) return Step::Interrupted;
         WithoutGil without;
-        // This thread increments `waiting_` before it reads `owner_`, and `leave` writes `owner_` before it
-        // reads `waiting_`. So at least one of the two threads sees the write of the other.
+        // This thread increments `waiting_` and then reads `owner_`; `leave` writes `owner_` and then reads
+        // `waiting_`. So at least one of the two threads sees the other's write.
         waiting_ += 1;
         futex_wait(owner_, other, deadline.slice(), false);
         waiting_ -= 1;
@@ -94,8 +94,8 @@ void Turn::leave() {
     if (waiting_.load(std::memory_order_seq_cst)) futex_wake(owner_, 1, false);
 }
 
-// Wait until no thread of this process reads or writes items of the port in place. Then take the transport's
-// lock, which is free during the wait.
+// Wait until no thread of this process reads or writes the port's items in place, and return with the
+// transport's lock. The lock is free during the wait.
 template <class Transport, class Busy>
 static void lock_when_idle(Transport& transport, Busy busy, std::optional<Locked<Transport>>& locked) {
     for (;;) {
@@ -108,7 +108,7 @@ static void lock_when_idle(Transport& transport, Busy busy, std::optional<Locked
     }
 }
 
-// Forget which threads use a port, because a forked child does not have these threads.
+// Forget which threads use a port: a forked child does not have them.
 static void forget_threads(In& in) {
     in.turn.forget();
     in.copying = false;
@@ -124,7 +124,7 @@ bool ready(Port& port) {
     if (port.forks == fork_count) return true;
     nb::object self = nb::find(port);
     nb::ft_object_guard guard(self);
-    if (port.forks == fork_count) return true;  // another thread has just done this
+    if (port.forks == fork_count) return true;  // another thread was faster
     if (!port.ch->usable()) return false;
     forget_threads(port);
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.adopt(port.state.session); });
@@ -161,7 +161,7 @@ static bool is_own(Port& port) {
     });
 }
 
-// Call each function. Report errors instead of raising them, because the caller did not cause them.
+// Call each function. Report errors as unraisable, because they are not the caller's fault.
 static void call_all(const std::vector<nb::object>& calls) {
     if (calls.empty()) return;
     nb::error_scope kept;
@@ -217,7 +217,7 @@ Out::~Out() {
 
 void In::close(bool finished) {
     if (!open.exchange(false)) return;
-    // Even if a signal interrupts the wait, the port closes.
+    // A signal may interrupt the wait, but the port closes anyway.
     if (finished && !pass_turns(*this)) PyErr_Clear();
     ch->with([&](auto& transport) { leave(transport, finished); });
     const std::vector<nb::object> calls = std::exchange(due, {});

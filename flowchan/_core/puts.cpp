@@ -12,13 +12,13 @@ using namespace nb::literals;
 
 namespace {
 
-// Return the result of a put whose port was closed while it waited.
+// Return why a put failed whose port was closed while it waited.
 Step left(uint64_t state) {
     return state == OPEN ? Step::PortClosed : state == BROKEN ? Step::Broken : Step::Closed;
 }
 
-// Record the input item, and how many of its outputs were already put. Call this before the first output for
-// the item.
+// Record the input item, and how many of its outputs were already put. Call this before putting the item's
+// first output.
 template <class M>
 void begin(M& m, Out& out) {
     if (out.state.keyed) return;
@@ -28,7 +28,7 @@ void begin(M& m, Out& out) {
     out.state.keyed = true;
 }
 
-// Inlined, so that the compiler drops the parts of the identity that a put without a wait does not need.
+// Inlined, so that the compiler drops the parts of the identity that only a wait needs.
 [[gnu::always_inline]] inline Caller writing_inlined(Channel& ch, const Out* out, uint64_t size, bool waits) {
     Caller caller{Side::Writer, out, 0, size};
     caller.clock = out ? &out->state.clock : nullptr;
@@ -55,7 +55,7 @@ Step put(LocalQueue& queue, Channel& ch, Out* out, PyObject* item, Deadline dead
     return step;
 }
 
-// Prepare a put into a ring, under the ring's lock. Return Wait unless the result is already known.
+// Prepare a put into a ring, under the lock. Return Wait unless the result is already known.
 Step before_put(Ring& ring, Out* out) {
     if (!out) return Step::Wait;
     if (!out->open) return left(ring.header().state);
@@ -63,11 +63,11 @@ Step before_put(Ring& ring, Out* out) {
     return out->state.skips() ? Step::Done : Step::Wait;
 }
 
-// Wait for recycled memory. Without this, a writer that outpaces its readers would touch more and more new
-// memory, up to the limit of the channel. The wait ends after about the time that touching new memory would
-// take, and lasts only while readers are freeing memory. A new MB costs 0.7 to 1 ms of CPU time, and a
-// recycled one 0.03 to 0.07 ms. Finding and clearing a new MB takes 0.25 ms, the faults of the first touch
-// 0.4 ms, and returning it 0.2 ms.
+// Wait for recycled memory. Otherwise, a writer that outpaces its readers would touch more and more new
+// memory, up to the channel's limit. The wait lasts only while readers free memory, and at most about as long
+// as touching new memory would take. A new MB costs 0.7 to 1 ms of CPU time, and a recycled one 0.03 to 0.07
+// ms. Finding and clearing a new MB takes 0.25 ms, the faults of the first touch 0.4 ms, and returning it 0.2
+// ms.
 Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadline deadline) {
     constexpr uint64_t WORTH_IT = 64 << 10, BYTES_A_NS = 1;
     if (size < WORTH_IT || deadline.now_only()) return Step::Done;
@@ -82,8 +82,8 @@ Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadlin
         soon);
 }
 
-// Put a large item in two steps. Between them, copy the item without the lock, so that no other caller waits
-// for the copy.
+// Put a large item in two steps. In between, copy it without the lock, so that no other caller waits for the
+// copy.
 Step put_large(Ring& ring, Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadline) {
     WriterState* writer = out ? &out->state : nullptr;
     uint32_t session = out ? out->state.session : ch.plain_session();
@@ -111,7 +111,7 @@ Step put_large(Ring& ring, Channel& ch, Out* out, const ObjectFrame& frame, Dead
     return step;
 }
 
-// Return the loan of this channel that contains one of the frame's buffers, and set `at` to that buffer.
+// Return the loan of this channel that contains one of the frame's buffers. Set `at` to that buffer.
 std::shared_ptr<Block> loan_of(Channel& ch, const ObjectFrame& frame, const void*& at) {
     nb::object self = nb::find(ch);
     nb::ft_object_guard guard(self);  // this guards `loans`
@@ -122,9 +122,9 @@ std::shared_ptr<Block> loan_of(Channel& ch, const ObjectFrame& frame, const void
 }
 
 // Put an item whose large buffer was filled in place. Return Wait if the item must be copied like any other.
-// This happens in a forked child, because the loans that it inherits still belong to its parent. It also
-// happens if the buffer belongs to a received item, at an address where an earlier loan was put. `put` is set
-// first, so that two threads cannot put the same memory twice.
+// This happens in a forked child, where inherited loans still belong to the parent. It also happens if the
+// buffer is part of a received item, at the address of an earlier loan. `put` is set first, so that two
+// threads cannot put the same memory twice.
 Step put_loaned(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     const void* at = nullptr;
     std::shared_ptr<Block> loan = loan_of(ch, frame, at);
@@ -174,7 +174,7 @@ Step put_frame(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline d
 
 PyObject* py_not_put = nullptr;
 
-// Report that an encoded item was not put, so that it no longer keeps the channels inside it alive.
+// Report that an encoded item was not put, so that it stops keeping the channels inside it alive.
 void report_not_put(PyObject* packed) {
     nb::error_scope kept;
     PyObject* none = PyObject_CallOneArg(py_not_put, packed);
@@ -211,8 +211,8 @@ Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, u
 }
 
 // Box an item and put the box. The box gets the marks of the sampled items that the worker is processing, or
-// the mark of a new sample. If the box cannot be put, put the bare item. An error then describes the user's
-// item, not the box.
+// the mark of a new sample. If that fails, put the bare item, because an error should describe the user's
+// item and not the box.
 [[gnu::cold]] Step put_boxed(Channel& ch, Out& out, PyObject* item, Deadline deadline, uint64_t& size) {
     constexpr uint64_t RARELY = 1 << 16;
     const nb::object owner = out.tracing_owner;
@@ -286,8 +286,7 @@ static nb::object lend(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadlin
     return view;
 }
 
-// Lend `size` bytes of the channel's memory, after waiting until they are free. The caller fills them and
-// then puts them.
+// Lend `size` bytes of the channel's memory, once they are free. The caller fills them and puts them.
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
     Deadline deadline;
     if (!ch.usable() || !parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
@@ -326,8 +325,7 @@ PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline) {
     }
     Py_DECREF(iterator);
     if (!PyErr_Occurred()) Py_RETURN_NONE;
-    // The error's `items_put` says how many items were put, so that the caller can continue with the next
-    // one.
+    // `items_put` of the error tells the caller with which item to continue.
     add_to_error("items_put", PyLong_FromSsize_t(done));
     return nullptr;
 }

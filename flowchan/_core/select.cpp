@@ -1,9 +1,9 @@
-// Select: wait in several wait queues at the same time.
+// Select: waits in several wait queues at once.
 //
-// Algorithm. Enter all wait queues, then try the operations, then sleep on the words of all queues
-// (sleeping.hpp). An operation that becomes possible after the attempts changes a word, because its queue was
-// entered before. A caller that leaves a queue without doing the operation there must pass the wake-up on: it
-// may have been the one that was woken.
+// Algorithm. Enter all wait queues, try the operations, and sleep on the words of all queues (sleeping.hpp).
+// An operation that becomes possible after it was tried changes a word, because its queue was entered before.
+// A caller that leaves a queue without doing the operation there passes on the wake-up, which may have been
+// its own.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -20,9 +20,10 @@ namespace {
 constexpr size_t MOST = 128;  // FUTEX_WAITV_MAX
 constexpr int64_t ASKED_AGAIN_NS = 5'000'000;
 constexpr size_t MOST_RECALLS = 8;
-constexpr size_t MOST_ROUNDS = 100;  // limited, because other processes may move remote items all the time
+// a limit is needed, because other processes may keep moving remote items
+constexpr size_t MOST_ROUNDS = 100;
 
-// The queue entries of one wait. The wait leaves them when it ends.
+// The queue entries of one wait, which end together.
 class WaitQueues {
   public:
     WaitQueues(std::deque<Place>& places, bool again) : places_(places) {
@@ -31,11 +32,11 @@ class WaitQueues {
             words_.push_back(p.waited());
         }
     }
-    // `used`: index of the entry whose operation succeeded, so that its wake-up is not passed on.
+    // `used`: index of the entry whose operation succeeded; its wake-up is not passed on.
     void leave_all(size_t used) {
         for (size_t i = 0; i < places_.size(); ++i) places_[i].leave(i != used);
     }
-    // Sleep until a word changes or `ns` have passed. Return true in the second case.
+    // Sleep until a word changes, or for `ns`. Return true if the time has passed.
     bool sleep(int64_t ns) {
         WithoutGil without;
         return sleep_on_any(words_, now_ns() + ns);
@@ -47,15 +48,15 @@ class WaitQueues {
 };
 
 struct Operation {
-    Channel* ch;  // for a remote channel: its ring in this process
+    Channel* ch;  // a remote channel's ring in this process
     Side side;
     uint32_t session;
     In* in;
     Out* out;
     PyObject* item;                  // the item of a put (borrowed)
     nb::handle target;               // the channel or the port
-    bool checks_only = false;        // takes no item; succeeds as soon as a get would not wait
-    Channel* owner_asked = nullptr;  // the remote channel whose owner may be asked, or null
+    bool checks_only = false;        // takes no item, but succeeds when a get would not wait
+    Channel* owner_asked = nullptr;  // a remote channel whose owner may be asked, or null
 
     Caller caller() const {
         Caller caller = side == Side::Writer ? writing(*ch, out, 0, false) : Caller{Side::Reader, in};
@@ -94,7 +95,7 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
     return op;
 }
 
-// Return whether a get would return at once, because the channel has an item or is drained.
+// Return whether a get would not wait, because the channel has an item or is drained.
 Step check_ready(Channel& ch) {
     ch.with([](auto& transport) { check_for_dead(transport); });
     const Step step = locked(ch, [](auto& transport, Wakes&) {
@@ -115,7 +116,7 @@ Step try_once(const Operation& op, PyObject*& item) {
 }  // namespace
 
 // Try each operation once, in random order. Return (index, item) for the first that succeeds. The index is -1
-// if all would wait, and -2 if all channels are drained. If an operation fails, raise its error.
+// if all would wait, and -2 if all channels are drained. An operation that fails raises its error.
 static nb::object try_each(const std::vector<Operation>& ops) {
     static thread_local std::minstd_rand random{std::random_device{}()};
     std::vector<size_t> order(ops.size());
@@ -137,8 +138,8 @@ static nb::object try_each(const std::vector<Operation>& ops) {
     return nb::make_tuple(drained == ops.size() ? -2 : -1, nb::none());
 }
 
-// Return how many items have entered and left each channel. As long as these counts do not change, no
-// operation becomes possible.
+// Return how many items each channel has moved in and out. While these counts stay the same, no operation
+// becomes possible.
 static std::vector<uint64_t> moves(const std::vector<Operation>& ops) {
     std::vector<uint64_t> found;
     for (const Operation& op : ops) {
@@ -160,9 +161,9 @@ bool is_ready(const Operation& op) {
                             [&](Ring& ring) { return Traits<Ring>::ready(ring, op.side); }});
 }
 
-// Ask the owners of the remote channels whose operations would wait. Return whether one of these operations
-// may be possible now, because of a new item, the end of the channel, or new room. `moved` gets the number of
-// puts and gets at each owner.
+// Ask the owners of the remote channels whose operations would wait. Return whether any of these operations
+// may be possible now, after a new item, the end of the channel, or new room. `moved` receives each owner's
+// count of puts and gets.
 bool ask_owners(const std::vector<Operation>& ops, std::vector<uint64_t>* moved = nullptr) {
     bool any = false;
     for (const Operation& op : ops) {
@@ -182,7 +183,7 @@ bool ask_owners(const std::vector<Operation>& ops, std::vector<uint64_t>* moved 
 }
 
 // Before choosing among the operations that are possible in this process, ask the owners. Otherwise, remote
-// channels would be chosen less often than local ones. After an owner had nothing, it is not asked again for
+// channels would be chosen less often than local ones. An owner that had nothing is not asked again for
 // ASKED_AGAIN_NS.
 void ask_other_owners(const std::vector<Operation>& ops) {
     const auto is_waiting_remote = [](const Operation& op) { return op.owner_asked && !is_ready(op); };
@@ -196,22 +197,23 @@ void ask_other_owners(const std::vector<Operation>& ops) {
     }
     for (const Operation& op : due) {
         if (is_ready(op) || ask_owners({op}) ||
-            is_ready(op))  // its item may have arrived while another owner was asked
+            is_ready(op))  // the item may have arrived while another owner was asked
             possible.push_back(op);
         else
             op.owner_asked->last_found_nothing = now_ns();
     }
-    // An owner recalls a prefetched item after a few milliseconds, perhaps while another owner is asked.
+    // An owner recalls a prefetched item after a few milliseconds, perhaps while another owner is being
+    // asked.
     for (size_t round = 0; round < MOST_RECALLS && !std::ranges::all_of(possible, is_ready); ++round)
         std::erase_if(possible, [](const Operation& op) { return !is_ready(op) && !ask_owners({op}); });
 }
 
 }  // namespace
 
-// Try all operations as if at one moment, so that an item that moves from one channel to another is not
-// missed. If nothing moved between the first try and the last, all operations would have waited at the same
-// moment (a double collect). For remote channels, the owners count the moves. The number of rounds is
-// limited, because each one takes a slow round trip.
+// Try all operations as if at one moment, so that an item moving from one channel to another is not missed.
+// If nothing moved between the first try and the last, all operations would have waited at one moment (a
+// double collect). The owners count the moves of remote channels. Each round takes a slow round trip, so
+// their number is limited.
 static nb::object try_now(const std::vector<Operation>& ops) {
     std::vector<uint64_t> there_before;
     for (size_t round = 1;; ++round) {
