@@ -37,7 +37,7 @@ ExtraSleeper::~ExtraSleeper() {
 }
 
 void ExtraSleeper::notify() {
-    // Relaxed, because the changed data is read under the mutex.
+    // Relaxed, because the mutex guards the data that has changed.
     changes_.fetch_add(1, std::memory_order_relaxed);
     futex_wake(changes_, 1, false);
 }

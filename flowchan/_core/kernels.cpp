@@ -20,7 +20,7 @@ auto scale_of(C value) -> decltype(value.ticks);
 }  // namespace plain
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-// The same loops with 32-byte vectors. Without fused operations, they give the same bits.
+// The same loops with 32-byte vectors. They avoid fused operations, so they compute the same bits.
 #    pragma GCC push_options
 #    pragma GCC target("avx2")
 

@@ -1,5 +1,4 @@
-// The connection of a link, and the list of its streams. The two threads of a link are in link_send.cpp and
-// link_receive.cpp.
+// The connection of a link, and its streams. link_send.cpp and link_receive.cpp have the two threads.
 #include "link.hpp"
 #include "process.hpp"
 
@@ -19,9 +18,9 @@ std::unordered_set<Link*> live;
 
 }  // namespace
 
-// A forked child gets a copy of the socket but no threads. It closes the copy. Otherwise, if this process
-// ended, the other side would notice only when the child also ends. Forking takes the locks of all links
-// first, so that the child gets each link in a consistent state and without a locked ring.
+// A forked child gets a copy of the socket but no threads, so it closes the copy. Otherwise, the other side
+// would not notice the end of this process before the child also ends. A fork first takes the locks of all
+// links, so that the child finds them consistent and holds no ring's lock.
 const int Link::fork_hook = pthread_atfork(before_fork, after_fork, in_child);
 
 void Link::before_fork() {
@@ -73,14 +72,14 @@ Link::~Link() {
         delete &receiver_;
         return;
     }
-    // A forked child owns none of these objects, so abandon them.
+    // None of these objects belongs to a forked child, so abandon them.
     extra_sleepers_.abandon();
     for (auto& [number, stream] : streams_) stream.release();
 }
 
 void Link::close() {
     if (pid_ != getpid()) return;
-    std::lock_guard one(closing_);  // so that a second caller also waits until everything is closed
+    std::lock_guard one(closing_);  // a second caller must also wait until everything is closed
     {
         std::lock_guard lock(mutex_);
         closed_ = true;
@@ -99,8 +98,8 @@ void Link::close() {
     streams_.clear();
 }
 
-// Owner side: the worker's host has lost the outputs of this stream. For each of them that is not released,
-// give back the input item, so that a worker makes the output again.
+// Owner side: the worker's host has lost the outputs of this stream. Give back the input item of each output
+// that is not released, so that a worker makes the output again.
 void Link::forget_references(LinkStream& stream) {
     if (!owner_side_) return;
     references().lose(this, stream.number);
@@ -120,8 +119,8 @@ void Link::attach(int fd) {
 }
 
 void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
-    // End the old connection before this side reports over the new one which frames have arrived. Otherwise,
-    // a frame that still arrives over the old connection would be received twice.
+    // End the old connection before this side reports over the new one which frames have arrived. A frame
+    // that still arrived over the old connection would otherwise be received twice.
     while (fd_ >= 0 && !closed_) {
         if (!std::exchange(lost_, true)) {
             shutdown(fd_, SHUT_RDWR);
@@ -160,8 +159,8 @@ void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
     ring_doorbell();
 }
 
-// Called by a thread that leaves the connection over `fd`, because the connection has ended. The last thread
-// to leave closes the descriptor.
+// A thread calls this when its connection over `fd` has ended. The last thread to leave closes the
+// descriptor.
 void Link::leave_connection(int fd, const std::string& why) {
     std::lock_guard lock(mutex_);
     users_ -= 1;
@@ -175,7 +174,7 @@ void Link::leave_connection(int fd, const std::string& why) {
     changed_.notify_all();
 }
 
-// Count a connection that ended without progress. If there were items to carry, start the clock of
+// Count a connection that ended without progress. If there was something to carry, start the clock of
 // stuck_for().
 void Link::note_break() {
     breaks.fetch_add(1, std::memory_order_relaxed);
@@ -309,7 +308,7 @@ std::optional<bool> Link::await_used(uint32_t number, uint64_t count, int64_t un
 }
 
 void Link::ring_doorbell() {
-    // Pairs with `sleep`, which sets asleep_ before it checks once more.
+    // Pairs with `sleep`, which sets asleep_ and then checks once more.
     doorbell_.fetch_add(1, std::memory_order_seq_cst);
     if (asleep_.load(std::memory_order_seq_cst)) futex_wake(doorbell_, 1, false);
 }
@@ -324,8 +323,7 @@ LinkEvent Link::next_event(int64_t until) {
     while (events_.empty() && !closed_) {
         const int64_t now = now_ns(), left = until - now;
         if (left <= 0) {
-            // If this thread woke up late, it was delayed itself. That time says nothing about the other
-            // side, so do not count it.
+            // This thread woke up late, so it was delayed itself. Do not blame the other side for that time.
             last_byte_at_.store(std::min(now, last_byte_at_.load(std::memory_order_relaxed) - left),
                                 std::memory_order_relaxed);
             return {};

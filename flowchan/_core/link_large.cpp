@@ -1,4 +1,4 @@
-// Large items that arrive over a link. They are received right into the ring's memory, without a copy.
+// Large items that arrive over a link go directly into the ring's memory, without a copy.
 #include "link.hpp"
 
 #include <poll.h>
@@ -7,8 +7,8 @@
 
 namespace flowchan {
 
-// Receive a large item, or what remains of one. Its first `size` bytes have already been received, into
-// `begun`. If the ring has room, the item goes into the ring without a copy.
+// Receive a large item, or the rest of one. `begun` contains the first `size` bytes, which have already
+// arrived. If the ring has room, the item goes into the ring without a copy.
 bool Link::receive_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size,
                          Following& following) {
     std::unique_lock lock(mutex_);
@@ -21,7 +21,7 @@ bool Link::receive_large(int fd, uint64_t connection, const Head& head, const ch
         try {
             large.buffer.resize(large.item.size);
             to = large.buffer.data();
-        } catch (const std::bad_alloc&) {  // the item will come again over another connection
+        } catch (const std::bad_alloc&) {  // another connection will carry the item again
             whole = false;
         }
     }
@@ -38,7 +38,7 @@ bool Link::receive_large(int fd, uint64_t connection, const Head& head, const ch
     return whole;
 }
 
-// Find out where a large item goes. Return false if the other side sent invalid data.
+// Decide where a large item goes. Return false if the other side sent invalid data.
 bool Link::begin_large(const Head& head, Large& large) {
     LinkStream* stream = large.stream = find(head.stream);
     if (stream && head.port >= stream->sinks.size()) return false;
@@ -62,7 +62,7 @@ bool Link::begin_large(const Head& head, Large& large) {
     return true;
 }
 
-// Count a large item that no port receives.
+// Count a large item that is dropped.
 void Link::pass_over(const Head& head) {
     LinkStream* stream = find(head.stream);
     if (!stream || head.port >= stream->sinks.size()) return;
@@ -72,8 +72,8 @@ void Link::pass_over(const Head& head) {
     note_progress();
 }
 
-// Finish a large item, or keep the part that has arrived. Return false if the rest must come over another
-// connection, or if the other side sent invalid data.
+// Finish a large item, or keep the part that has arrived. Return false if the other side sent invalid data,
+// or if another connection must carry the rest.
 bool Link::end_large(Large& large, bool whole) {
     Sink& sink = *large.sink;
     large.stream->filling -= 1;
@@ -87,7 +87,7 @@ bool Link::end_large(Large& large, bool whole) {
                                owner_side_ && sink.writer.keyed ? &sink.writer : nullptr, holding.wakes);
     }
     if (!whole) {
-        // The item will be sent again, and must then be skipped again.
+        // The item will be sent again and must be skipped again.
         if (large.skips) sink.writer.count -= 1;
         if (large.part.size() < large.item.size) sink.part = std::move(large.part);
         return false;
@@ -106,15 +106,15 @@ bool Link::end_large(Large& large, bool whole) {
     return true;
 }
 
-// Claim memory in the ring for a large item. If the ring is full, `slot` stays null. Return false if a dead
-// worker had already put the item, so that it must be skipped.
+// Claim memory in the ring for a large item. `slot` stays null if the ring is full. Return false if the item
+// must be skipped, because a dead worker has already put it.
 bool Link::claim(LinkStream& stream, Sink& sink, const Received& item, Slot*& slot) {
     if (!is_settled(stream, sink, item.key)) return true;
     const uint64_t number = number_for(stream, sink, item.key);
     RingLock holding(*sink.ring);
     if (sink.begin(number) == Step::Done) return false;
     const bool keyed = number != Slot::KEYLESS;
-    // Stage the item, because it must be put without a key.
+    // Stage the item: it must be put without a key.
     if (owner_side_ && !keyed && sink.writer.keyed) return true;
     const Step step =
         sink.ring->claim(frame_of(item), keyed ? &sink.writer : nullptr, sink.writer.session, slot);
@@ -124,11 +124,10 @@ bool Link::claim(LinkStream& stream, Sink& sink, const Received& item, Slot*& sl
 
 namespace {
 
-// While a large item arrives, wake this thread once per this many bytes, not once per segment. A wake-up
-// costs as much as copying 50 KB.
+// While a large item arrives, wake this thread only after this many bytes instead of after each segment. A
+// wake-up costs as much as copying 50 KB.
 constexpr uint64_t WORTH_WAKING = 256 << 10;
-// Wake at least this often, so that the other side counts as alive while bytes trickle in on a slow
-// connection.
+// Wake at least this often, so that the other side counts as alive even on a slow connection.
 constexpr int MOST_MS = 100;
 
 class LowWaterMark {
@@ -136,7 +135,7 @@ class LowWaterMark {
     explicit LowWaterMark(int fd) : fd_(fd) {}
     ~LowWaterMark() { set(1); }
     LowWaterMark(const LowWaterMark&) = delete;
-    // Wait until `bytes` bytes have arrived or the connection has ended, for at most MOST_MS.
+    // Wait for `bytes` bytes or the end of the connection, but at most MOST_MS.
     void await(uint64_t bytes) {
         set(int(bytes));
         pollfd one{fd_, POLLIN, 0};
@@ -154,8 +153,8 @@ class LowWaterMark {
 
 }  // namespace
 
-// Return how many of `size` bytes have arrived, including the `have` bytes at `begun`. If `to` is null, no
-// port receives the item.
+// Return how many of `size` bytes have arrived, including the `have` bytes at `begun`. A null `to` means that
+// the item is dropped.
 uint64_t Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size,
                           Following& following) {
     std::vector<char> nowhere(to ? 0 : GATHER);

@@ -11,14 +11,13 @@ void Window::update(bool starved, bool waits, bool gathers, uint64_t ahead, uint
     const int64_t now = now_ns();
     const int64_t passed = now - at_, worth = slow(round_trip);
     const uint64_t finished = done - done_;
-    // A remote worker may need more items even if it never starves. Either it has to wait for some of them,
-    // or it processes items only as fast as the window lets them arrive. In the second case (`hurries`), it
-    // finishes a full window within two round trips. The window grows at most once per round trip, because
-    // more items cannot arrive earlier.
+    // A remote worker may need more items even if it never starves. It may have to wait for some of them. Or
+    // the window limits it (`hurries`), which shows when it finishes a full window within two round trips.
+    // The window grows at most once per round trip, because more items cannot arrive earlier.
     const bool hurries = double(finished) * double(2 * round_trip) > size_ * double(passed);
     starved = starved || ((waits || hurries) && ahead >= size() && passed >= round_trip);
-    // How many items the worker finishes in four round trips. The extra 1 ms is for the threads along the
-    // way, which may have to be woken.
+    // How many items the worker finishes in four round trips. The extra 1 ms is for waking threads along the
+    // way.
     const double few = passed ? double(finished) / double(passed) * double(4 * round_trip + 1'000'000) : 0;
     if (starved) {
         const bool quick = finished && passed / int64_t(finished) < worth;
@@ -45,11 +44,11 @@ void Allowance::update(uint64_t used, int64_t round_trip) {
 
 void ByteWindow::update(uint64_t most, int64_t round_trip) {
     const int64_t now = now_ns(), passed = now - at_;
-    const int64_t trip = round_trip + 1'000'000;  // adds 1 ms, as for `few`
+    const int64_t trip = round_trip + 1'000'000;  // plus 1 ms, as for `few`
     if (passed < trip) return;
     const double two_trips = double(freed_) / double(passed) * double(2 * trip), before = double(size_);
-    // Grow only if that raises the throughput. A window that was never full does not limit it. A slow reader
-    // does not empty its window within a round trip, so a larger window would not help.
+    // Grow only if this raises the throughput. A window that was never full does not limit it. A slow reader
+    // does not empty its window within a round trip, so a larger one would not help.
     const double next = std::clamp(two_trips, before / 2, full_ ? 2 * before : before);
     size_ = std::clamp(uint64_t(next), LEAST, std::clamp(most, LEAST, MOST));
     at_ = now;
@@ -96,15 +95,15 @@ bool Source::take(uint64_t most) {
         if (refused) return true;
         if (!took) break;
     }
-    replay_waits = false;  // makes `serve_as_owner` look again
-    // This reader may have been woken for items that it does not take, so it wakes another reader.
+    replay_waits = false;  // so that `serve_as_owner` looks again
+    // The wake-up may have been for items that this reader does not take, so wake another reader.
     if (entries.size() == before && ring->header().head)
         holding.wakes.readers += ring->header().reader_queue.call(1);
     return entries.size() != before || ending != Ending::Open;
 }
 
-// Take one item while holding the ring's lock. Return false if there is none now, if the channel has ended,
-// or if the item was refused and put back.
+// Take one item under the ring's lock. Return false if there is none now, if the channel has ended, or if the
+// item was refused and put back.
 bool Source::take_one(Wakes& wakes) {
     Taken taken;
     const Step step = ring->try_take(taken, &reader, reader.session, wakes);
@@ -135,16 +134,16 @@ void Source::handle_take(Step step) {
         ending = Ending::Broke;
         cause = ring->cause();
     } else if (step == Step::Drained && (active() == 0 || (starved && started == active()))) {
-        // A worker that gathers items and has all remaining ones gets the end now. If other readers give
-        // items back later, those items go to other readers than this one.
+        // A worker that gathers items and has all remaining ones gets the end now. Items that other readers
+        // give back later go to other readers.
         ending = Ending::Drained;
     }
 }
 
-// Take several small items at once if possible, while holding the ring's lock.
+// Take several small items at once, if possible. Call this under the ring's lock.
 bool Source::take_run(uint64_t most, Wakes& wakes) {
     Ring::InRun run[Redo::MOST];
-    // As in `wants`, the limit includes items on the other side.
+    // This limit includes items on the other side, as in `wants`.
     const uint64_t room = most_bytes() - std::min(bytes, most_bytes());
     const uint64_t n = ring->take_run(reader, run, most, room, wakes);
     if (n && active() == 0) progress_at = now_ns();
@@ -225,10 +224,10 @@ void Source::leave() {
     sent = base;
 }
 
-// Return whether this worker has been busy with one item for a long time while other readers wait for items.
+// Return whether this worker has long been busy with one item while other readers wait.
 bool Source::should_recall(int64_t round_trip) const {
     if (!may_recall() || now_ns() - progress_at < Window::slow(round_trip)) return false;
-    // This worker wants no more items, so other readers should get these.
+    // This worker wants no more items now, so leave them to other readers.
     if (on_demand && !started && !starved) return true;
     const Header& h = ring->header();
     const auto seen = [](const auto& word) {
@@ -283,7 +282,7 @@ bool Source::enter_queue() {
     RingLock holding(*ring);
     queue_place.leave();
     const Header& h = ring->header();
-    // At the end of a channel, other readers may still give back leased items, which would wake all waiters.
+    // At the end of a channel, leases that other readers give back would wake all waiters.
     const bool ended = h.state == BROKEN || (ring->at_end_for(&reader) && active() == 0);
     const bool any = (h.head && !is_held_back()) || (ring->is_limited() && ring->wants_more() != want_sent);
     if (any || ring->session(reader.session).reserved_head || ended) return false;
@@ -363,7 +362,7 @@ void Sink::count_used(uint64_t output, uint64_t reference, uint64_t key) {
     forget_reference(0);
 }
 
-// Forget a reference, because its output may now leave the worker's host. Outputs leave in order.
+// Forget a reference whose output may now leave the worker's host. Outputs leave in order.
 void Sink::forget_reference(uint64_t reference) {
     const auto is_it = [reference](const Lent& one) { return one.reference == reference; };
     const auto found = reference ? std::ranges::find_if(lent, is_it) : lent.end();
@@ -416,7 +415,7 @@ void Sink::enter_queue() {
     queue_place.enter(writer.ordered && writer.keyed, writer.number);
 }
 
-// Call this while holding the ring's lock.
+// Call this under the ring's lock.
 static Sink::Progress progress_in(Ring& ring, bool on_demand) {
     Sink::Progress now;
     const Header& h = ring.header();

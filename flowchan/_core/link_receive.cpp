@@ -1,5 +1,5 @@
-// The receiving thread of a link. It reads frames, checks them, and puts their items into rings. It never
-// waits for room: an item without room is staged.
+// The receiving thread of a link. It reads frames, checks them, and puts their items into rings. Items
+// without room are staged, so the thread never waits for room.
 #include "link.hpp"
 
 #include <sys/socket.h>
@@ -12,8 +12,8 @@ namespace {
 
 constexpr uint32_t HELD_FOR = 64;
 constexpr uint64_t SMALL = Taken::LOCAL;  // items up to this size are put in batches
-// How many bytes to receive beyond the end of a large item. Another large item probably follows, and only its
-// beginning should be copied.
+// How many bytes to receive beyond the end of a large item. The next item is probably large as well, so only
+// its beginning should be copied.
 constexpr uint64_t AFTER_LARGE = 4096;
 const char* const WRONG = "the other side sent an invalid frame";
 
@@ -35,7 +35,7 @@ void Link::receive_loop() {
     }
 }
 
-// Receive until the connection ends. Return why it ended.
+// Receive until the connection ends. Return the reason for its end.
 std::string Link::receive(int fd, uint64_t connection) {
     std::vector<char> buffer(GATHER + LARGE);
     uint64_t have = 0;
@@ -83,19 +83,19 @@ std::string Link::receive(int fd, uint64_t connection) {
         lock.unlock();
         memmove(buffer.data(), buffer.data() + at, have - at);
         have -= at;
-        // Grow the buffer with the bytes that have arrived, not by the size that the other side claims.
+        // Grow the buffer with the bytes that have arrived, not with the size that the other side claims.
         if (buffer.size() - have < LARGE) buffer.resize(2 * buffer.size());
     }
 }
 
-// While this thread holds the lock of one ring, it takes no other.
+// A thread that holds the lock of one ring must take no other.
 void Link::release_ring() {
     held_.reset();
     held_ring_ = nullptr;
     held_for_ = 0;
 }
 
-// Take the lock of a ring into which `items` items go, and keep it for some more items.
+// Lock a ring for `items` items, and keep the lock for some more.
 void Link::hold(Sink& sink, uint64_t items) {
     if (held_ring_ != sink.ring.get() || held_for_ >= HELD_FOR) {
         release_ring();
@@ -111,7 +111,7 @@ static bool is_small_item(const Head& head) {
 }
 
 // Worker side: put consecutive small items of one port into its ring as a batch. Return their size in bytes,
-// or 0 if the first frame must be handled separately.
+// or 0 if the first frame needs separate handling.
 uint64_t Link::handle_run(const char* at, uint64_t size) {
     Head head{};
     memcpy(static_cast<void*>(&head), at, Head::SHORT);
@@ -140,7 +140,7 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
     return handled;
 }
 
-// Return whether frames of this type are sent only by this side of the link, never to it.
+// Return whether only this side of the link sends frames of this type, so it must not receive one.
 bool Link::is_sent_here_only(FrameType type) const {
     if (owner_side_)
         return type == FrameType::ITEM || type == FrameType::OUTPUT || type == FrameType::RECALL ||
@@ -149,7 +149,7 @@ bool Link::is_sent_here_only(FrameType type) const {
            type == FrameType::WANT || type == FrameType::UNREACHABLE || type == FrameType::PULLED;
 }
 
-// Handle the reply to the ping that was sent at `pinged_at`.
+// Handle the reply to the ping sent at `pinged_at`.
 bool Link::handle_pong(int64_t pinged_at) {
     const int64_t now = now_ns();
     if (pinged_at < 0 || pinged_at > now) return false;
@@ -173,7 +173,7 @@ bool Link::handle(const Head& head, const char* payload) {
     if (head.type == FrameType::PONG) return handle_pong(int64_t(head.n));
     if (is_sent_here_only(head.type)) return false;
     LinkStream* stream = find(head.stream);
-    if (!stream) return true;  // this side has dropped the stream, or has not opened it yet
+    if (!stream) return true;  // the stream is not open yet, or no longer
     if (head.type == FrameType::OPEN) {
         for (Sink& sink : stream->sinks) sink.dirty = true, sink.wanted = false;
         return true;
@@ -195,7 +195,7 @@ bool Link::handle(const Head& head, const char* payload) {
         {head.n, head.kind(), head.deaths(), whole.empty() ? head.size : whole.size(), payload});
 }
 
-// Return the whole item, of which `rest` is the end. Return nothing if no part of it arrived earlier.
+// Return the whole item, which ends with `rest`. Return nothing if none of it arrived earlier.
 std::vector<char> Link::with_part(Sink& sink, const char* rest, uint64_t size) {
     std::vector<char> whole = std::exchange(sink.part, {});
     if (!whole.empty()) whole.insert(whole.end(), rest, rest + size);
@@ -204,8 +204,7 @@ std::vector<char> Link::with_part(Sink& sink, const char* rest, uint64_t size) {
 
 // --- items ---
 
-// Return the owner side's number for the item that the worker calls `key`. Return KEYLESS if the outputs are
-// not for any item.
+// Return the owner side's number for the worker's item `key`, or KEYLESS if the outputs are for no item.
 uint64_t Link::number_for(LinkStream& stream, const Sink& sink, uint64_t key) {
     if (key == Slot::KEYLESS || !owner_side_) return Slot::KEYLESS;
     if (const Source* source = numbering(stream, sink)) return source->entries[key - source->base].number;
@@ -220,9 +219,9 @@ bool Link::is_valid_key(LinkStream& stream, const Sink& sink, uint64_t key) {
     return !sink.replays || key == 0;
 }
 
-// Return whether all items before item `key` are settled: the worker has finished them, and all of their
-// outputs have arrived. Their leases must end first, because after a worker's death the ring knows only the
-// outputs for the worker's last item.
+// Return whether all items before item `key` are settled: finished by the worker, with all outputs in place.
+// Their leases must end first, because after a worker's death the ring knows only the outputs for the
+// worker's last item.
 bool Link::is_settled(LinkStream& stream, const Sink& sink, uint64_t key) {
     Source* source = key == Slot::KEYLESS ? nullptr : numbering(stream, sink);
     if (!source || source->base + source->held() >= key) return true;
@@ -272,9 +271,9 @@ bool Link::receive_item(LinkStream& stream, Sink& sink, const Received& item) {
     return true;
 }
 
-// Count one more arrival. The owner side must acknowledge an output soon, because the output stays on lease
-// until then. An item stays on lease until it is finished, so its acknowledgement can wait for the next
-// report of the worker's progress.
+// Count one more arrival. The owner side must acknowledge an output soon, because the worker's side keeps it
+// on lease until then. An item stays on lease until it is finished, so its acknowledgement can wait for the
+// next report of the worker's progress.
 void Link::count_arrival(Sink& sink, bool is_news) {
     sink.got += 1;
     note_progress();
@@ -282,8 +281,8 @@ void Link::count_arrival(Sink& sink, bool is_news) {
     has_news_ = has_news_ || is_news;
 }
 
-// Refuse an item that exceeds this side's memory limit, although it was within the limit where it came from.
-// No later item is put.
+// Refuse an item that exceeds this side's memory limit, although its origin accepted it. No later item is
+// put.
 void Link::refuse(const LinkStream& stream, Sink& sink, uint64_t size) {
     sink.refuses = true;
     sink.forget_staged();
@@ -310,7 +309,7 @@ void Link::note_acknowledged(Source& source, uint64_t got) {
 bool Link::handle_input(LinkStream& stream, const Head& head, const char* payload) {
     Source& source = stream.sources[head.port];
     if (head.a > source.base + source.entries.size() && !source.left) return false;
-    if (!source.known) seen_generation_ = 0;  // its items now count as sent, so report their moves
+    if (!source.known) seen_generation_ = 0;  // its items count as sent from now on, so report their moves
     source.resume_after(head.a);
     if (source.left) return true;
     if (head.b > source.sent) return false;
@@ -323,7 +322,7 @@ bool Link::handle_input(LinkStream& stream, const Head& head, const char* payloa
         if (source.done > head.a) return false;
         source.handle_recalled(head.a);
     }
-    // Over a new connection, the first report of the worker may be outdated.
+    // On a new connection, the worker's first report may be outdated.
     source.done = std::max(source.done, head.b);
     source.started = head.n;
     source.starved = head.flags & STARVED && head.a == source.base + source.entries.size();
@@ -332,7 +331,7 @@ bool Link::handle_input(LinkStream& stream, const Head& head, const char* payloa
         source.ring->break_(std::string(payload, head.size), holding.wakes);
     }
     source.leaving = source.leaving || head.flags & NO_MORE;
-    // The supervisor reads this state if the worker and its host die together (R10).
+    // If the worker and its host die together, the supervisor reads this state (R10).
     Session& session = source.ring->session(source.reader.session);
     session.begun = head.n;
     session.at = head.flags & USERS       ? Session::USERS
@@ -368,8 +367,8 @@ bool Link::handle_output(LinkStream& stream, const Head& head, const char* paylo
     return true;
 }
 
-// The owner reports the room that there is now, and reports again when there is more. If no writer waits on
-// the other side, the room goes to other writers.
+// The owner reports how much room there is now, and later when there is more. Room that no writer on the
+// other side waits for goes to other writers.
 bool Link::handle_want(Sink& sink, bool wanted) {
     sink.wanted = wanted;
     sink.dirty = true;

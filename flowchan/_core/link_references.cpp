@@ -1,4 +1,4 @@
-// Outputs that stay on the host that made them until the reader's host fetches them (references.hpp).
+// Outputs that stay on the host where they were made, until the reader's host fetches them (references.hpp).
 #include "link.hpp"
 
 #include <sys/socket.h>
@@ -10,7 +10,7 @@ namespace flowchan {
 
 namespace {
 
-constexpr uint64_t GONE = UINT64_MAX;  // sent as the size if this host does not have the output
+constexpr uint64_t GONE = UINT64_MAX;  // the size to send if this host does not have the output
 
 struct Request {
     uint64_t output;
@@ -63,8 +63,8 @@ bool parse(const std::string& text, Location& location) {
 
 // --- the owner ---
 
-// Put output number `output` of a port. On the owner side, a dead worker may already have put the same
-// output. If that output was on the worker's host, this one replaces it.
+// Put output number `output` of a port. On the owner side, a dead worker may already have put this output. If
+// that copy was on the worker's host, this one replaces it.
 Step Link::put(LinkStream& stream, Sink& sink, const Received& item, uint64_t output, Wakes& wakes) {
     const uint64_t number = number_for(stream, sink, item.key);
     const Step step = sink.put(item, number, wakes);
@@ -97,7 +97,7 @@ bool Link::is_of_replay(LinkStream& stream, const Sink& sink, uint64_t key) {
     return source && source->entries[key - source->base].is_replay;
 }
 
-// Handle an output of a replay. It is not put, so it needs no room and does not wait behind staged outputs.
+// Handle an output of a replay. It is never put, so it needs no room and overtakes staged outputs.
 void Link::replace_lost(LinkStream& stream, Sink& sink, const Received& item) {
     sink.begin_lending();
     Source::Entry& entry = numbering(stream, sink)->entries[item.key - numbering(stream, sink)->base];
@@ -106,7 +106,7 @@ void Link::replace_lost(LinkStream& stream, Sink& sink, const Received& item) {
     sink.count_used(sink.got, id, item.key);
 }
 
-// Report a replay that finished without making all lost outputs again.
+// Report a replay that has finished without making all lost outputs again.
 void Link::report_if_not_remade(const LinkStream& stream, const Source::Entry& entry) {
     if (!entry.is_replay) return;
     for (uint16_t port = 0; port < stream.sinks.size(); ++port)
@@ -114,7 +114,7 @@ void Link::report_if_not_remade(const LinkStream& stream, const Source::Entry& e
             report({.kind = LinkEvent::Kind::NotRemade, .stream = stream.number, .port = port});
 }
 
-// Add a reference to an output that the worker's host keeps. Return its id, or 0 if the frame is invalid.
+// Add a reference to an output on the worker's host. Return its id, or 0 if the frame is invalid.
 uint64_t Link::add_kept(const LinkStream& stream, const Sink& sink, const Received& item) {
     const bool has_source = sink.follows && stream.sources.size() == 1;
     Kept kept;
@@ -127,7 +127,7 @@ uint64_t Link::add_kept(const LinkStream& stream, const Sink& sink, const Receiv
                             kept.size, kept.kind);
 }
 
-// Handle a frame about an output that stays on the host that made it.
+// Handle a frame about an output that stays where it was made.
 bool Link::handle_about_reference(LinkStream& stream, const Head& head, const char* payload) {
     switch (head.type) {
         case FrameType::UNREACHABLE:
@@ -151,7 +151,7 @@ bool Link::handle_unreachable(Source& source, uint64_t item) {
     return true;
 }
 
-// If no reader is left for the outputs, free those on the worker's host.
+// If the outputs have no reader left, free those on the worker's host.
 bool Link::free_unread(LinkStream& stream, Sink& sink) {
     if (sink.lent.empty() || sink.has_readers()) return false;
     for (Sink::Lent& one : sink.lent) {
@@ -163,7 +163,7 @@ bool Link::free_unread(LinkStream& stream, Sink& sink) {
     return true;
 }
 
-// Return whether the order of items and outputs allows this item to be put now.
+// Return whether the order of items and outputs lets this item be put now.
 bool Link::can_put(LinkStream& stream, Sink& sink, const Sink::Staged& item) {
     const bool is_to_be_fetched = !owner_side_ && item.kind == REFERENCE;
     return !is_to_be_fetched && is_settled(stream, sink, item.key);
@@ -171,13 +171,13 @@ bool Link::can_put(LinkStream& stream, Sink& sink, const Sink::Staged& item) {
 
 // --- frames to send ---
 
-// Owner side: send the next item, which is a reference. Return false while its output is lost.
+// Owner side: send the next item, which is a reference. Return false if its output is lost at the moment.
 bool Link::add_reference(const LinkStream& stream, Source& source, uint16_t port) {
     Source::Entry& entry = source.unsent();
     const auto seen = references().look(entry.reference());
     if (!seen || seen->state == References::Seen::State::Lost) return false;
     const bool here = seen->state == References::Seen::State::Here;
-    // The other side may have the first bytes from an earlier connection.
+    // An earlier connection may have delivered the first bytes.
     const uint64_t size = seen->payload.size(), begun = source.part.size;
     const uint64_t skipped = here && source.part.item == source.sent && begun < size ? begun : 0;
     Head head{.size = size - skipped, .n = source.sent, .stream = stream.number, .port = port};
@@ -190,7 +190,7 @@ bool Link::add_reference(const LinkStream& stream, Source& source, uint16_t port
     return true;
 }
 
-// Owner side: for items that have been sent, report new locations of the outputs to which they refer.
+// Owner side: report the new locations of outputs to which sent items refer.
 void Link::report_moves() {
     const uint64_t now = references().generation();
     if (std::exchange(seen_generation_, now) == now) return;
@@ -213,7 +213,7 @@ void Link::report_moves() {
     }
 }
 
-// Owner side: act on the messages from the table of references.
+// Owner side: carry out the requests of the table of references.
 void Link::handle_messages() {
     const References::Inbox inbox = references().collect(this);
     for (const References::Released& one : inbox.released) {
@@ -228,7 +228,7 @@ void Link::handle_messages() {
         add_frame({.n = one.output, .stream = one.stream, .port = one.port, .type = FrameType::PULL});
 }
 
-// Worker side: send the outputs that the owner side wants after all.
+// Worker side: send the outputs that the owner side wants in full after all.
 void Link::add_pulled(const LinkStream& stream, Source& source, uint16_t port) {
     for (const uint64_t n : std::exchange(source.pulls, {})) {
         if (n < source.base || n - source.base >= source.entries.size()) continue;
@@ -280,7 +280,7 @@ bool Link::handle_moved(const LinkStream& stream, Sink& sink, const Head& head, 
         if (item.kind == REFERENCE) report_to_fetch(stream, sink, now);
         return true;
     }
-    return true;  // it was fetched in the meantime
+    return true;  // the output was fetched in the meantime
 }
 
 void Link::report_to_fetch(const LinkStream& stream, const Sink& sink, const std::vector<char>& location) {

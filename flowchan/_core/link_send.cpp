@@ -1,5 +1,5 @@
-// The sending thread of a link. It takes items, sends states, and moves staged items (link_staged.cpp). When
-// it has no work, it sleeps in the wait queues of all rings from which it expects work.
+// The sending thread of a link. It takes items, sends states, and moves staged items (link_staged.cpp).
+// Without work, it sleeps in the wait queues of all rings that may bring some.
 #include "link.hpp"
 
 #include <sys/socket.h>
@@ -15,8 +15,8 @@ constexpr int64_t RECALL_NS = 10'000'000;
 constexpr uint64_t SOME = 8, MANY = 256;  // items taken in one batch
 constexpr std::chrono::microseconds REST{20};
 constexpr size_t MOST_PIECES = 64;
-constexpr uint64_t IN_PLACE = 16 << 10;    // larger items are not copied before sending
-constexpr int64_t CROWDED_NS = 2'000'000;  // how often to check words that no thread sleeps on
+constexpr uint64_t IN_PLACE = 16 << 10;    // larger items are sent without a copy
+constexpr int64_t CROWDED_NS = 2'000'000;  // how often to check words that have no sleeping thread
 
 }  // namespace
 
@@ -42,8 +42,8 @@ void Link::send_loop() {
     }
 }
 
-// If items arrive fast but are sent in small batches, rest briefly, so that the batches become larger. A
-// system call costs as much as a hundred items. A single item is sent without a rest.
+// Rest briefly if items arrive fast but go out in small batches, because a system call costs as much as a
+// hundred items. A single item is sent without a rest.
 std::string Link::send_some(int fd) {
     const uint64_t before = out_.size(), items = std::exchange(queued_items_, 0);
     const std::string why = out_.send(fd, GATHER);
@@ -59,7 +59,7 @@ void Link::add_frame(const Head& head, const std::string& payload) {
 }
 
 // Gather as many frames as one send takes. Each round begins with the next stream. Return whether there is
-// more to do at once.
+// more to do right away.
 bool Link::fill() {
     if (is_full()) return true;
     const int64_t now = now_ns();
@@ -126,7 +126,7 @@ void Link::report_output(LinkStream& stream, Sink& sink, uint16_t port) {
     add_frame(head, cause);
 }
 
-// Send items until there are enough bytes for one send. Return whether any was sent.
+// Send items until one send has enough bytes. Return whether any item was sent.
 bool Link::add_items(LinkStream& stream, Source& source, uint16_t port) {
     const uint64_t before = source.sent;
     while (source.has_unsent() && !is_full()) {
@@ -142,7 +142,7 @@ bool Link::serve_as_worker(LinkStream& stream) {
     for (Sink& sink : stream.sinks) sink.read_progress();
     if (!std::exchange(stream.announced, true)) {
         add_frame({.stream = stream.number, .type = FrameType::OPEN});
-        // The owner side must know which items have arrived before it gets their outputs.
+        // The owner side must learn which items have arrived before it gets their outputs.
         add_progress(stream);
     }
     bool moved = false;
@@ -160,7 +160,7 @@ bool Link::serve_as_worker(LinkStream& stream) {
         add_pulled(stream, stream.sources[port], port);
         report_want(stream, stream.sources[port], port);
     }
-    // A worker that ends its outputs has already ended its inputs and finished its leased items. The owner
+    // A worker ends its outputs only after it has ended its inputs and finished its leased items. The owner
     // side must learn about the inputs first.
     for (uint16_t port = 0; port < stream.sources.size(); ++port) {
         Source& source = stream.sources[port];
@@ -172,9 +172,9 @@ bool Link::serve_as_worker(LinkStream& stream) {
     return moved;
 }
 
-// Send the worker's outputs through all of its ports, in the order of their input items. So when the owner
-// side gets an output for item n, all outputs for earlier items have arrived there. This includes outputs
-// that are still in a ring, because a worker puts all outputs for one item before any output for the next.
+// Send the worker's outputs through all of its ports, in the order of their input items. When the owner side
+// gets an output for item n, it therefore has all outputs for earlier items. This includes outputs still in a
+// ring, because a worker puts all outputs for one item before any output for the next.
 bool Link::add_outputs(LinkStream& stream) {
     bool any = false;
     while (!is_full()) {
@@ -204,7 +204,7 @@ void Link::report_want(LinkStream& stream, Source& source, uint16_t port) {
     add_frame({.n = wants, .stream = stream.number, .port = port, .type = FrameType::WANT});
 }
 
-// Send the worker's progress. An item counts as finished only when its outputs have been sent.
+// Send the worker's progress. An item counts as finished only after its outputs were sent.
 void Link::add_progress(LinkStream& stream) {
     uint64_t first = Slot::KEYLESS;
     for (Source& source : stream.sources)
@@ -213,7 +213,7 @@ void Link::add_progress(LinkStream& stream) {
         Sink& sink = stream.sinks[port];
         Sink::Progress now = sink.seen;
         now.done = std::min(now.done, first);
-        // All of the worker's outputs must be sent first.
+        // First, all outputs of the worker must be sent.
         if (first != Slot::KEYLESS) now.flags &= uint8_t(~NO_MORE);
         if (now == sink.last_sent && !sink.dirty) continue;
         sink.last_sent = now;
@@ -234,7 +234,7 @@ void Link::add_progress(LinkStream& stream) {
     }
 }
 
-// Report how many bytes of an item arrived over an earlier connection, so that the other side sends only the
+// Report how many bytes of an item an earlier connection has delivered, so that the other side sends only the
 // rest.
 void Link::report_part(const LinkStream& stream, Sink& sink, uint16_t port) {
     if (std::exchange(sink.part_reported, true) || sink.part.empty()) return;
@@ -285,7 +285,7 @@ bool Link::add_end(LinkStream& stream, Source& source, uint16_t port) {
     return true;
 }
 
-// Report an item with descriptors, because it cannot go to another host. It stays in the ring until the
+// Report an item that cannot go to another host, because it has descriptors. It stays in the ring until the
 // channel is broken.
 void Link::report_if_refused(const LinkStream& stream, Source& source, uint16_t port) {
     if (!source.refused || std::exchange(source.refused_reported, true)) return;
@@ -341,8 +341,8 @@ std::string Outgoing::send(int fd, uint64_t most) {
     return "";
 }
 
-// Remove sent bytes only when they fill half of the buffer, so that each byte moves at most once. The buffer
-// might never become empty, because more data can keep arriving before it drains.
+// Remove sent bytes only when they fill half of the buffer, so that each byte moves at most once. Waiting
+// until the buffer is empty could take forever, because more data can arrive before it drains.
 void Outgoing::forget_sent() {
     const auto first = std::ranges::find_if(pieces_, [](const Piece& piece) { return !piece.ring; });
     const uint64_t sent = first == pieces_.end() ? copied_.size() : first->begin;
@@ -354,12 +354,12 @@ void Outgoing::forget_sent() {
 
 // --- sleeping ---
 
-// Sleep until there may be work: a ring whose wait queue this thread has entered has changed, or the doorbell
-// has rung.
+// Sleep until there may be work: a change in a ring whose wait queue this thread has entered, or a ring of
+// the doorbell.
 void Link::sleep(uint32_t heard) {
     // `own` gets the words that this thread sleeps on, and `others` those of the extra sleepers. Each port of
-    // a stream reserves one word, even if it is not watched. So a busy stream changes the words of one
-    // sleeper only, and does not shift the words of the others.
+    // a stream has one word reserved, even while it is not watched. So a busy stream changes the words of
+    // only one sleeper, and does not shift those of the others.
     Watched own;
     std::vector<Watched> others;
     size_t ports = 0;
@@ -382,7 +382,7 @@ void Link::sleep(uint32_t heard) {
     asleep_.store(false, std::memory_order_relaxed);
 }
 
-// Add the words of a stream to those to watch. Return false if there is work to do instead.
+// Add the words of a stream to the watched ones. Return false if there is already work to do.
 bool Link::collect(LinkStream& stream, Watched& all, int64_t& until) {
     const bool connected = fd_ >= 0 && !lost_;
     auto watch = [&](KeptPlace& queue_place, const std::shared_ptr<Ring>& ring) {
@@ -414,7 +414,7 @@ bool Link::collect(LinkStream& stream, Watched& all, int64_t& until) {
             sink.queue_place.leave();
         }
     }
-    // Try once more after entering the wait queues. From now on, every change wakes this thread.
+    // Try once more after entering the wait queues. From now on, each change wakes this thread.
     return !again || !move_staged(stream);
 }
 

@@ -1,10 +1,10 @@
-// Staged items of a link: items that have arrived and wait for room in their ring. The sending thread puts
-// them, and on the owner side settles the items that the worker has finished.
+// Staged items of a link: items that have arrived but still wait for room in their ring. The sending thread
+// puts them. On the owner side, it also settles the items that the worker has finished.
 #include "link.hpp"
 
 namespace flowchan {
 
-// Put staged items as long as there is room. Return whether anything moved.
+// Put staged items while there is room. Return whether anything moved.
 bool Link::move_staged(LinkStream& stream) {
     bool moved = owner_side_ && settle(stream);
     for (Sink& sink : stream.sinks) {
@@ -21,7 +21,7 @@ bool Link::move_staged(LinkStream& stream) {
             const Received item{first.key, first.kind, first.deaths, first.payload.size(),
                                 first.payload.data()};
             const Step step = put(stream, sink, item, first.output, holding.wakes);
-            if (step != Step::Done) break;  // `check_ended` finds rings that have ended
+            if (step != Step::Done) break;  // `check_ended` notices rings that have ended
             sink.queue_place.leave();
             sink.unstage();
             sink.dirty = moved = true;
@@ -39,7 +39,7 @@ bool Link::move_staged(LinkStream& stream) {
     return moved;
 }
 
-// Owner side: report that the worker will send nothing more, and that everything that it sent has been put.
+// Owner side: report that the worker will send nothing more, and that all of its outputs have been put.
 void Link::report_if_finished(LinkStream& stream) {
     const auto has_left = [](const Source& source) { return source.left; };
     const auto is_over = [](const Sink& sink) { return sink.over; };
@@ -50,8 +50,8 @@ void Link::report_if_finished(LinkStream& stream) {
     report({.kind = LinkEvent::Kind::Finished, .stream = stream.number});
 }
 
-// Owner side: settle the items that the worker has finished. If turns depend on it, first record that there
-// are no more outputs for these items. Then end their leases. Return whether anything moved.
+// Owner side: settle the items that the worker has finished. If turns depend on it, record first that these
+// items will have no more outputs. Then end their leases. Return whether anything moved.
 bool Link::settle(LinkStream& stream) {
     bool moved = false;
     stream.settling = false;
@@ -59,7 +59,7 @@ bool Link::settle(LinkStream& stream) {
         uint64_t upto = source.done;
         for (Sink& sink : stream.sinks) {
             if (numbering(stream, sink) != &source) {
-                // If a worker has several inputs, its outputs do not say which item they are for.
+                // The outputs of a worker with several inputs do not tell which item they are for.
                 if (stream.sources.size() > 1 && !sink.staged.empty()) upto = source.base;
                 continue;
             }
@@ -90,7 +90,7 @@ bool Link::settle(LinkStream& stream) {
     return moved;
 }
 
-// Call this while holding the lock of the sink's ring.
+// Call this under the lock of the sink's ring.
 bool Link::settle_sink(LinkStream& stream, Sink& sink, uint64_t upto, Wakes& wakes) {
     Source& source = stream.sources[0];
     while (sink.settled < upto) {

@@ -17,7 +17,7 @@ void SharedLock::make(pthread_mutex_t& mutex) {
     pthread_mutexattr_t attr;
     pthread_mutexattr_init(&attr);
     pthread_mutexattr_setpshared(&attr, PTHREAD_PROCESS_SHARED);
-    // musl checks whether the kernel reports dead owners. glibc assumes that it does.
+    // musl checks whether the kernel reports dead owners; glibc assumes so.
     const int error = pthread_mutexattr_setrobust(&attr, PTHREAD_MUTEX_ROBUST);
     if (error) fail(error, "set_robust_list");
     pthread_mutex_init(&mutex, &attr);
@@ -34,7 +34,7 @@ void SharedLock::attach(pthread_mutex_t& mutex, int fd, uint64_t& given_up) {
 SharedLock::Got SharedLock::lock(bool patient) {
     if (!is_valid()) return Got::Lost;
     int rc;
-    // Each attempt takes the lock's cache line from its owner, so attempts become less frequent.
+    // Each attempt takes the lock's cache line from the owner, so attempts become rarer.
     for (int i = 0; (rc = pthread_mutex_trylock(mutex_)) == EBUSY; ++i) {
         if (i < 40) {
             for (int pauses = 1 << std::min(i, 4); pauses; --pauses) cpu_relax();
@@ -48,13 +48,13 @@ SharedLock::Got SharedLock::lock(bool patient) {
     return rc == 0 ? Got::Taken : rc == EOWNERDEAD ? Got::FromDead : Got::Lost;
 }
 
-// Return whether `thread` is alive and has this memory mapped. If that is unknown, return true.
+// Return whether `thread` is alive and has this memory mapped, or true if that is unknown.
 bool SharedLock::is_used_by(uint64_t thread) const {
     struct stat st;
     char path[32];
     snprintf(path, sizeof path, "/proc/%lu/maps", static_cast<unsigned long>(thread));
     FILE* maps = fstat(fd_, &st) == 0 ? fopen(path, "re") : nullptr;
-    // A user of a channel may read the maps of all other users of that channel.
+    // Users of a channel may read each other's maps.
     if (!maps) return errno != ENOENT && errno != EACCES;
     char* line = nullptr;
     size_t room = 0;
@@ -69,13 +69,13 @@ bool SharedLock::is_used_by(uint64_t thread) const {
     return found;
 }
 
-// Wait for the lock, unless it can never be unlocked because its word names this thread or a thread that does
-// not exist. (If a thread dies while it holds the lock, the kernel marks the word before the thread is gone.)
+// Wait for the lock. Give up if its word names this thread or one that does not exist, because nothing can
+// unlock it then. (When an owner dies, the kernel marks the word before the thread is gone.)
 int SharedLock::lock_slowly() {
     [[maybe_unused]] uint32_t before = 0;
     for (;;) {
-        // Use the realtime clock, because glibc before 2.30 and musl offer no other clock here. If that clock
-        // is set back, the only effect is that the check after a timeout is late.
+        // glibc before 2.30 and musl accept only the realtime clock here. If that clock is set back, the
+        // check after a timeout is merely late.
         timespec until;
         clock_gettime(CLOCK_REALTIME, &until);
         until.tv_nsec += 2 * SLICE_NS;
@@ -84,7 +84,7 @@ int SharedLock::lock_slowly() {
         const int rc = pthread_mutex_timedlock(mutex_, &until);
         if (rc != ETIMEDOUT) return rc;
         if (std::atomic_ref(*given_up_).load(std::memory_order_relaxed))
-            return EINVAL;  // the lock's holder may have given the mutex up
+            return EINVAL;  // the owner may have given the mutex up
 #ifdef __GLIBC__
         const uint32_t word = uint32_t(__atomic_load_n(&mutex_->__data.__lock, __ATOMIC_RELAXED));
         const uint32_t owner = word & FUTEX_TID_MASK;

@@ -35,17 +35,17 @@ struct Pidfd {
 
 namespace {
 
-std::atomic<uint64_t> own_start_{0};  // 0: not known yet
+std::atomic<uint64_t> own_start_{0};  // 0: still unknown
 
-// A fork holds this mutex, so that the child can unlock it and finds consistent data.
+// A fork holds this mutex, so the child finds consistent data and can unlock it.
 std::mutex open_mutex;
-// Never destroyed, because threads still use it while the program exits.
+// Never destroyed, because threads use it while the program exits.
 auto& all_open = *new std::vector<std::weak_ptr<const Pidfd>>;
 
 void before_fork() { open_mutex.lock(); }
 void in_parent() { open_mutex.unlock(); }
 void in_child() {
-    // In the child, the users of these descriptors do not exist or do not use them: see Peers::table.
+    // The child has no users of these descriptors, or they do not use them: see Peers::table.
     for (const auto& one : all_open)
         if (auto open = one.lock()) close(open->fd);
     all_open.clear();
@@ -71,7 +71,7 @@ bool read_stat(uint64_t pid, char& state, uint64_t& started) {
     const char* p = strrchr(text, ')');  // the command name may contain ")" and spaces
     if (!p) return false;
     unsigned long long start = 0;
-    // After the ")", field 3 of the line is the state, and field 22 is the start time.
+    // After the ")" come field 3 of the line, which is the state, and then, as field 22, the start time.
     if (sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
                &state, &start) != 2)
         return false;
@@ -93,7 +93,7 @@ bool process_alive(uint64_t pid, uint64_t started) {
     if (read_stat(pid, state, now)) return state != 'Z' && state != 'X' && (started == 0 || started == now);
     // The process may be hidden from this user.
     if (errno == ENOENT) return kill(pid_t(pid), 0) == 0 || errno == EPERM;
-    return errno != ESRCH;  // unknown, for example because no descriptor is free; count it as alive
+    return errno != ESRCH;  // unknown, perhaps because no descriptor is free; count it as alive
 }
 
 uint64_t own_start() {
@@ -102,15 +102,15 @@ uint64_t own_start() {
     return start;
 }
 
-// Return whether this many descriptors leave most of the limit to the program.
+// Return whether this many descriptors would leave the program most of its limit.
 static bool is_room_for(size_t descriptors) {
     rlimit most;
     return getrlimit(RLIMIT_NOFILE, &most) != 0 || descriptors <= most.rlim_cur / 4;
 }
 
-// Return null if no pidfd can be opened, or if another thread holds the mutex. Waiting for that mutex could
-// deadlock with a fork, which also takes it. The start time is compared after opening, because the pid may
-// have been reused.
+// Return null if no pidfd can be opened, or if another thread has the mutex. Waiting for it could deadlock
+// with a fork, which also takes it. The start time is compared after opening, because the pid may have been
+// reused.
 std::shared_ptr<const Pidfd> Peers::open(uint64_t pid, uint64_t started) {
     std::unique_lock guard(open_mutex, std::try_to_lock);
     if (!guard) return nullptr;
@@ -136,7 +136,8 @@ bool Peers::alive(uint64_t pid, uint64_t started) {
     peer->round = round;
     if (peer->pidfd && !peer->pidfd->may_have_ended()) return true;
     peer->pidfd = nullptr;
-    return process_alive(pid, started);  // a program that closes all its descriptors also closes this one
+    // a program that closes all of its descriptors may also have closed the pidfd
+    return process_alive(pid, started);
 }
 
 void Peers::begin_round() {
@@ -145,7 +146,7 @@ void Peers::begin_round() {
     now.round += 1;
 }
 
-// Return the table of this process. In a forked child, the parent's table may be inconsistent, so abandon it.
+// Return the table of this process. A forked child abandons its parent's table, which may be inconsistent.
 Peers::Table& Peers::table() {
     if (!table_ || table_->of != process_number()) table_ = new Table{process_number()};
     return *table_;

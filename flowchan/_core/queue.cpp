@@ -26,7 +26,7 @@ void LocalQueue::push(const Item& item) {
     puts += 1;
 }
 
-// Put an item that was given back at the front. These items are sorted by number.
+// Put a returned item at the front, where such items are sorted by number.
 void LocalQueue::put_back(const Item& item) {
     grow();
     head_ = (head_ - 1) & (buffer_.size() - 1);
@@ -73,7 +73,7 @@ Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
     if (state == BROKEN) return Step::Broken;
     if (reader && reader->orders && !reader->leases) {
         if (reader->orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
-        if (reader->orders & RETIRE) return Step::Drained;  // this call wakes the next reader at its end
+        if (reader->orders & RETIRE) return Step::Drained;  // the end of this call wakes the next reader
     }
     if (count_ == 0)
         return is_exhausted() && (leased == 0 || (reader && (reader->alone || reader->leases)))
@@ -193,7 +193,7 @@ void LocalQueue::break_(PyObject* by, std::vector<PyObject*>& dropped, Wakes& wa
 
 void LocalQueue::end_port(Side side, const void* port, Wakes& wakes) {
     if (--(side == Side::Writer ? writers : readers) == 0) close(wakes);
-    wait_list(side).wake_port(port, wakes);  // wakes threads that wait in the port
+    wait_list(side).wake_port(port, wakes);  // threads may be waiting in this port
 }
 
 Counts LocalQueue::counts() const {

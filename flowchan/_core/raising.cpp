@@ -1,4 +1,4 @@
-// Errors that channel calls raise, and how the cause of a broken channel is stored.
+// The errors of channel calls, and the stored cause of a broken channel.
 #include "raising.hpp"
 #include "wire.hpp"
 
@@ -19,7 +19,7 @@ PyObject* kept_class(const char* name) {
     return error_class(name);
 }
 
-// Raise Broken with the cause that abort() got, which may be null.
+// Raise Broken with the cause from abort(), which may be null.
 void raise_broken(const std::string& message, PyObject* cause) {
     PyObject* cls = error_class("Broken");
     PyObject* error = cls ? PyObject_CallFunction(cls, "s", message.c_str()) : nullptr;
@@ -37,7 +37,7 @@ std::string amount(uint64_t bytes) {
     return text;
 }
 
-// Return a WorkerDied as the cause if the channel ended because a counted writer died, otherwise null.
+// If the channel ended because a counted writer died, return WorkerDied as the cause. Otherwise return null.
 PyObject* writer_died(const std::string& description, uint64_t pid) {
     const std::string text =
         "process " + std::to_string(pid) + " ended without closing its counted writer of " + description;
@@ -48,7 +48,7 @@ PyObject* writer_died(const std::string& description, uint64_t pid) {
     return PyObject_Call(cls.ptr(), arguments.ptr(), keywords.ptr());
 }
 
-// Describe how full a channel is, and which processes keep its memory.
+// Describe how full a channel is, and which processes keep its memory in use.
 std::string fill(Channel& ch) {
     std::vector<Held> held;
     const Counts counts = locked(ch, [&](auto& transport, Wakes&) {
@@ -67,11 +67,11 @@ std::string fill(Channel& ch) {
     return text;
 }
 
-// Return a note for the error if this process lacks address space for the memory of an item, otherwise "".
+// Return a note for the error if this process lacks address space for an item. Otherwise return "".
 std::string address_space_note(Channel& ch, uint64_t size) {
     const bool copies = ch.with(Each{[](LocalQueue&) { return false; }, [](Ring&) { return true; }});
     if (!copies || size < (1 << 20)) return "";
-    // A ring that grows maps all of its blocks again, so the probe includes them.
+    // A ring maps all of its blocks again when it grows, so the probe includes them.
     const uint64_t all =
         size + locked(ch, [](auto& transport, Wakes&) { return transport.counts().bytes_inside; });
     void* probe = mmap(nullptr, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -82,7 +82,7 @@ std::string address_space_note(Channel& ch, uint64_t size) {
 
 std::string seconds(Deadline deadline) { return deadline.now_only() ? "now" : "within the timeout"; }
 
-// Return the cause for Broken: the exception itself for `threads`, the decoded pickle for `processes`.
+// Return the cause for Broken: the exception itself for `threads`, or the unpickled one for `processes`.
 PyObject* stored_cause(LocalQueue& queue) { return Py_XNewRef(queue.cause); }
 
 PyObject* stored_cause(Ring& ring) {
@@ -96,11 +96,11 @@ PyObject* stored_cause(Ring& ring) {
     return cause;
 }
 
-// Problems of a channel that its state does not show. A `threads` channel never has any.
+// Problems that the channel's state does not show. A `threads` channel has none.
 struct Fault {
-    uint64_t cut_off = 0;  // pid of the process whose death ended the channel
+    uint64_t cut_off = 0;  // process whose death ended the channel
     bool damaged = false;
-    bool map_incomplete = false;  // this process cannot map the whole channel
+    bool map_incomplete = false;  // part of the channel could not be mapped into this process
 };
 
 Fault fault(Channel& ch) {
@@ -146,14 +146,14 @@ void raise_not_transferable(Channel& ch, PyObject* item) {
 
 namespace {
 
-// Return the kind and the payload, or "" if the exception cannot be sent.
+// Return the kind and the payload, or "" for an exception that cannot be sent.
 std::string pickled(PyObject* exception) {
     ObjectFrame frame;
-    frame.leaves = true;  // a cause has no slot that would keep its device memory alive
+    frame.leaves = true;  // no slot would keep a cause's device memory alive
     const bool is_encoded = exception && encode(exception, frame);
     PyErr_Clear();
     if (!is_encoded || frame.bundle || frame.size >= MOST_CAUSE)
-        return "";  // only items can carry descriptors
+        return "";  // only an item can have descriptors
     std::string all(1 + frame.size, char(frame.kind));
     frame.write(all.data() + 1);
     return all;

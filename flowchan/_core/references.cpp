@@ -7,7 +7,8 @@
 namespace flowchan {
 
 References& references() {
-    static References& all = *new References;  // threads of links may use it until the process ends
+    // never destroyed, because link threads may use it until the process ends
+    static References& all = *new References;
     return all;
 }
 
@@ -126,13 +127,13 @@ void References::lose(Link* link, uint32_t stream) {
     lose_if(link, &stream);
 }
 
-// Mark the outputs of a link, or of one of its streams, as lost. Outputs that have arrived here are not lost.
+// Mark the outputs of a link, or of one of its streams, as lost, except those that have arrived here.
 void References::lose_if(Link* link, const uint32_t* stream) {
     for (auto next = records_.begin(); next != records_.end();) {
         const auto found = next++;
         Record& one = found->second;
         if (one.link != link || (stream && one.output.stream != *stream)) continue;
-        if (!one.placed) {  // it was still waiting for room, so its item is processed again as usual
+        if (!one.placed) {  // it still waits for room, so its item is simply processed again
             records_.erase(found);
             continue;
         }

@@ -1,4 +1,4 @@
-// The mapping and the lock of a ring, and how its channel ends. ring.hpp lists the other files of the ring.
+// Mapping, locking and ending a ring. ring.hpp lists the ring's other files.
 #include "ring.hpp"
 
 #include "memory.hpp"
@@ -17,7 +17,7 @@ constexpr uint32_t FIRST_SESSIONS = 64;
 
 uint64_t align(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
-// Where each part of a channel's memory begins.
+// Where the parts of a channel's memory begin.
 struct Layout : Constants {
     uint64_t blocks_end;
 
@@ -27,12 +27,12 @@ struct Layout : Constants {
         magic = MAGIC;
         version = VERSION;
         capacity = capacity_;
-        max_bytes = std::min(max_bytes_, class_size(CLASSES - 1));  // the size of the largest block is 1.9 TB
+        max_bytes = std::min(max_bytes_, class_size(CLASSES - 1));  // the largest block has 1.9 TB
         groups = std::clamp<uint64_t>(capacity, 64, 4096);
         groups_at = align(sizeof(Header) + SESSIONS * sizeof(Session), UNIT);
         blocks_at = align(groups_end(), LARGEST_PAGE);
-        // Blocks get four times max_bytes. Leased and viewed items need memory, although they do not count as
-        // inside. Size classes waste up to a fifth. Long-lived views leave gaps that are too small to use.
+        // Blocks get four times max_bytes. Leased and viewed items need memory without counting as inside.
+        // Size classes waste up to a fifth. Long-lived views leave gaps that are too small to use.
         const uint64_t slots = (2 * capacity + SESSIONS) * sizeof(Slot);
         length = align(blocks_at + 4 * max_bytes + GROW + slots, LARGEST_PAGE);
         // The blocks must leave room for the slots of `capacity` items.
@@ -83,7 +83,7 @@ Ring::Ring(RingHandle handle) {
     try {
         map(layout, layout.blocks_end);
     } catch (...) {
-        fd_ = -1;  // after a failure, the caller still owns it
+        fd_ = -1;  // if this failed, the descriptor stays with the caller
         throw;
     }
     lock_.attach(h_->mutex, fd_, h_->damaged);
@@ -117,7 +117,7 @@ bool Ring::lock(bool patient) {
     const bool had = had_by.load(std::memory_order_relaxed) == process_number();
     const int64_t wanted = had ? 0 : ticks();
     if (!had && !patient && turn_taking.should_rest(wanted))
-        rest(wanted);  // a patient call follows an impatient one, which has already rested
+        rest(wanted);  // the impatient call before this patient one has already rested
     const SharedLock::Got got = lock_.lock(patient);
     if (got == SharedLock::Got::Busy) return false;
     fault_point();
@@ -136,17 +136,17 @@ bool Ring::lock(bool patient) {
     return true;
 }
 
-// Break the channel because the mutex itself is damaged. Operations that do not look at the state check
+// Break the channel, because the mutex itself is damaged. Operations that do not read the state read
 // `damaged`.
 bool Ring::lock_without_mutex() {
     lock_.give_up();
-    // Readers without the lock take both words as hints, so the stores order no other memory access.
+    // Both words are only hints for readers without the lock, so the stores order no other memory access.
     std::atomic_ref(h_->damaged).store(1, std::memory_order_relaxed);
     std::atomic_ref(h_->state).store(BROKEN, std::memory_order_relaxed);
     return true;
 }
 
-// Complete the last Change. Return false if the records are damaged.
+// Complete the last Change. Return false if the redo records are damaged.
 bool Ring::redo() {
     const auto is_valid = [](const Redo& redo) { return redo.valid != 0; };
     bool right = std::ranges::count_if(h_->redo, is_valid) <= 1;
@@ -154,9 +154,9 @@ bool Ring::redo() {
     return right;
 }
 
-// Repair the ring after the lock's owner died in its critical section. Only the last Change can be
-// incomplete, and this completes it. Among the operations with several Changes, only `advance` must be
-// continued here. The next call continues any other unfinished operation.
+// Repair the ring after its lock's owner died. The owner left at most one Change incomplete, which this
+// completes. Most operations with several Changes are continued by the next call; only `advance` must be
+// continued here.
 void Ring::recover() {
     if (!redo()) found_damage();
     Wakes wakes;
@@ -172,7 +172,7 @@ void Ring::recover() {
 
 void Ring::close(Wakes& wakes) {
     if (h_->state != OPEN) return;
-    sweep_now(wakes);  // notices a writer that was killed before this close
+    sweep_now(wakes);  // to notice a writer that was killed before this close
     if (h_->state != OPEN) return;
     Change change(record(Side::Writer), windows_);
     close_with(change, wakes);
@@ -180,8 +180,8 @@ void Ring::close(Wakes& wakes) {
     advance(wakes);
 }
 
-// Close the channel as a part of `change`. When the last port leaves, leaving and closing must be one step.
-// Call `advance` afterwards.
+// Close the channel as part of `change`, because the last port must leave and close in one step. Call
+// `advance` afterwards.
 void Ring::close_with(Change& change, Wakes& wakes) {
     if (h_->state != OPEN) return;
     change.set(h_->state, CLOSED);

@@ -1,15 +1,15 @@
-// File descriptors that travel with items. This is how a channel is put into a channel (C14).
+// File descriptors that travel with items. They make it possible to put a channel into a channel (C14).
 //
-// A descriptor stays open as long as a process has it open or a socket has it queued. So each ring has a
-// datagram socket that all its users share. It is connected to itself, and no other socket may send to it. A
-// put sends the descriptors of its item as one datagram, called an fd bundle. The item contains the id of the
-// bundle. The receiver of the item peeks at the bundle, which opens the descriptors. The bundle stays in the
-// queue, because if this receiver dies, the next one needs it.
+// A descriptor stays open while a process has it open or a socket has it queued. Each ring therefore has a
+// datagram socket that its users share. The socket is connected to itself, and no other socket may send to
+// it. A put sends the descriptors of its item as one datagram, called an fd bundle, and stores the bundle's
+// id in the item. The receiver of the item peeks at the bundle, which opens the descriptors. The bundle stays
+// queued, because the next receiver needs it if this one dies.
 //
-// All of this runs under the ring's lock. The bundle is sent before the put commits, so every item that
-// exists has its bundle. A put that dies or fails in between leaves a bundle without an item. Before each
-// send and after each received item, the caller removes old bundles from the front of the queue. It stops at
-// the first one whose item still exists.
+// All of this runs under the ring's lock. A put sends the bundle before it commits, so every existing item
+// has its bundle. If the put dies or fails in between, it leaves a bundle without an item. Each send first
+// removes old bundles from the front of the queue, and so does each received item afterwards. They stop at
+// the first bundle whose item still exists.
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <algorithm>
@@ -27,8 +27,8 @@ struct Label {
 constexpr int MOST = 253;  // the kernel's SCM_MAX_FD
 constexpr size_t CONTROL_BYTES = CMSG_SPACE(MOST * sizeof(int));
 
-// Choose which datagram the next peek returns: the one at `offset`, a sum of sizes of whole datagrams. -1
-// selects the first one.
+// Choose the datagram that the next peek returns. `offset` is the total size of the datagrams before it, and
+// -1 selects the first.
 bool peek_at(int socket, int offset) {
     return setsockopt(socket, SOL_SOCKET, SO_PEEK_OFF, &offset, sizeof offset) == 0;
 }
@@ -39,8 +39,8 @@ bool peek(int socket, Label& label) {
 
 }  // namespace
 
-// Return a socket that is connected to itself, or -1 if the system does not support that. Only items with
-// descriptors need it.
+// Return a socket connected to itself, or -1 if the system does not support that. Only items with descriptors
+// need one.
 int socket_to_itself() {
     const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     if (fd < 0) return -1;
@@ -48,8 +48,8 @@ int socket_to_itself() {
     address.sun_family = AF_UNIX;
     socklen_t length = sizeof address;
     const int room = 1 << 20;
-    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);  // the system's limit still applies
-    // Bind without a name, so that the kernel chooses an abstract name.
+    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);  // the system's own limit still applies
+    // Bind without a name; the kernel then chooses an abstract name.
     if (bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address.sun_family) == 0 &&
         getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
         connect(fd, reinterpret_cast<sockaddr*>(&address), length) == 0)
@@ -112,7 +112,7 @@ int Ring::open_bundle(uint64_t id, std::vector<int>& descriptors) {
     }
     return descriptors.size() < label.count
                ? EMFILE
-               : 0;  // the kernel opens as many as its limits allow, and does not report why it stopped
+               : 0;  // the kernel opens as many as its limits allow, without reporting why it stopped
 }
 
 void Ring::drop_bundles() {

@@ -1,4 +1,4 @@
-// Putting items into a ring and taking them out.
+// Puts items into a ring and takes them out.
 //
 // The states of an item:
 //   claim -> FILLING -> publish        (large item: copied without holding the lock)
@@ -24,8 +24,8 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (map_incomplete_) return Step::NoMemory;
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
     const bool parks = is_parked(writer);
-    // An item that is larger than the remaining bytes must wait. An exception is the worker whose turn it is:
-    // it never waits for the bytes of parked items, because only this worker can free them.
+    // An item that exceeds the remaining bytes must wait. The worker whose turn it is never waits for the
+    // bytes of parked items, because only this worker can free them.
     const bool alone = parks ? all == 0 : inside + h_->claimed == 0;
     if (h_->bytes_in - h_->bytes_out + frame.size > most_inside() && !alone) {
         h_->short_of_memory = 1;
@@ -143,7 +143,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
 
 // --- take ---
 
-// Return whether two slots are valid: the one at the head, and the last one that the session has on lease.
+// Check the slot at the head, and the one that the session leased last.
 [[gnu::always_inline]] inline bool Ring::head_is_valid(const Session* session) const {
     const Slot* slot = at<Slot>(h_->head);
     if (!slot_exists(h_->head) || !payload_exists(slot)) return false;
@@ -151,7 +151,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     return !session || !session->lease_head || slot_exists(session->lease_tail);
 }
 
-// Copy the description of the slot at the head to `taken`, except for the address of the payload.
+// Describe the slot at the head in `taken`, without the address of the payload.
 [[gnu::always_inline]] inline void Ring::describe(Taken& taken, Slot* slot) const {
     taken.kind = slot->kind;
     taken.size = slot->size;
@@ -164,7 +164,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     taken.viewed = may_view(slot);
 }
 
-// Lease the slot that was at the head.
+// Lease the slot that was the head.
 [[gnu::always_inline]] inline void Ring::lease(Slot* slot, uint64_t number, uint64_t state, Session& session,
                                                Change& change) {
     change.set(slot->next, 0);
@@ -176,13 +176,13 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     change.set(h_->leased, h_->leased + 1);
 }
 
-// Take the slot at the head, which is known to be valid. `leases`: the session that leases it, or null.
+// Take the slot at the head, which was checked. `leases`: the session that gets the lease, or null.
 [[gnu::always_inline]] inline void Ring::take_head(Taken& taken, ReaderState* reader, Session* leases,
                                                    uint32_t session, Wakes& wakes) {
     Slot* slot = at<Slot>(h_->head);
     describe(taken, slot);
     Change change(record(Side::Reader), windows_);
-    if (slot->next != h_->tail) prefetch(at<Slot>(slot->next));  // the next get needs it
+    if (slot->next != h_->tail) prefetch(at<Slot>(slot->next));  // for the next get
     change.set(h_->head, slot->next);
     change.set(h_->takes, h_->takes + 1);
     change.set(h_->bytes_out, h_->bytes_out + slot->size);
@@ -221,8 +221,8 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     const uint64_t orders = reader && !reader->leases ? leases->orders : 0;
     if (orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
     if (leases && leases->reserved_head) return take_reserved(taken, *reader);
-    // A retired reader still takes items that were given back, because all other workers may be waiting for
-    // the turns of these items.
+    // A retired reader still takes items that were given back, because all other workers may wait for the
+    // turns of these items.
     if (orders & RETIRE && !is_next_before(UINT64_MAX)) {
         // This reader may have been woken for an item that it does not take, so wake another one.
         if (h_->head) h_->reader_queue.wake_by_rank(1, wakes);
@@ -235,9 +235,9 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     return Step::Done;
 }
 
-// Return an item to the FIFO, with its old number and its deaths. Do nothing if another session has it by
-// now, or if it is lost anyway because the channel is broken. (A small item that a plain reader took was
-// freed at once, so it gets a new slot.)
+// Return an item to the FIFO, with its old number and deaths. Do nothing if another session has it now, or if
+// the channel is broken and the item lost anyway. (A small item of a plain reader gets a new slot, because
+// its slot was freed at once.)
 void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     if (h_->damaged || h_->state == BROKEN) {
         if (taken.held) release(taken.held, wakes);
@@ -283,7 +283,7 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
 
 void Ring::end_decoding(uint64_t number, Wakes& wakes) {
     if (!std::erase(decoding_, number) || !std::exchange(decoding_seen_, false)) return;
-    // The link checked first_undecoded() too early, so make it check again.
+    // The link checked first_undecoded() too early and must check again.
     wakes.writers += h_->writer_queue.call(1);
 }
 
@@ -305,15 +305,15 @@ void Ring::release(Slot* slot, Wakes& wakes) {
 
 // --- the end ---
 
-// Return whether this reader can get no more items. Other readers may still give back leased items. So a
-// reader without leases waits for these, unless it could not get them anyway. A reader with leases does not
-// wait, because two readers that gather items (get_more) would wait for each other.
+// Return whether this reader can get no more items. Items that other readers give back count for a reader
+// without leases, unless it could not get them anyway. A reader with leases does not wait for them: two
+// readers that gather items (get_more) would wait for each other.
 bool Ring::at_end_for(const ReaderState* reader) const {
     const bool goes = reader && (reader->alone || session(reader->session).leased > 0);
     return h_->state == CLOSED && is_exhausted() && (goes || h_->leased == 0);
 }
 
-// If this was the last item, wake all readers, because they may see the end now.
+// After the last item, wake all readers, because they may now see the end.
 void Ring::wake_at_end(Wakes& wakes) {
     if (h_->state == CLOSED && is_exhausted()) wakes.readers += h_->reader_queue.call_all();
 }

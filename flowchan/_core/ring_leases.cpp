@@ -1,13 +1,12 @@
-// Items on lease: readers finish them or give them back, or the ring reserves them for a replacement worker.
+// Leases: readers finish items or give them back, and the ring reserves items for a replacement worker.
 //
-// Invariant. An item gets its number when it is first taken, so numbers follow the FIFO order. Items that
-// were given back are therefore at the front, sorted by number, and the items behind them have no numbers
-// yet. An item that returns goes to the place that its number determines (`find_place`). Putting it at the
-// head would be wrong, because items with lower numbers may have returned before it.
+// Invariant. An item gets its number when it is first taken, so numbers follow the FIFO order. Returned items
+// are therefore at the front, sorted by number, and the items behind them have no numbers yet. The number of
+// a returning item determines its position (`find_place`). The head would be wrong if items with lower
+// numbers have returned before it.
 //
-// A session's lease list is in the order in which the session took the items. The links rely on that. It need
-// not be the order of the numbers: a reader that has item 3 may then take item 1, which another reader gave
-// back.
+// A session's lease list keeps the order of its takes, on which links rely. This may differ from the order of
+// the numbers: a reader with item 3 may then take item 1, which another reader gave back.
 #include <algorithm>
 #include <utility>
 
@@ -36,9 +35,9 @@ void Ring::acknowledge_oldest(uint32_t index, uint64_t n, Wakes& wakes) {
     if (n) free_leased(session(index), n, wakes);
 }
 
-// Find the place of item `number` in the FIFO, between `before` and `after`. 0 means the end of the list. The
-// search starts from the values that the caller passes: 0 and the head, or the place of the previous item.
-// Return false if the ring is damaged.
+// Find the position of item `number` in the FIFO, between `before` and `after`; 0 means an end of the list.
+// The search starts from the passed values: 0 and the head, or the position of the previous item. Return
+// false if the ring is damaged.
 bool Ring::find_place(uint64_t number, uint64_t& before, uint64_t& after) const {
     if (before && at<Slot>(before)->number > number) before = 0, after = h_->head;
     for (uint64_t left = h_->puts - h_->takes; after; before = after, after = at<Slot>(after)->next, --left) {
@@ -49,7 +48,7 @@ bool Ring::find_place(uint64_t number, uint64_t& before, uint64_t& after) const 
     return true;
 }
 
-// Return a numbered item to the FIFO, even if that exceeds the capacity.
+// Return a numbered item to the FIFO, even beyond its capacity.
 void Ring::link_between(Slot* slot, uint64_t before, uint64_t after, Change& change) {
     change.set(slot->next, after);
     change.set(before ? at<Slot>(before)->next : h_->head, offset(slot));
@@ -58,8 +57,8 @@ void Ring::link_between(Slot* slot, uint64_t before, uint64_t after, Change& cha
     change.set(h_->bytes_out, h_->bytes_out - slot->size);
 }
 
-// Move the newest `n` leased items back to the FIFO, with their numbers. If this process dies in the middle,
-// the cleanup after its death gives back the rest.
+// Move the newest `n` leased items back to the FIFO, with their numbers. If this process dies halfway, the
+// cleanup after its death gives back the rest.
 void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     if (h_->damaged) return;
     uint64_t kept = 0, p = s.lease_head;
@@ -69,7 +68,7 @@ void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     if (kept ? at<Slot>(kept)->next : s.lease_head) found_damage();
 }
 
-// Move `n` leased items back, beginning with `p`. `kept` is the item before `p` in the lease list, or 0.
+// Move back `n` leased items, starting with `p`. `kept` precedes `p` in the lease list, or is 0.
 void Ring::give_back_from(Session& s, uint64_t kept, uint64_t p, uint64_t n, Wakes& wakes) {
     uint64_t before = 0, after = h_->head;
     for (uint64_t left = n; left; --left) {
@@ -96,7 +95,7 @@ void Ring::give_back_replays(uint32_t index, uint64_t n, Wakes& wakes) {
     uint64_t p = s.lease_head;
     for (uint64_t left = n; left; --left, p = at<Slot>(p)->next) {
         if (!slot_exists(p) || !is_leased(at<Slot>(p))) return void(found_damage());
-        at<Slot>(p)->state |= Slot::REPLAY;  // from now on it is a replay, even if this process dies
+        at<Slot>(p)->state |= Slot::REPLAY;  // this makes it a replay, even if this process dies now
     }
     give_back_from(s, 0, s.lease_head, n, wakes);
 }
@@ -105,8 +104,8 @@ void Ring::give_back_newest(uint32_t index, uint64_t n, Wakes& wakes) {
     if (n && n <= session(index).leased) give_back(session(index), n, wakes);
 }
 
-// Remove all items that were put and never taken, as if they had never been put. Their owner can put them
-// into another channel.
+// Remove all items that were put and never taken, as if they had not been put. The caller can put them into
+// another channel.
 uint64_t Ring::take_back(Wakes& wakes) {
     uint64_t before = 0, p = h_->head, n = 0;
     for (uint64_t left = inside(); p && left && at<Slot>(p)->numbered(); before = p, p = at<Slot>(p)->next)
@@ -127,24 +126,24 @@ uint64_t Ring::take_back(Wakes& wakes) {
     return n;
 }
 
-// Count the reader's death for the first `suspects` of its leased items. Set `last` to the leased item number
-// `most`, and `rest` to the item after it. Return false if the ring is damaged.
+// Count a reader's death against the first `suspects` of its leased items. Set `last` to leased item number
+// `most`, and `rest` to the one after it. Return false if the ring is damaged.
 bool Ring::count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64_t& rest) {
     for (uint64_t n = 0; n < most; ++n, last = rest, rest = at<Slot>(rest)->next) {
         if (!slot_exists(rest) || !is_leased(at<Slot>(rest))) return false;
         if (n >= suspects) continue;
-        // If this process dies between here and the commit, this death is counted twice. `deaths` is then too
-        // high by one, which does no other harm.
+        // If this process dies before the commit, the death is counted twice, so `deaths` is one too high.
+        // That does no other harm.
         at<Slot>(rest)->state += Slot::DEATH;
         fault_point();
     }
     return true;
 }
 
-// Reserve leased items of a dead reader for its replacement. These items may have killed the reader, so no
-// other reader should risk taking them (R10). The remaining items go back to all readers. If `all` is set,
-// reserve every item, because no other reader may take any of them. If `blame` is not set, flowchan itself
-// ended the reader, so no item is suspected. Reserved items stay on lease.
+// Reserve leased items of a dead reader for its replacement. They may have killed the reader, so no other
+// reader should risk taking them (R10). The other leased items go back to all readers. `all`: reserve every
+// item, because no other reader may take it. If `blame` is not set, flowchan ended the reader itself, and no
+// item is suspected. Reserved items stay on lease.
 void Ring::reserve_for(uint32_t from, uint32_t to, bool all, bool blame) {
     Session &s = session(from), &next = session(to);
     const bool suspect = blame && s.lease_head && s.at != Session::OURS;
@@ -169,7 +168,7 @@ void Ring::reserve_for(uint32_t from, uint32_t to, bool all, bool blame) {
     change.commit();
 }
 
-// Take the first of the items that are reserved for this session.
+// Take the first item that is reserved for this session.
 Step Ring::take_reserved(Taken& taken, ReaderState& reader) {
     Session& s = session(reader.session);
     Slot* slot = at<Slot>(s.reserved_head);
@@ -196,7 +195,7 @@ Step Ring::take_reserved(Taken& taken, ReaderState& reader) {
     return Step::Done;
 }
 
-// Reserve the leased items of this reader for itself, so that it takes them again before any others.
+// Reserve this reader's leased items for itself, so that it takes them again before any others.
 void Ring::begin_again(ReaderState& reader) {
     Session& s = session(reader.session);
     reader.leases = 0;
@@ -214,8 +213,8 @@ void Ring::begin_again(ReaderState& reader) {
     change.commit();
 }
 
-// Return the lowest number of an item that is leased, reserved or was given back. If there is none, return
-// the number that the next item will get.
+// Return the lowest number of all items that are leased, reserved or returned. If there are none, return the
+// number of the next item.
 uint64_t Ring::first_unfinished() const {
     uint64_t first = h_->numbered;
     const auto check = [&](uint64_t number) { first = std::min(first, number); };
@@ -233,8 +232,7 @@ void Ring::order(uint32_t index, Orders what, Wakes& wakes) {
     wakes.readers += h_->reader_queue.call_all();
 }
 
-// Give the items that are reserved for a session back to all readers, because the session ends without trying
-// them.
+// Give a session's reserved items back to all readers, because it ends without trying them.
 void Ring::give_back_reserved(Session& s, Wakes& wakes) {
     if (h_->damaged) return;
     Change change(record(Side::Writer), windows_);

@@ -1,18 +1,19 @@
-// The memory of a ring: slots, their blocks, views of blocks, and what happens after damage.
+// The memory of a ring: slots, their blocks, views of blocks, and the checks against damage.
 //
 // If no block of the needed class is free, one is cut from the uncut memory in the middle of the file. When
-// its slot becomes free, the block goes to the free list of its class. So blocks are reused while they are
-// still in the caches. When the middle is used up, `rebuild_lists` divides all memory outside of used blocks
-// again.
+// its slot becomes free, the block joins the free list of its class, so it is reused while the caches still
+// have it. When the middle is used up, `rebuild_lists` divides all memory outside of used blocks again.
 //
 // Views. The receiver of an item with large buffers may read them in place. The slot then records that
-// session as its `viewer`. A call that would free such a slot leaves it HELD for the viewer, which frees it
-// when its last view has gone. If the slot is in another state when the last view ends, the viewer only
-// removes its own entry. (After an item was given back, its next worker may read it while the first one still
-// views it.) A slot has at most one viewer, so a second reader makes a private copy. A reader also makes a
-// copy if views already cover max_bytes, or if the block is at the end of the memory. Otherwise, readers that
-// keep their items could block a writer. After a port is closed, its session stays as a HOLDER until the
-// process has dropped its last view or has died.
+// session as its `viewer`. A call that would free the slot leaves it HELD for the viewer, which frees it
+// after its last view. If the slot is in another state when the last view ends, the viewer only removes its
+// own entry. (An item may have been given back, so that its next worker reads it while the first one still
+// views it.)
+//
+// A slot has at most one viewer, so a second reader makes a private copy. A reader also makes a copy if views
+// already cover max_bytes, or if the block is at the end of the memory. Otherwise, readers that keep their
+// items could block a writer. After a port is closed, its session remains as a HOLDER until the process has
+// dropped its last view or has died.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -21,7 +22,7 @@ namespace flowchan {
 
 namespace {
 
-// True if this thread's last put got no slot because the process could not map memory.
+// True if this thread's last put got no slot because memory could not be mapped into the process.
 thread_local bool unmapped = false;
 
 uint64_t block_start(uint64_t top, uint32_t cls) {
@@ -32,7 +33,7 @@ uint64_t block_start(uint64_t top, uint32_t cls) {
 
 // --- allocating and mapping memory ---
 
-// Allocate and map the memory below `upto`. On failure, change nothing and return false.
+// Allocate and map the memory below `upto`. On failure, return false and change nothing.
 bool Ring::reserve_low(uint64_t upto) {
     if (!windows_.show_blocks(upto)) return !(unmapped = true);
     h_->map_blocks_to = std::max(h_->map_blocks_to, windows_.blocks_to());
@@ -67,7 +68,7 @@ bool Ring::reserve_sessions(uint32_t n) {
     return true;
 }
 
-// Map the blocks and slots that another process has added. Until then, this process can neither put nor get.
+// Map the blocks and slots that another process has added. Before that, this process can neither put nor get.
 void Ring::map_growth() {
     const uint64_t upto = h_->map_blocks_to, from = h_->map_slots_from;
     if (upto > length_ || from < blocks_at_) return void(found_damage());
@@ -76,14 +77,14 @@ void Ring::map_growth() {
 
 // --- slots ---
 
-// Return the first class from `cls` to before `upto` with a free slot, or CLASSES if there is none.
+// Return the first class in [cls, upto) with a free slot, or CLASSES if there is none.
 [[gnu::always_inline]] inline uint32_t Ring::free_class(uint32_t cls, uint32_t upto) const {
     while (cls < upto && !h_->free_slots[cls]) ++cls;
     return cls < upto ? cls : CLASSES;
 }
 
-// Return a slot with room for `size` bytes of payload. If memory is exhausted, change nothing and return
-// null.
+// Return a slot with room for `size` bytes of payload. If memory is exhausted, return null and change
+// nothing.
 Slot* Ring::take_slot(uint64_t size, Change& change) {
     unmapped = false;
     const uint32_t cls = class_of(size);
@@ -94,7 +95,7 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
         if (Slot* slot = new_slot(cls, change)) return slot;
         if (h_->damaged) return nullptr;
     }
-    // A block of up to twice the size is an acceptable waste.
+    // Accept a block of up to twice the size.
     uint32_t found = free_class(cls, std::min(cls + 6, CLASSES));
     if (found == CLASSES) {
         rebuild_lists(cls);
@@ -106,14 +107,14 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
     if (!slot_exists(h_->free_slots[found]) || slot->place() != SlotState::Free || slot->cls != found ||
         !payload_exists(slot))
         return found_damage(), nullptr;
-    prefetch(at<Slot>(slot->next));  // the next put needs it
+    prefetch(at<Slot>(slot->next));  // for the next put
     change.set(h_->free_slots[found], slot->next);
     change.set(h_->slots_used, h_->slots_used + 1);
     return slot;
 }
 
-// Return whether a put should wait for recycled memory. The kernel has to find and clear new memory, which
-// takes longer than copying the item, and no cache has it. If a put waited without success, no other put
+// Return whether a put should wait for recycled memory. New memory must be found and cleared by the kernel,
+// which takes longer than copying the item, and no cache has it. After one put has waited in vain, no other
 // waits until readers have finished more items.
 bool Ring::lacks_warm_memory(uint64_t size, bool late) {
     const uint32_t cls = class_of(size);
@@ -123,7 +124,7 @@ bool Ring::lacks_warm_memory(uint64_t size, bool late) {
     return !late;
 }
 
-// Return a slot with a new block from the start of the uncut memory.
+// Return a slot with a new block, cut from the start of the uncut memory.
 Slot* Ring::new_slot(uint32_t cls, Change& change) {
     const uint64_t block = block_start(h_->blocks_top, cls), upto = block + class_size(cls);
     const uint64_t bare = cls ? h_->free_slots[0] : 0;  // a slot without a block
@@ -134,8 +135,8 @@ Slot* Ring::new_slot(uint32_t cls, Change& change) {
     Slot* slot = at<Slot>(from);
     if (bare) {
         change.set(h_->free_slots[0], slot->next);
-        // From here until it is used, the slot is in no list. If this process dies first, `rebuild_lists`
-        // finds it.
+        // From here until it is used, the slot is in no list. If this process dies before that,
+        // `rebuild_lists` finds it.
         change.commit();
     } else {
         change.set(h_->slots_at, from);
@@ -179,7 +180,7 @@ bool Ring::find_used(std::vector<Span>& used, std::vector<Slot*>& free) {
     return true;
 }
 
-// Return an additional slot without a block, or null if memory is exhausted.
+// Return one more slot without a block, or null if memory is exhausted.
 Slot* Ring::new_bare_slot(Change& change) {
     const uint64_t from = h_->slots_at - sizeof(Slot);
     if (!reserve_high(from)) return nullptr;
@@ -189,7 +190,7 @@ Slot* Ring::new_bare_slot(Change& change) {
     return at<Slot>(from);
 }
 
-// Fill the free lists, which must be empty.
+// Fill the free lists, which are empty.
 void Ring::fill_free_lists(const std::vector<uint64_t>& heads, Change& change) {
     for (uint32_t c = 0; c < CLASSES; ++c) {
         if (!heads[c]) continue;
@@ -200,8 +201,8 @@ void Ring::fill_free_lists(const std::vector<uint64_t>& heads, Change& change) {
 
 namespace {
 
-// Return the gaps between used blocks, which must be sorted. `top` is the start of the memory, and is set to
-// the end of the last used block.
+// Return the gaps between used blocks, which are sorted. `top` is the start of the memory; it becomes the end
+// of the last used block.
 std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
     const std::vector<std::pair<uint64_t, uint64_t>>& used, uint64_t& top) {
     std::vector<std::pair<uint64_t, uint64_t>> gaps;
@@ -214,18 +215,18 @@ std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
 
 }  // namespace
 
-// Divide all memory outside of used blocks again. Memory behind the last used block becomes uncut. The gaps
-// between used blocks are cut into blocks of class `cls`, and what remains into the largest blocks that fit.
-// All free lists are emptied first, because memory in a list must not be cut, and filled again at the end. If
-// the process dies in between, the lists are too short. The next `rebuild_lists` repairs that, because it
-// looks only at used blocks.
+// Divide all memory outside of used blocks again. Memory behind the last used block becomes uncut. Each gap
+// between used blocks is cut into blocks of class `cls`, and its rest into the largest blocks that fit.
+// First, all free lists are emptied, because memory in a list must not be cut; at the end, they are filled
+// again. If the process dies in between, the lists are too short until the next `rebuild_lists`, which looks
+// only at used blocks.
 void Ring::rebuild_lists(uint32_t cls) {
     if (!memory_is_valid()) return void(found_damage());
     std::vector<Span> used;
     std::vector<Slot*> free;
     if (!find_used(used, free)) return void(found_damage());
     Change change(record(Side::Writer), windows_);
-    if (free.empty()) {  // cutting the gaps needs at least one slot
+    if (free.empty()) {  // cutting the gaps takes at least one slot
         Slot* slot = new_bare_slot(change);
         if (!slot) return;
         free.push_back(slot);
@@ -248,8 +249,8 @@ void Ring::rebuild_lists(uint32_t cls) {
     uint64_t top = blocks_at_;
     std::vector<Span> gaps = gaps_between(used, top);
     // First cut blocks of class `cls` from all gaps, then other blocks. Keep one slot for the memory behind
-    // the gaps, because there may be no memory for another slot. Never cut blocks of class 1, because they
-    // have less room than a slot without a block.
+    // the gaps, because there may be no memory for another. Never cut blocks of class 1: a slot without a
+    // block has more room.
     static_assert(UNIT < Slot::INLINE && Slot::INLINE <= 2 * UNIT);
     auto cut = [&](uint32_t piece, uint64_t& begin, uint64_t end) {
         const uint64_t start = block_start(begin, piece);
@@ -271,20 +272,20 @@ void Ring::rebuild_lists(uint32_t cls) {
 
 // --- views ---
 
-// Return whether a reader may read the payload of this slot in place. The slot is about to be taken. A small
-// payload is copied even from a large block, so that the slot is freed at once. No reader may view the end of
-// the memory that the largest item might need. Even a few views spread over it would block a writer of such
-// an item.
+// Return whether a reader may read this slot's payload in place. The slot is about to be taken. A small
+// payload is copied even from a large block, so that its slot is freed at once. No reader may view the end of
+// the memory, because the largest item might need it. A few views spread over it would block the writer of
+// such an item.
 bool Ring::may_view(const Slot* slot) const {
     if (slot->viewer()) return false;
-    if (slot->kind == PINNED) return true;  // small, and viewed only while the reader uses its object
+    if (slot->kind == PINNED) return true;  // small, and viewed only while the reader uses the object
     if (slot->kind != BUFFERS || slot->cls < VIEWABLE || slot->size <= Taken::LOCAL) return false;
     const uint64_t end = blocks_end_ - class_size(class_of(max_bytes_)) - PAGE;
     return h_->viewed_bytes + slot->size <= max_bytes_ &&
            slot->block + class_size(uint32_t(slot->cls)) <= end;
 }
 
-// Make the session the viewer of a slot. Return `state`, the next state of the slot, with the viewer added.
+// Make the session the viewer of a slot. Return `state`, the slot's next state, with the viewer added.
 uint64_t Ring::view(uint64_t state, const Slot* slot, uint32_t session, Change& change) {
     change.set(this->session(session).views, this->session(session).views + 1);
     change.set(h_->viewed_bytes, h_->viewed_bytes + slot->size);
@@ -297,7 +298,7 @@ void Ring::forget_view(Session& s, Change& change) {
     change.set(s.views, s.views - 1);
 }
 
-// Remove the viewer of this slot, because its last view has ended.
+// Remove the slot's viewer after its last view has ended.
 void Ring::unview(Slot* slot, Wakes& wakes) {
     if (h_->damaged || !slot->viewer()) return;
     if (slot->cls >= CLASSES) return void(found_damage());
@@ -305,7 +306,7 @@ void Ring::unview(Slot* slot, Wakes& wakes) {
     if (!slot->loaned())
         change.set(h_->viewed_bytes, h_->viewed_bytes - std::min(h_->viewed_bytes, slot->size));
     forget_view(session(slot->viewer()), change);
-    // If another session has the slot HELD, that session is copying it, and frees it afterwards.
+    // A session that has the slot HELD without being its viewer is copying it, and frees it afterwards.
     const bool held = slot->place() == SlotState::Held && slot->owner() == slot->viewer();
     if (held)
         push_free(slot, change);
@@ -315,7 +316,7 @@ void Ring::unview(Slot* slot, Wakes& wakes) {
     if (held) memory_freed(wakes);
 }
 
-// Lend memory that a writer fills in place. The slot is HELD and LOANED, and outside the FIFO.
+// Lend memory for a writer to fill in place. The slot is HELD and LOANED, and outside of the FIFO.
 Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
     if (h_->state == BROKEN) return Step::Broken;
     if (h_->state == CLOSED) return broken() ? Step::Broken : Step::Closed;
@@ -333,7 +334,7 @@ Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
     return Step::Done;
 }
 
-// Put a loan that the writer has filled. Only the size of `frame` matters.
+// Put a loan that the writer has filled. Only the size of `frame` is used.
 Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes) {
     Step step = room(frame, writer);
     if (step != Step::Done) return step;
@@ -349,8 +350,8 @@ Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& 
     return Step::Done;
 }
 
-// Return the ids of the PINNED items that exist: in the channel, held by a process, or viewed. If an item is
-// being written right now, this may return the id of the slot's previous item.
+// Return the ids of all existing PINNED items: in the channel, held by a process, or viewed. While an item is
+// being written, its slot may still show the id of the previous item.
 std::vector<uint64_t> Ring::pinned() const {
     std::vector<uint64_t> ids;
     if (!memory_is_valid()) return ids;
@@ -381,12 +382,12 @@ std::vector<Held> Ring::held() const {
     return all;
 }
 
-// --- damage --- Other processes write this memory, and one of them may have a stray pointer. So every offset
-// is checked before it is followed. Damage breaks the channel, but never crashes its users or makes them read
-// outside of the memory. No list is followed further than its length permits. A slot is removed from a list
-// only if its state matches that list. Once damage has been found, no offset is followed.
+// --- damage --- Other processes write to this memory, and one of them may have a stray pointer. Every offset
+// is therefore checked before it is followed. Damage breaks the channel, but never crashes its users or makes
+// them read outside of the memory. No list is followed beyond its length, and a slot leaves a list only if
+// its state matches the list. After damage was found, no offset is followed.
 
-// Check the order of the parts: | blocks .. reserved_low | hole | reserved_high .. slots |
+// Check the order of the memory ranges: | blocks .. reserved_low | hole | reserved_high .. slots |
 bool Ring::memory_is_valid() const {
     return blocks_at_ <= h_->blocks_top && h_->blocks_top <= h_->reserved_low &&
            h_->reserved_low <= h_->reserved_high && h_->reserved_high <= h_->slots_at &&
@@ -402,8 +403,8 @@ bool Ring::payload_exists(const Slot* slot) const {
     if (slot->cls >= CLASSES) return false;
     if (slot->cls == 0) return slot->block == 0 && slot->size <= Slot::INLINE;
     const uint64_t room = class_size(uint32_t(slot->cls));
-    // `write` calls this without the lock, while Redo::apply may store this word. Relaxed is enough, because
-    // an existing slot is always above `slots_at`.
+    // `write` calls this without the lock, while Redo::apply may store this word. Relaxed order is enough,
+    // because an existing slot is always above `slots_at`.
     const uint64_t end =
         std::min(std::atomic_ref(h_->slots_at).load(std::memory_order_relaxed), windows_.blocks_to());
     return slot->size <= room && slot->block >= blocks_at_ && slot->block % UNIT == 0 && room <= end &&
@@ -416,9 +417,9 @@ Step Ring::found_damage() {
     return Step::Broken;
 }
 
-// Return what a put does if it finds no memory. It waits until memory is freed, unless no memory is in use.
-// If this process lacks address space, the put waits only while some reader has a port. Otherwise, a caller
-// that is itself the only reader would wait forever.
+// Return the result of a put that finds no memory. It waits until some is freed, unless none is in use. If
+// this process lacks address space, it waits only while some reader has a port. Otherwise, a caller that is
+// the only reader would wait forever for itself.
 Step Ring::no_slot() {
     if (h_->damaged) return Step::Broken;
     const bool waits = h_->slots_used && (h_->readers || !unmapped);

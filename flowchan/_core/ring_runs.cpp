@@ -1,10 +1,10 @@
 // Runs: batches of small items. A put or a get changes the words of the item's slot, and words that link and
-// count items. For a run, the latter change only once. A run is a single Change in the record, so either all
-// of it happens or nothing does.
+// count items. A run changes the latter only once. It is a single Change in the redo record, so all of it
+// happens or none does.
 //
-// A run contains only items that need no other changes. Items are handled one by one if they were given back,
-// are viewed, have descriptors, or must wait for a turn. The same applies to items that do not fit into the
-// ring, because the call for the single item then reports why.
+// A run contains only items that need no other change. Items that were given back, are viewed, have
+// descriptors, or wait for a turn are handled singly. So are items that do not fit into the ring, because the
+// call for a single item then reports why.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -13,13 +13,13 @@ namespace flowchan {
 
 namespace {
 
-// How many words a Change needs for the whole run, in addition to those for each item.
+// How many words a Change needs for a run, besides those of each item.
 constexpr uint64_t TO_PUT = 7, TO_TAKE = 9, TO_FREE = 6;
 
 }  // namespace
 
-// Put the first of these items, up to the first one of another size class. They must not be outputs for an
-// input item. Return how many were put, or 0 if they must be put one by one.
+// Put the first of these items, up to the first one of another size class. They must be outputs for no input
+// item. Return how many were put, or 0 if they must be put singly.
 uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
     if (h_->state != OPEN || map_incomplete_ || (h_->head && !slot_exists(h_->tail))) return 0;
     const uint64_t inside = h_->puts - h_->takes + h_->parked + h_->claimed;
@@ -42,7 +42,7 @@ uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
         rest = slot->next;
     }
     if (n < 2) return 0;
-    if (rest) prefetch(at<Slot>(rest));  // the next run needs it
+    if (rest) prefetch(at<Slot>(rest));  // for the next run
     Change change(record(Side::Writer), windows_);
     for (uint64_t i = 0; i < n; ++i)
         change.set(run[i]->state, uint64_t(SlotState::Inside) | items[i].deaths * Slot::DEATH);
@@ -58,8 +58,8 @@ uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
     return n;
 }
 
-// Lease up to `count` items, but stop once they have `most_bytes` bytes. Return how many were leased, or 0 if
-// they must be taken one by one.
+// Lease up to `count` items, stopping at `most_bytes` bytes. Return how many were leased, or 0 if they must
+// be taken singly.
 uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_t most_bytes, Wakes& wakes) {
     Session& s = session(reader.session);
     if (h_->state >= BROKEN || map_incomplete_ || s.reserved_head) return 0;
@@ -102,8 +102,8 @@ uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_
     return n;
 }
 
-// Free up to `most` of the oldest leases of a session. These are a run of items with the same size class and
-// no viewer, or a single item. Return how many were freed, or 0 if the memory is damaged.
+// Free up to `most` of a session's oldest leases: a run of items with the same size class and no viewer, or a
+// single item. Return how many were freed, or 0 if the memory is damaged.
 uint64_t Ring::free_run(Session& s, uint64_t most) {
     const uint64_t first = s.lease_head;
     Slot* run[Redo::MOST];
@@ -116,7 +116,7 @@ uint64_t Ring::free_run(Session& s, uint64_t most) {
         rest = slot->next;
         if (slot->viewer()) break;
     }
-    if (most == 0) return 0;  // there must be leases, but the count says 0
+    if (most == 0) return 0;  // there are leases, but the count says 0
     Change change(record(Side::Reader), windows_);
     change.set(s.lease_head, rest);
     if (run[0]->viewer()) {

@@ -1,4 +1,4 @@
-// The sessions of a ring: who uses it, in which role, and what happens to its items when a session ends or
+// The sessions of a ring: who uses it in which role, and what happens to a session's items when it ends or
 // its process dies.
 #include "process.hpp"
 #include "ring.hpp"
@@ -9,7 +9,7 @@
 
 namespace flowchan {
 
-// Return an unused record, initialised for this process, or 0 if there is none.
+// Return an unused record, initialised for this process, or 0 if all are used.
 uint32_t Ring::free_session(Wakes& wakes) {
     for (int attempt = 0; attempt < 2; ++attempt) {
         for (uint32_t i = 1; i < SESSIONS; ++i) {  // 0 means "no session"
@@ -58,9 +58,9 @@ void Ring::adopt(uint32_t index) {
     s.started = own_start();
 }
 
-// Move the views of a port to a HOLDER when the port moves to another process. The former process may still
-// use these views, but they would end together with the new process. Each slot takes one Change, so the
-// process may die between any two. (If no record is free, the views stay with the port.)
+// When a port moves to another process, move its views to a HOLDER. The former process may still use these
+// views, which must not end with the new process. Each slot takes one Change, so the process may die between
+// any two. (If all records are used, the views stay with the port.)
 void Ring::move_views(uint32_t index) {
     Wakes wakes;
     if (!memory_is_valid()) return void(found_damage());
@@ -87,7 +87,7 @@ void Ring::move_views(uint32_t index) {
 }
 
 // End the copies and waits of a session that is ending, perhaps because its process was killed. `views`: also
-// end its views, which no process uses any more.
+// end its views, because no process uses them any more.
 void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     Session& s = session(index);
     if (!memory_is_valid()) found_damage();
@@ -105,7 +105,7 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     auto leave = [now](WaitQueue& queue, uint32_t& in_queue) {
         const uint32_t n = in_queue;
         // Clear this first. If the process dies before the subtraction, `waiting` is too high, which costs
-        // only a needless wake-up. `waiting` must never be too low.
+        // one useless wake-up. `waiting` must never be too low.
         in_queue = 0;
         keep_order();
         fault_point();
@@ -113,14 +113,14 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
         queue.woken = std::min(queue.woken, queue.waiting);
         queue.selecting = std::min(queue.selecting, queue.waiting);
         queue.waited_ns += int64_t(n) * now;
-        return n ? queue.call_all() : 0;  // wakes threads that wait in the port
+        return n ? queue.call_all() : 0;  // threads may be waiting in this port
     };
     wakes.readers += leave(h_->reader_queue, s.in_reader_queue);
     wakes.writers += leave(h_->writer_queue, s.in_writer_queue);
     s.clock.all.set(s.awaits != 0, now);
     if (s.awaits) {
         s.word.store(s.word.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-        wakes.add(s.word, true);  // wakes a thread that waits in the port
+        wakes.add(s.word, true);  // a thread may be waiting in this port
         end_turn_wait(s);
         const auto waits = [](const Session& one) { return one.awaits != 0; };
         h_->writer_queue.ordered = uint32_t(std::ranges::count_if(h_->sessions(), waits));
@@ -130,22 +130,22 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     }
     if (s.pid == uint64_t(getpid())) return;
     // The dead process may have been woken without taking the lock, or may have been about to wake another
-    // one. So make all sleepers check again.
+    // process. Make all sleepers check again.
     h_->reader_queue.woken = h_->writer_queue.woken = 0;
     wakes.readers += h_->reader_queue.call_all();
     wake_all_writers(wakes);
 }
 
-// Return whether the views of this session may be used after its end, because its process is alive or may
-// have live children.
+// Return whether the session's views may be used after its end, because its process or a child of that
+// process may live.
 bool Ring::may_still_view(uint32_t index) const {
     const Session& s = session(index);
     return s.views && (s.forked || s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));
 }
 
-// End a session. If `finished`, finish its leased items, otherwise give them back. `died`: the process ended
-// without closing the session. If it was a writer, the end of the channel is not clean (C5), unless the
-// channel was already closed.
+// End a session. Its leased items are finished if `finished` is set, and given back otherwise. `died`: the
+// process ended without closing the session. If the session was a writer's, the channel then has no clean end
+// (C5), unless it was already closed.
 void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     Session& s = session(index);
     if (s.role == Session::NONE) return;
@@ -165,7 +165,7 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     } else if (s.role == Session::RESUME) {
         change.set(h_->resumes, h_->resumes - 1);
     }
-    // Any process that notices the death of the viewing process may end this session.
+    // From now on, any process that notices the viewing process's death may end this session.
     if (looks) change.set(s.supervised, 0);
     change.set(s.role, looks ? Session::HOLDER : Session::NONE);
     change.commit();
@@ -214,12 +214,12 @@ void Ring::sweep_now(Wakes& wakes) {
     h_->swept_ns.store(uint64_t(coarse_now_ns()), std::memory_order_relaxed);
     uint64_t me = uint64_t(getpid());
     const Session* alive = nullptr;
-    const bool locked = !h_->damaged;  // if the lock is lost, other threads may also run this
+    const bool locked = !h_->damaged;  // if the lock is lost, other threads may be here too
     if (locked) peers_.begin_round();
     for (uint32_t i = 1; i < h_->sessions().size(); ++i) {
         Session& s = session(i);
         if (s.role == Session::NONE || s.role == Session::RESUME || s.supervised || s.pid == me) continue;
-        if (s.role == Session::HOLDER && s.forked) continue;  // its views last until the channel ends
+        if (s.role == Session::HOLDER && s.forked) continue;  // these views last until the channel ends
         if (alive && s.pid == alive->pid && s.started == alive->started)
             continue;  // another port of the same process
         if (locked ? peers_.alive(s.pid, s.started) : process_alive(s.pid, s.started))

@@ -1,14 +1,14 @@
-// The order of outputs in an ordered stage, and the writers that wait for their turn.
+// The order of outputs in an ordered stage, and the writers that wait for their turns.
 //
 // Order (`ordered=True`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel, each
-// worker one item at a time. They put the outputs for i into another channel. `turn` is the i whose outputs
-// go directly into the FIFO. Outputs for a later i are parked in i's group. When the worker of `turn` reports
-// that all outputs for i have been put, `turn` advances. The outputs that are parked for the new turn then
-// enter the FIFO. When the channel is closed, all parked outputs enter it.
+// worker one item at a time. They put the outputs for i into another channel. Outputs for i = `turn` go
+// directly into the FIFO, and outputs for a later i are parked in i's group. When the worker of `turn`
+// reports that all outputs for i have been put, `turn` advances. The parked outputs of the new turn then
+// enter the FIFO. When the channel is closed, all parked outputs enter the FIFO.
 //
 // Invariants. No outputs are parked for i = turn, or in a closed channel. Every parked i satisfies i - turn <
-// groups. Parked outputs leave one place of `capacity` to the worker of `turn`, so that worker waits only for
-// readers. Therefore parked outputs cannot deadlock the stage.
+// groups. Parked outputs always leave one of the `capacity` places to the worker of `turn`, so this worker
+// waits only for readers. Parked outputs therefore cannot deadlock the stage.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -21,7 +21,7 @@ void Ring::begin_item(WriterState& writer, uint64_t number) {
     writer.number = number;
     writer.count = writer.skip = 0;
     Session& s = session(writer.session);
-    // If this worker processes the item again, it skips the outputs that it has already put.
+    // A worker that repeats the item skips the outputs that it has already put.
     if (s.committed_item == number + 1) writer.skip = s.committed_count;
     if (!h_->resumes) return;
     for (Session& old : h_->sessions()) {
@@ -52,7 +52,7 @@ Step Ring::item_done(WriterState& writer, Wakes& wakes) {
 void Ring::advance(Wakes& wakes) {
     Change change(record(Side::Writer), windows_);
     uint64_t before = h_->turn, linked = 0;
-    // A closed channel gets no more outputs, so parked outputs no longer wait for outputs before them.
+    // A closed channel gets no more outputs, so parked outputs need not wait for earlier ones.
     const auto waits = [&](const Group& g) { return !g.complete && (h_->state != CLOSED || !h_->parked); };
     while (!h_->damaged) {
         Group& g = group(h_->turn);
@@ -86,10 +86,10 @@ void Ring::advance(Wakes& wakes) {
     }
 }
 
-// Begin to keep turns at item `number`. A stage with a single worker keeps no turns. When it gets more
-// workers, its port gets the order KEEP_TURNS. The first turn goes to the first unfinished item, because the
-// outputs for all earlier items are already in the FIFO. If other workers have already started, their outputs
-// for earlier items are parked and complete.
+// Start to keep turns at item `number`. A stage with a single worker keeps no turns; when it gets more, its
+// port gets the order KEEP_TURNS. The first turn goes to the first unfinished item, because the outputs for
+// all earlier items are in the FIFO. If other workers have already started, their outputs for earlier items
+// are parked and complete.
 void Ring::start_turns_at(uint64_t number, Wakes& wakes) {
     if (h_->state != OPEN || number <= h_->turn) return;
     const uint64_t parked_to = std::min(number, h_->turn + groups_);
@@ -108,8 +108,8 @@ void Ring::start_turns_at(uint64_t number, Wakes& wakes) {
 }
 
 // --- waiting for a turn --- A writer that waits for its turn sleeps on a word of its own session. So only
-// writers that can continue are woken, in the order of their numbers. The redo record does not cover this. If
-// such a writer dies, asleep or just woken, drop_copies removes it and counts the waiting writers again.
+// writers that can continue are woken, in the order of their numbers. No redo record covers this: if such a
+// writer dies, asleep or just woken, drop_copies removes it and counts the waiting writers again.
 
 uint32_t Ring::await_turn(Session& s, uint64_t number, bool again) {
     h_->writer_queue.begin_wait(again);
@@ -123,7 +123,7 @@ uint32_t Ring::await_turn(Session& s, uint64_t number, bool again) {
 }
 
 void Ring::end_turn_wait(Session& s) {
-    if (!s.awaits) return;  // its port was closed while it waited
+    if (!s.awaits) return;  // the port was closed during the wait
     s.awaits = s.called = 0;
     h_->writer_queue.ordered -= std::min(h_->writer_queue.ordered, 1u);
     const int64_t now = now_ns();
@@ -133,7 +133,7 @@ void Ring::end_turn_wait(Session& s) {
     s.clock.end(true);
 }
 
-// Return whether there is room for an output of item `number` after `more` other outputs have been put.
+// Return whether an output of item `number` has room after `more` other outputs.
 bool Ring::has_turn(uint64_t number, uint64_t more) const {
     const uint64_t inside = h_->puts - h_->takes + h_->claimed;
     if (number <= h_->turn) return inside < capacity_;

@@ -1,14 +1,13 @@
-// Estimates how many bytes an item keeps alive, from some of its parts.
+// Estimates from samples how many bytes an item keeps alive.
 //
-// Buffers and strings, and any `nbytes`, count with their exact sizes. For a container, SAMPLES of its
-// elements stand for all of them. In a list or a tuple, they are evenly spaced. The parts of any other object
-// are those that the garbage collector would visit. For one item, at most TRIALS objects are visited, so a
-// batch of 20,000 rows costs no more than one of a hundred. Parts that many items share (a class, a module, a
-// function) count as zero. Other shared parts count for each item, because sharing cannot be detected.
+// Buffers, strings and any `nbytes` count with their exact sizes. SAMPLES elements of a container stand for
+// all of them; in a list or a tuple, they are evenly spaced. Any other object consists of the parts that the
+// garbage collector would visit. At most TRIALS objects are visited per item, so a batch of 20,000 rows costs
+// no more than one of a hundred. A part that many items share (a class, a module, a function) counts as zero.
+// Other shared parts count for each item, because their sharing cannot be detected.
 //
-// In a free-threaded interpreter, other threads may change the item at any time. So all samples of an object
-// are taken together, in the object's critical section. Each sample is a new reference, and is visited
-// afterwards.
+// In a free-threaded interpreter, other threads may change the item at any time. All samples of an object are
+// therefore taken together, in its critical section, as new references. They are visited afterwards.
 #include "sizes.hpp"
 
 #include <nanobind/nanobind.h>
@@ -26,7 +25,7 @@ namespace {
 constexpr Py_ssize_t SAMPLES = 8;
 constexpr int TRIALS = 64, DEPTH = 8;
 
-// Some parts of an object, with a reference to each of them.
+// Some parts of an object, each with a reference.
 struct Samples {
     static constexpr size_t MOST = 2 * SAMPLES;
     PyObject* part[MOST];
@@ -74,14 +73,14 @@ struct Estimate {
   private:
     bool deeper(int depth) const { return left > 0 && depth < DEPTH; }
 
-    // Return the total size of the samples, and set `seen` to the number of samples visited.
+    // Return the total size of the samples. Set `seen` to the number of samples visited.
     uint64_t sum(const Samples& samples, int depth, uint64_t& seen) {
         uint64_t bytes = 0;
         for (seen = 0; seen < samples.count && left > 0; ++seen) bytes += of(samples.part[seen], depth + 1);
         return bytes;
     }
 
-    // Return the size of the elements of a list or a tuple, including the references to them.
+    // Return the size of a list's or tuple's elements, including the references to them.
     uint64_t row(PyObject* o, int depth) {
         if (!deeper(depth)) return uint64_t(Py_SIZE(o)) * 8;
         Samples samples;
@@ -124,7 +123,7 @@ struct Estimate {
         return true;
     }
 
-    // Read `nbytes`. Tensors have this attribute, and so do arrays that export no buffer.
+    // Read `nbytes`, which tensors have, and also arrays that export no buffer.
     static bool counted(PyObject* o, PyTypeObject* type, uint64_t& bytes) {
         static PyObject* const name = PyUnicode_InternFromString("nbytes");
         if (!_PyType_Lookup(type, name)) return false;
@@ -136,7 +135,7 @@ struct Estimate {
         return ok;
     }
 
-    // Return the size of the objects to which this object refers, as the garbage collector visits them.
+    // Return the size of all objects that this one refers to, as the garbage collector finds them.
     uint64_t parts(PyObject* o, PyTypeObject* type, int depth) {
         if (!type->tp_traverse || !deeper(depth) || !PyObject_IS_GC(o)) return 0;
         Samples samples;

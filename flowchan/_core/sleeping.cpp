@@ -1,5 +1,5 @@
-// Since Linux 5.16, a thread can sleep on many words with futex_waitv. If the call is missing or refused,
-// `sleep_by_turns` replaces it.
+// Since Linux 5.16, a thread can sleep on many words with futex_waitv. `sleep_by_turns` replaces the call if
+// it is missing or refused.
 #include "sleeping.hpp"
 
 #include "system.hpp"
@@ -12,14 +12,14 @@ namespace flowchan {
 namespace {
 
 constexpr size_t WAITV_MAX = 128;  // FUTEX_WAITV_MAX
-// Set once the kernel or a seccomp filter has refused futex_waitv. It orders no other memory access.
+// Set after the kernel or a seccomp filter has refused futex_waitv. It orders no other memory access.
 std::atomic<bool> waitv_refused{false};
 
 std::atomic<uint32_t>& word(const WaitedWord& w) {
     return *reinterpret_cast<std::atomic<uint32_t>*>(w.uaddr);
 }
-// Sleep without futex_waitv: sleep on one word, and poll the others at growing intervals. Polling adds at
-// most 4 ms of delay, and costs 250 checks a second. For a single word, no polling is needed.
+// Without futex_waitv, sleep on one word, and poll the others at growing intervals. Polling adds up to 4 ms
+// of delay and costs 250 checks a second. A single word needs no polling.
 bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
     for (int64_t nap = 125'000;; nap = std::min<int64_t>(2 * nap, 4'000'000)) {
         if (std::any_of(words.begin(), words.end(), is_changed)) return false;

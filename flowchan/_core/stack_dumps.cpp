@@ -1,13 +1,12 @@
-// Dumps this process's Python stacks when a signal arrives.
+// Dumps the Python stacks of this process when a signal arrives.
 //
 // Algorithm. Python's faulthandler installs a signal handler that writes the stacks of all threads to a file,
-// even while C code holds the GIL. But a reader of that file cannot tell when a dump is complete. So we
-// replace this handler with ours, which calls it between two marks. The option `chain` of faulthandler would
-// not do: it clears SA_RESTART, so signals would interrupt more system calls in C code.
+// even while C code has the GIL. But a reader of that file cannot tell when a dump is complete. Our handler
+// therefore replaces it, and calls it between two marks. The option `chain` of faulthandler would not do: it
+// clears SA_RESTART, so signals would interrupt more system calls in C code.
 //
-// Invariants. For each signal, a dump begins after the signal is sent. If several threads get signals at the
-// same time, only one of them writes, so dumps do not overlap. The handlers use only atomics and
-// async-signal-safe functions.
+// Invariants. Each signal is followed by the start of a dump. Dumps never overlap, because only one thread
+// writes even if several get signals at once. The handlers use only atomics and async-signal-safe functions.
 #include "stack_dumps.hpp"
 
 #include <errno.h>
@@ -20,13 +19,13 @@ namespace {
 
 using Handler = void (*)(int);
 
-// These bytes never occur in a dump, because faulthandler escapes them.
+// Bytes that never occur in a dump, because faulthandler escapes them.
 constexpr char DEATH = 1, BEGIN = 2, END = 3;
-constexpr unsigned DUMP_WITHIN_S = 1;  // limit for the dump of a dying process
+constexpr unsigned DUMP_WITHIN_S = 1;  // for the dump of a dying process
 
 std::atomic<Handler> faulthandler{nullptr};
 std::atomic<int> signal_number{0}, file{-1};
-std::atomic<int> requests{0};  // signals whose dump is not complete yet
+std::atomic<int> requests{0};  // signals whose dumps are not complete yet
 
 void write_mark(char mark) {
     while (write(file, &mark, 1) < 0 && errno == EINTR) {}
@@ -48,8 +47,8 @@ void dump(int) {
     errno = error;
 }
 
-// The signal's default action is back because of SA_RESETHAND, so the alarm kills the process even if the
-// dump hangs.
+// SA_RESETHAND has restored the signal's default action, so the alarm kills the process even if the dump
+// hangs.
 void dump_and_die(int number) {
     alarm(DUMP_WITHIN_S);
     write_dump(DEATH);
@@ -69,7 +68,7 @@ bool claim_signal(int number) {
     struct sigaction action{};
     if (sigaction(number, nullptr, &action) != 0) return false;
     if (action.sa_flags & SA_SIGINFO) return false;
-    if (action.sa_handler == dump) return true;  // this process was forked from a worker process
+    if (action.sa_handler == dump) return true;  // this process is a fork of a worker process
     if (action.sa_handler != SIG_DFL) return false;
     install(number, SIG_IGN, 0);
     return true;

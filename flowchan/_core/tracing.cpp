@@ -1,4 +1,4 @@
-// Unboxes sampled items, and calls the recorder that follows them (see ItemTracing).
+// Unboxes sampled items and calls their recorder (see ItemTracing).
 #include "channel.hpp"
 
 namespace flowchan {

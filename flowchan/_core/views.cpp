@@ -12,10 +12,10 @@ namespace flowchan {
 
 namespace {
 
-// Smaller views are copied, because that is as fast, and a process can have only about 65,000 mappings.
+// Smaller views are copied: that is as fast, and a process can have only about 65,000 mappings.
 constexpr uint64_t MAPPED = 1 << 16;
 
-// A fork holds this mutex, so that the child can unlock it and finds a consistent `live`.
+// A fork holds this mutex, so the child finds `live` consistent and can unlock it.
 std::mutex live_mutex;
 std::unordered_set<Block*> live;
 
@@ -39,8 +39,8 @@ nb::object wrap(View view) { return nb::cast(std::move(view)); }
 
 PyType_Slot view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
 
-// If the process forks while a block has views, the child may use them, and nothing records when that ends.
-// So the slot keeps its viewer until the channel ends, even if the parent dies (Session::forked). In the
+// If the process forks while a block has views, the child may use them, and nothing records when it stops.
+// The slot then keeps its viewer until the channel ends, even if the parent dies (Session::forked). In the
 // child, the block still belongs to the parent. A loan has no content yet, so it belongs only to the process
 // that took it.
 Block::Block(std::shared_ptr<Ring> ring_, Slot* slot)
@@ -94,6 +94,7 @@ nb::object private_view(nb::handle self) {
         p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, ring.fd(),
                  off_t(begin));
     if (p == MAP_FAILED) {  // the view is too small for a mapping, or no mapping is left: make a plain copy
+        // make a plain copy if the view is too small for a mapping, or no mapping is left
         nb::object copy = View::copy_of(view.at, view.size);
         nb::inst_ptr<View>(copy)->writable = true;
         return copy;

@@ -27,7 +27,7 @@ void Windows::open(int fd, uint64_t blocks_at, uint64_t length) {
     blocks_to_.store(upto, std::memory_order_release);
 }
 
-// Map a part of the file. If the address space is exhausted, return null with errno set.
+// Map a part of the file. Return null with errno set if the address space is exhausted.
 char* Windows::open_window(uint64_t from, uint64_t upto) {
     void* p =
         mmap(nullptr, upto - from, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, off_t(from));
