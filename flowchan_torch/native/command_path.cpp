@@ -1,15 +1,16 @@
-// Issues commands for remote tensors without running Python code, if the template of the command is known.
+// Issues commands for remote tensors without running Python code, provided that the command's template is
+// known.
 //
-// Algorithm. For tensors with the dispatch key Python, torch calls one kernel per operator. start() registers
+// Algorithm. torch calls one kernel per operator for tensors with the dispatch key Python. start() registers
 // the kernels of this file for that key. A kernel builds the key of the call like call_key() in
 // remote_tensor.py, and looks it up in the operator's dictionary of templates. If it finds a template, it
 // does the same as issue() in remote_tensor.py. Otherwise, it leaves the call to torch's own function for
 // this dispatch key, which calls __torch_dispatch__.
 //
-// Invariants. Before a call is left to Python, it has changed nothing. C++ and Python use the same
-// dictionary. If the key that C++ builds ever differed from Python's, the lookup would fail. That costs time,
-// but never finds a wrong template. All of this runs with the GIL held, and a command is appended to the
-// buffer in one step.
+// Invariants. A kernel changes nothing before it leaves a call to Python. C++ and Python share one
+// dictionary. If they ever built different keys for a call, the lookup would fail. This would cost time, but
+// never find a wrong template. All code here runs with the GIL, and appends a command to the buffer in one
+// step.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -60,7 +61,7 @@ void check(int result) {
 
 PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
 
-// The names of the attributes that this file uses, and some Python objects. They are never freed.
+// The names of all attributes that this file uses, and some Python objects. They are never freed.
 struct Names {
     PyObject *meta = name("_m"), *handle = name("_h"), *id = name("id"), *client = name("client"),
              *single = name("single"), *outputs = name("outputs"), *results = name("results"),
@@ -79,7 +80,7 @@ size_t site_mask = 0;
 
 Object attribute(PyObject* object, PyObject* key) { return checked(PyObject_GetAttr(object, key)); }
 
-// Records for each code object whether it is part of torch or flowchan. The code objects are never freed.
+// Whether a code object is part of torch or flowchan. The code objects are never freed.
 std::unordered_map<PyCodeObject*, bool>* known_codes = nullptr;
 
 bool belongs_to_library(PyCodeObject* code) {
@@ -95,7 +96,7 @@ void set_item(PyObject* list, size_t place, PyObject* owned) {
     check(PyList_SetItem(list, static_cast<Py_ssize_t>(place), owned));
 }
 
-// The objects of a NodeClient that commands need. The client never replaces these objects.
+// The objects of a NodeClient that commands need. The client keeps them for its whole life.
 struct Client {
     Object object, numbers, buffer, refs, freed, site_numbers, site_codes, site_offsets;
 
@@ -134,7 +135,7 @@ void note_site(const Client& client, PyObject* number) {
     }
 }
 
-// Everything that is needed to make a tensor with the metadata of a TensorMeta.
+// The metadata of a TensorMeta, in the form that a new tensor needs.
 struct Layout {
     Object meta;
     c10::SmallVector<int64_t, 5> sizes, strides;
@@ -177,13 +178,13 @@ struct Layout {
     }
 };
 
-// A copy of a Template for this file. The template keeps it in its attribute ``native``.
+// A Template, copied for this file. The template keeps the copy in its attribute ``native``.
 struct Known {
     Object id;
     Client client;
     std::optional<Layout> output;         // set if the only result is a new tensor
     std::optional<size_t> changed_input;  // index of the input that is the result
-    std::optional<size_t> viewed;         // index of the input with the view's storage
+    std::optional<size_t> viewed;         // index of the input whose storage the view shares
 
     explicit Known(PyObject* found)
         : id(attribute(found, names->id)), client(attribute(found, names->client)) {
@@ -196,7 +197,7 @@ struct Known {
             changed_input = PyLong_AsSize_t(places.it);
     }
 
-    // Return the copy of a template, or null if its commands are left to Python. The template owns the copy.
+    // Return the copy of a template, or null if Python must issue its commands. The template owns the copy.
     static const Known* of(PyObject* found, size_t results) {
         Object native = attribute(found, names->native);
         if (native.it == Py_None) {
@@ -219,9 +220,9 @@ struct Known {
     }
 };
 
-// The tensors and scalars of a call, in the order in which its command lists them.
+// The tensors and scalars of a call, in the order of the command.
 struct Call {
-    std::vector<PyObject*> inputs;  // the arguments keep them alive
+    std::vector<PyObject*> inputs;  // kept alive by the arguments
     std::vector<Object> scalars;
     bool known = true;  // false: leave the call to Python
 };
@@ -229,7 +230,7 @@ struct Call {
 struct Argument {
     bool scalar = false;  // see OpPlan.scalars
     bool dtype = false;
-    bool plain = false;  // Python gets values of this type unchanged
+    bool plain = false;  // Python gets the value without conversion
     std::optional<IValue> standard;
     PyObject* name = nullptr;
 };
@@ -259,8 +260,7 @@ bool is_plain(c10::TypePtr type) {
 
 Object number_of(double value) { return Object(PyFloat_FromDouble(value)); }
 
-// Does the same as exact() in remote_tensor.py. In the resulting key, 0.0 differs from -0.0, and NaN equals
-// itself.
+// Does the same as exact() in remote_tensor.py. In the key, 0.0 differs from -0.0, and NaN equals itself.
 Object exact(double value) {
     Object number = number_of(value);
     return value == 0 || value != value ? checked(PyObject_Str(number.it)) : std::move(number);
@@ -277,7 +277,7 @@ Object not_known(Call& call) {
     return Object(Py_NewRef(Py_None));
 }
 
-// Return the number in a tensor that torch made from a Python number. Python gets the number.
+// Return the Python number inside a tensor that torch made from it. Python gets the number.
 Object wrapped_number(const at::Tensor& tensor, Call& call) {
     switch (tensor.scalar_type()) {
         case at::kDouble:
@@ -408,7 +408,7 @@ struct Kernel final : c10::OperatorKernel {
         return tuple_of(parts, [](Object& one) { return std::move(one); });
     }
 
-    // Issue the command of a call whose template is known. Otherwise change nothing and return false.
+    // Issue the command of a call with a known template. If there is none, return false and change nothing.
     bool issue(torch::jit::Stack& stack) const {
         Call call;
         Object found;
@@ -430,7 +430,7 @@ struct Kernel final : c10::OperatorKernel {
         append(*known, number.it, call);
         at::Tensor result;
         if (known->output) {
-            // A view is an inference tensor if and only if its base is one, regardless of the current mode.
+            // A view is an inference tensor exactly if its base is one, in any mode.
             std::optional<c10::InferenceMode> mode;
             if (known->viewed) {
                 bool inference = THPVariable_Unpack(call.inputs.at(*known->viewed)).is_inference();

@@ -1,8 +1,8 @@
-// Checks a ring against the invariants of layout.hpp, ring_memory.cpp and ring_items.cpp.
+// Checks that a ring satisfies the invariants of layout.hpp, ring_memory.cpp and ring_items.cpp.
 //
-// Every slot must be in exactly one place. Every list must be acyclic and as long as its count says. Every
-// total must match its parts. Every viewer that a slot names must exist and count its views correctly.
-// Offsets are relative to the header, which is at the start of the file.
+// Every slot is in exactly one place. Lists have no cycles, and as many slots as their counters say. Totals
+// match their parts. The viewers that slots name exist, and count their views correctly. Offsets start at the
+// header, which begins the file.
 #pragma once
 
 #include <map>
@@ -18,9 +18,10 @@ using namespace flowchan;
 constexpr uint64_t PAGE = 4096;
 
 struct Tolerance {
-    // If a process died in `rebuild_lists`, or while it took a bare slot, some free slots may be in no list.
+    // Some free slots may be in no list, because a process died in `rebuild_lists` or while taking a bare
+    // slot.
     bool lost_free_slots = false;
-    // how many dead users a wait queue may still count because the process that cleans up also died
+    // how many dead users a wait queue may still count, because the process that cleans up died as well
     uint32_t waiting = 0;
 };
 
@@ -28,7 +29,7 @@ class Check {
   public:
     Check(Ring& ring, Tolerance tolerance = {}) : ring(ring), h(ring.header()), tolerance(tolerance) {}
 
-    // Return a list of all problems, or an empty string. The caller must hold the lock.
+    // Return a list of all problems, or an empty string. The caller must have the lock.
     std::string run() {
         for (const Redo& redo : h.redo)
             if (redo.valid) wrong("a redo record is still valid");
@@ -56,7 +57,7 @@ class Check {
     Header& h;
     Tolerance tolerance;
     std::string problems;
-    std::map<uint64_t, std::string> where;  // slot -> name of the list in which it is
+    std::map<uint64_t, std::string> where;  // slot -> name of its list
     uint64_t used = 0, bytes = 0, filling = 0;
 
     void wrong(const std::string& what) { problems += (problems.empty() ? "" : "; ") + what; }
@@ -67,7 +68,7 @@ class Check {
     }
     Slot* slot(uint64_t p) { return ring.slot_at(p); }
 
-    // Return the length of a list, and remember that its slots are in the list `name`.
+    // Return the length of the list `name`, and record its slots in `where`.
     template <class Each>
     uint64_t walk(uint64_t head, uint64_t* tail, const std::string& name, Each each) {
         uint64_t n = 0, last = 0;
@@ -89,7 +90,8 @@ class Check {
         return n;
     }
     void placed(Slot& s, SlotState place, const std::string& name) {
-        // `advance` moves all parked outputs of an item at once, without changing the states of their slots.
+        // `advance` moves all parked outputs of an item at once, and leaves the states of their slots
+        // unchanged.
         const bool moved = place == SlotState::Inside && s.place() == SlotState::Parked;
         if (s.place() != place && !moved)
             wrong("a slot in " + name + " is marked " + std::to_string(int(s.place())));
@@ -105,7 +107,7 @@ class Check {
         }
     }
     void fifo() {
-        uint64_t least = 0;  // the lowest number that the next item may have
+        uint64_t least = 0;  // lowest number that the next item may have
         uint64_t n = walk(h.head, &h.tail, "the FIFO", [&](Slot& s) {
             placed(s, SlotState::Inside, "the FIFO");
             if (s.numbered() && s.number >= h.numbered)
@@ -171,8 +173,8 @@ class Check {
         }
         wrong("the cause is in no slot");
     }
-    // Check the slots that are in no list. Either a session is copying, viewing or filling the slot, or an
-    // interrupted `rebuild_lists` has lost it.
+    // Check the slots that are in no list. A session copies, views or fills the slot, or an interrupted
+    // `rebuild_lists` has lost it.
     void rest() {
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
             if (where.count(p)) continue;
@@ -193,7 +195,7 @@ class Check {
             used += 1;
         }
     }
-    // Check that all viewers exist, and that the sessions and the header count their views correctly.
+    // Check that all viewers exist, and that sessions and header have the right numbers of views.
     void viewers() {
         uint64_t views[SESSIONS] = {}, seen = 0;
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
@@ -213,7 +215,7 @@ class Check {
                 s.place() == SlotState::Filling)
                 wrong(name + " has a viewer and is marked " + std::to_string(int(s.place())));
             if (s.loaned() && s.place() != SlotState::Held) wrong(name + " is on loan and not HELD");
-            // A slot that another session views may be held only by a user that is copying it.
+            // If another session views the slot, only a user that copies it may hold it.
             const bool copied = !s.loaned() && ring.session(s.owner()).role == Session::PLAIN;
             if (s.place() == SlotState::Held && s.owner() != s.viewer() && !copied)
                 wrong(name + " is held by another session than its viewer");
@@ -228,7 +230,7 @@ class Check {
         }
         equal("viewed_bytes", h.viewed_bytes, seen);
     }
-    // Return whether a slot is free and in no list, as the tolerance permits.
+    // Return whether a slot is free but in no list, which the tolerance permits.
     bool lost(uint64_t p) {
         return tolerance.lost_free_slots && slot(p)->place() == SlotState::Free && !where.count(p);
     }
@@ -239,8 +241,7 @@ class Check {
         if (h.puts - h.takes + h.parked + h.claimed > h.capacity + SESSIONS)
             wrong("far more inside than the capacity");
     }
-    // Check that no two slots share a byte of a block, and that viewable blocks share no page with other
-    // blocks.
+    // Check that blocks do not overlap, and that viewable blocks share no page with other blocks.
     void blocks() {
         std::map<uint64_t, uint64_t> ends;
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {

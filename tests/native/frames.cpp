@@ -1,13 +1,12 @@
-// Sends arbitrary data over a connection, as a peer that knows the secret could. The peer sends the frames
-// that agents send. It also changes, repeats, omits and cuts frames, makes them absurdly large, and sends
-// other bytes, in pieces of any size. Arguments: `model`, `owner` or `worker`, a seed, and the number of
+// Sends arbitrary data over a connection, like a hostile peer that knows the secret. The peer sends the
+// frames of an agent. It also changes, repeats, omits, cuts and inflates frames, and sends other bytes, all
+// in pieces of any size. Arguments: the mode (`model`, `owner` or `worker`), a seed, and the number of
 // frames.
 //
-// `model`: the link gets items for workers, and the test knows which frames are valid. The link must put all
-// valid frames once and in order, even across connections. An invalid frame must end the connection and have
-// no other effect. `owner` and `worker`: items and states of ports go in both directions. Which frames are
-// valid then depends on the progress of the link's threads. So the test checks only that items arrive
-// complete and that the rings stay consistent.
+// `model`: the link gets items for workers, and the test knows which frames are valid. The link must put each
+// valid frame once and in order, even across connections. An invalid frame must end the connection and have
+// no other effect. `owner` and `worker`: items and port states go in both directions. Which frames are valid
+// then depends on the link's threads, so the test only checks that items are intact and the rings consistent.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -24,14 +23,14 @@ namespace testing {
 
 namespace {
 
-// The test fails if a connection takes longer than this many seconds to end.
+// The test fails if a connection does not end within this many seconds.
 constexpr unsigned HANG_LIMIT_S = 120;
 constexpr uint64_t BYTES_INSIDE = 1 << 20, CAPACITY = 4;
 constexpr uint32_t STREAMS = 3;
 constexpr uint16_t PORTS = 2;
 constexpr uint64_t SIZES[] = {8, 9, 80, 1000, 16 << 10, 70'000};
 constexpr int64_t EVENT_LIMIT_NS = 20'000'000'000;
-constexpr uint64_t CONNECTIONS_PER_LINK = 40;  // connections over one link
+constexpr uint64_t CONNECTIONS_PER_LINK = 40;  // connections in the life of one link
 
 class Draw {
   public:
@@ -43,7 +42,7 @@ class Draw {
     T of(const T (&choices)[N]) {
         return choices[below(N)];
     }
-    // Return a random number, which is mostly at or near a limit.
+    // Return a random number, usually at or near a limit.
     uint64_t number() {
         const uint64_t near[] = {
             0, 1, 2, 63, 1 << 16, UINT32_MAX, uint64_t(1) << 46, uint64_t(1) << 63, UINT64_MAX};
@@ -83,7 +82,7 @@ class Peer {
     void cut() {
         if (!unsent_.empty()) unsent_.resize(draw_.below(unsent_.size()));
     }
-    // Send all frames in pieces of any size. The link may end the connection at any time.
+    // Send all frames, in pieces of any size. The link may end the connection at any time.
     void send() {
         for (uint64_t at = 0; at < unsent_.size();) {
             const uint64_t most = draw_.one_in(3) ? 1 + draw_.below(64) : unsent_.size();
@@ -108,7 +107,7 @@ class Peer {
         pollfd here{fd_, POLLIN, 0};
         return poll(&here, 1, 0) > 0;
     }
-    // Wait until the link has handled all frames that were sent. Return whether the connection still exists.
+    // Wait until the link has handled all frames so far. Return whether the connection still exists.
     bool wait() {
         const uint64_t mark = draw_.any() >> 1;
         add_frame({.n = mark, .type = FrameType::PING});
@@ -117,9 +116,9 @@ class Peer {
             if (head->type == FrameType::PONG && head->n == mark) return true;
         return false;
     }
-    static inline uint64_t sent_count = 0;  // frames over all connections
+    static inline uint64_t sent_count = 0;  // frames on all connections
 
-    // Close the sending direction, and wait until the link notices.
+    // Close the sending direction, and wait until the link has noticed.
     void end() {
         shutdown(fd_, SHUT_WR);
         while (next_frame()) {}
@@ -157,15 +156,15 @@ void sound(Ring& ring) {
 
 // --- model ---
 
-// One port of a stream, read like a worker reads it, and the items that must arrive next.
+// One port of a stream, which is read as by a worker, and the items that must arrive next.
 struct Port {
     std::shared_ptr<Ring> ring = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     const uint32_t feed = open_session(*ring, Session::WRITER);
     User reads = open(*ring, Session::READER);
     std::vector<uint64_t> expected;
-    uint64_t got = 0;      // number of frames received
-    bool refuses = false;  // true after an item that was too large: no later item is put
-    // the last item that was cut, and how many of its bytes the link has reported as received
+    uint64_t got = 0;      // how many frames were received
+    bool refuses = false;  // an item was too large, so no later item is put
+    // the last item that was cut, and how many of its bytes the link has reported
     Head cut_head{};
     uint64_t cut_value = 0, part = 0;
 
@@ -176,7 +175,7 @@ struct Port {
     void take_all() {
         uint64_t value = 0;
         for (uint64_t right : expected) {
-            // An item that is too large breaks the channel, which also drops the items that wait for room.
+            // An item that is too large breaks the channel, which drops the items that wait for room.
             const Step step = reads.get(value, Deadline{refuses ? 0 : now_ns() + EVENT_LIMIT_NS});
             if (refuses && step == Step::NotNow) break;
             must(step == Step::Done && value == right, "an item is wrong or out of order");
@@ -220,7 +219,7 @@ class Model {
   private:
     enum class Sent { Right, Wrong, Cut };
 
-    // Check that the link reports how many frames it received over all earlier connections.
+    // Check the link's report of how many frames earlier connections delivered.
     void hear_states(Peer& peer) {
         for (auto& stream : ports_)
             for (Port& port : stream) port.part = 0;  // an invalid frame may have ended the item
@@ -266,7 +265,7 @@ class Model {
         return Sent::Right;
     }
 
-    // Send the rest of an item whose first bytes the link received over an earlier connection.
+    // Send the rest of an item whose first bytes arrived on an earlier connection.
     Sent send_rest(Peer& peer, Port& port) {
         Head head = port.cut_head;
         const uint64_t part = std::exchange(port.part, 0);
@@ -314,8 +313,8 @@ class Model {
         if (head.type != FrameType::ITEM && head.type != FrameType::OUTPUT && head.type != FrameType::MOVED &&
             head.type != FrameType::PULL)
             return false;
-        if (head.stream >= STREAMS) return true;  // the link has dropped or not yet opened this stream
-        // These streams have no outputs.
+        if (head.stream >= STREAMS) return true;  // the stream is not open yet, or no longer
+        // The streams have no outputs.
         if (head.type == FrameType::OUTPUT || head.type == FrameType::PULL) return false;
         if (head.port >= PORTS) return false;
         const bool is_reference = head.kind() == REFERENCE_KIND;  // a random payload is never a location
@@ -332,13 +331,13 @@ class Model {
 
 // --- owner and worker ---
 
-// A stream: one ring from which the link takes items, and one into which it puts items.
+// A stream: the link takes items from one ring and puts items into another.
 struct Ends {
     std::shared_ptr<Ring> from = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     std::shared_ptr<Ring> to = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     const uint32_t taker = open_session(*from, Session::READER), putter = open_session(*to, Session::WRITER);
     User feeds = open(*from, Session::WRITER), drains = open(*to, Session::READER);
-    uint64_t received = 0;  // items that the peer received
+    uint64_t received = 0;  // how many items the peer received
 };
 
 class Anything {
@@ -391,7 +390,7 @@ class Anything {
         return head.has_value();
     }
 
-    // Return false if the bytes were not a whole frame, because the link then ignores everything behind them.
+    // Return false if the bytes were not a whole frame, because the link then ignores everything after them.
     bool send_something(Peer& peer) {
         if (draw_.one_in(100)) return peer.add_frame(draw_.bytes(draw_.below(200))), false;
         const uint32_t stream = uint32_t(draw_.below(STREAMS));

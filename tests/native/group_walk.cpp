@@ -1,9 +1,9 @@
 // The fault walk over groups. A member dies at the n-th fault point of two operations, for n = 1, 2, 3, …
-// until it survives. Each time, all survivors must have completed the same number of operations with the
-// right results, and must end in the same way. In the mode "closes", another thread of the member closes it
-// at the fault point, which looks the same to the other members. Arguments: the number of the operation, the
-// number of members, the member that dies, the step between tested fault points, and "dies" or "closes". If
-// the member that dies equals the number of members, both the first and the last member die.
+// until it survives. All survivors must complete the same number of operations with the right results, and
+// must end in the same way. In the mode "closes", another thread closes the member at the fault point
+// instead, which must look the same to the other members. Arguments: the number of the operation, the number
+// of members, the member that dies, the step between tested fault points, and "dies" or "closes". If the
+// third argument equals the second, both the first and the last member die.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -25,17 +25,17 @@ namespace {
 
 using namespace flowchan;
 
-constexpr size_t LARGE = 150'000;  // number of elements; takes several chunks
+constexpr size_t LARGE = 150'000;  // elements; they take several chunks
 constexpr int TIMES = 2;
 
 uint32_t remaining_points = 0;
-Member* closes = nullptr;  // the member to close in the mode "closes"
+Member* closes = nullptr;  // in the mode "closes", the member to close
 std::thread closing;
-constexpr int CLOSED = 42;  // exit code of a member that was closed
+constexpr int CLOSED = 42;  // exit code of a closed member
 
 struct Outcome {
     std::atomic<pid_t> pid = 0;
-    std::atomic<int> begun = 0;  // number of operations that the member has started
+    std::atomic<int> begun = 0;  // how many operations the member has started
     int done = 0;
     int end = -1;
     bool right = true;
@@ -55,7 +55,7 @@ void must(bool holds, const char* what) {
     if (!holds) stop(what);
 }
 
-// Return the state of a thread as in /proc: 'S' if it sleeps, 'Z' or 'X' if it has ended.
+// Return a thread's state from /proc: 'S' if it sleeps, 'Z' or 'X' if it has ended.
 char state_of(pid_t process, pid_t thread) {
     std::ifstream file("/proc/" + std::to_string(process) + "/task/" + std::to_string(thread) + "/stat");
     std::string stat;
@@ -64,7 +64,7 @@ char state_of(pid_t process, pid_t thread) {
     return name_ends == std::string::npos ? 'X' : stat[name_ends + 2];
 }
 
-// Wait until a member has ended or sleeps in operation number `operation`.
+// Wait until a member has ended, or sleeps in operation number `operation`.
 void await_member(const Outcome& member, int operation) {
     for (;; std::this_thread::yield()) {
         if (!member.pid) continue;
@@ -74,7 +74,7 @@ void await_member(const Outcome& member, int operation) {
     }
 }
 
-// Runs one operation: sets the member's input and checks its result.
+// Runs one operation with the member's input and checks its result.
 struct Walk {
     Member& member;
     Patience patience{Deadline{}};
@@ -181,7 +181,7 @@ void live(int fd, uint32_t rank, uint32_t slow, int operation, bool closes_inste
     Walk walk{member};
     Outcome& own = shared.of[rank];
     for (int i = 0; i < TIMES; ++i) {
-        if (i && rank == slow)  // the others wait for this member, perhaps after another one has died
+        if (i && rank == slow)  // the others wait for this member, perhaps after another has died
             for (uint32_t other = 0; other < member.size; ++other)
                 if (other != rank) await_member(shared.of[other], i + 1);
         bool right = true;
@@ -197,8 +197,8 @@ void live(int fd, uint32_t rank, uint32_t slow, int operation, bool closes_inste
     if (closing.joinable()) closing.join(), _exit(CLOSED);
 }
 
-// Run a group in which each member of `dying` ends at its n-th fault point. Return whether none of them
-// reached that point.
+// Run a group in which the members in `dying` each end at their n-th fault point. Return whether none of them
+// reached it.
 bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, uint32_t n, bool close_them,
                     Shared& shared) {
     new (&shared) Shared{};
@@ -240,8 +240,8 @@ bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, u
 
 }  // namespace
 
-// Kill the member at the chosen fault point, or close it in another thread. In the second case, go on once
-// that thread waits for the operation to end.
+// Kill the member at the chosen fault point, or close it in another thread. In the latter case, continue as
+// soon as that thread waits for the operation to end.
 void flowchan::fault_point() {
     if (!remaining_points || --remaining_points) return;
     if (!closes) raise(SIGKILL);

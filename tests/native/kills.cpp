@@ -1,5 +1,5 @@
-// Kills a source, and workers that put up to three outputs per item, at random times. Arguments: seed, number
-// of items.
+// Kills a source and its workers at random times. Workers put up to three outputs per item. Arguments: seed,
+// number of items.
 #include "kills.hpp"
 
 namespace testing {

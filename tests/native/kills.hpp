@@ -1,7 +1,7 @@
-// Random SIGKILLs. A source and the workers of a stage run as processes over two rings, and are killed again
-// and again, at any instruction. A supervisor like the one in flowchan/run returns their leased items, starts
-// replacements, and reads the outputs. Each output must arrive exactly once, and in order if the stage is
-// ordered. Unsupervised processes may also take part.
+// Random SIGKILLs. A source and the workers of a stage run as processes over two rings, and are killed
+// repeatedly, at any instruction. A supervisor like the one in flowchan/run returns their leased items,
+// starts replacements, and reads the outputs. Each output must arrive exactly once and, if the stage is
+// ordered, in order. Unsupervised processes may also take part.
 #pragma once
 
 #include <sys/prctl.h>
@@ -15,7 +15,7 @@
 
 namespace testing {
 
-// A process that may be killed: the source (has no reader), a worker, or an unsupervised process (has no
+// A process that may be killed: the source (without a reader), a worker, or an unsupervised process (without
 // ports).
 struct Worker {
     uint32_t reader = 0, writer = 0;
@@ -35,7 +35,7 @@ class Kills {
           workers(1 + WORKERS + others) {}
     virtual ~Kills() = default;
 
-    // Run until all outputs in `missing` have arrived.
+    // Run until all values in `missing` have arrived.
     void run(std::set<uint64_t> missing) {
         for (uint64_t i = 0; i <= WORKERS; ++i) open_ports(workers[i], i == 0);
         for (Worker& worker : workers) start(worker);
@@ -99,7 +99,7 @@ class Kills {
     virtual void after_read(bool) {}
 
   private:
-    std::vector<Worker> workers;  // [0] is the source; unsupervised processes come after the workers
+    std::vector<Worker> workers;  // [0] is the source; unsupervised processes are at the end
 
     static uint32_t supervised(Ring& ring, Session::Role role) {
         uint32_t session = open_session(ring, role);
@@ -133,7 +133,7 @@ class Kills {
         }
         _exit(0);
     }
-    // End the sessions of processes that have ended, and replace those that were killed.
+    // End the sessions of all processes that have ended, and replace those that were killed.
     void check_for_dead(int options = WNOHANG) {
         for (int status; pid_t pid = waitpid(-1, &status, options);) {
             if (pid < 0) return;
@@ -145,8 +145,8 @@ class Kills {
             }
         }
     }
-    // Do the same as ActionExecutor._replace: open the ports of the replacement, retire the writer, and then give
-    // the items back.
+    // Act like ActionExecutor._replace: open the replacement's ports, retire the writer, and then give the
+    // items back.
     void replace(Worker& worker, bool killed) {
         const Worker old = worker;
         worker = {};

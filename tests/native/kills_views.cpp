@@ -1,9 +1,8 @@
-// Random kills, while readers read items in place and keep views of them, and writers fill outputs in place.
-// Sizes vary and memory is short, so blocks are cut again and again between the viewed ones. The bytes of a
-// payload follow from its number. To detect overwritten data, they are checked after the get, and again right
-// before the view ends.
+// Random kills while readers view items in place and writers fill outputs in place. Sizes vary and memory is
+// short, so blocks are often cut between viewed ones. A payload's bytes follow from its number. They are
+// checked after the get and right before the view ends, to detect overwritten data.
 //
-// If the stage is not ordered, unsupervised readers also take part. They take items and give them back, keep
+// If the stage is unordered, unsupervised readers also take part. They take items and give them back, keep
 // views for a while, and fill memory that they never put.
 //
 // Arguments: seed, number of items.
@@ -43,7 +42,7 @@ class Viewers : public Kills {
             user.drop_view();
         }
     }
-    // Fill the item in place if there is memory soon, otherwise copy it.
+    // Fill the item in place if memory is soon available, and copy it otherwise.
     void put(User& writer, uint64_t value, const uint64_t& item) {
         const uint64_t size = size_of(value);
         const bool skips = writer.writer.keyed && writer.writer.count < writer.writer.skip;
@@ -71,13 +70,12 @@ class Viewers : public Kills {
             if (step == Step::Drained) break;
             must(step == Step::Done || step == Step::NotNow,
                  "a worker's read ended with " + std::to_string(int(step)));
-            // A worker that waits must not keep views, because they may surround the memory that the source
-            // needs.
+            // A worker must not wait with views, because they may surround the memory that the source needs.
             if (step == Step::NotNow) drop_view(reader, 0);
             if (step == Step::Done) put(writer, value, reader.reader.number);
             drop_view(reader, random() % (MOST_SIGHTS + 1));
         }
-        // The remaining views are still open when the port closes.
+        // When the port closes, the remaining views are still open.
         drop_view(reader, random() % (MOST_SIGHTS + 1));
     }
     void take_part() override {
@@ -91,7 +89,7 @@ class Viewers : public Kills {
                 step = reader.get(value, in_a_moment(), true);
             }
             if (random() % 2) lender.loan(1'000'000, SIZES[3 + random() % 4], in_a_moment());
-            const bool leaves_first = random() % 2;  // the session ends while the memory is still on loan
+            const bool leaves_first = random() % 2;  // the session ends with the memory still on loan
             if (leaves_first) lender.leave(true);
             reader.leave(false);
             for (uint64_t n = random() % 20'000; n; --n) cpu_relax();

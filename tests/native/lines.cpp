@@ -1,5 +1,5 @@
 // Counts the cache lines of shared memory that a small put and a small get write, by comparing the memory
-// before and after. If both write a line, it moves between the two cores for every item.
+// before and after. A line that both write moves between the two cores for every item.
 #include <set>
 
 #include "users.hpp"
@@ -9,7 +9,7 @@ namespace {
 using namespace testing;
 
 constexpr uint64_t LINE = 64;
-using Lines = std::set<uint64_t>;  // offsets of cache lines in the file
+using Lines = std::set<uint64_t>;  // offsets in the file
 
 struct Picture {
     std::string header, slots;
@@ -49,7 +49,7 @@ int main() {
     const auto get = [&] { must(reader.get(value) == Step::Done, "get"); };
     for (int i = 0; i < 8; ++i) put();
     for (int i = 0; i < 40; ++i) put(), value += 1, get();
-    // Both also write the line of the lock. The comparison does not see that, because unlocking restores its
+    // Both also write the line of the lock. The comparison misses that, because unlocking restores the line's
     // content.
     const Lines of_put = written(ring, put), of_get = written(ring, get);
     const Lines of_next = written(ring, put);

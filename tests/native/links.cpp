@@ -1,6 +1,6 @@
-// Stress test of links. Remote workers process items over a link whose connection breaks again and again, and
-// the totals must be exact (R4). Arguments: the number of items, the number of workers, `ordered` or
-// `unordered`, and breaks per second (0: none). It runs with and without sanitizers.
+// Stress test of links. Remote workers process items over a link whose connection keeps breaking, and the
+// totals must be exact (R4). Arguments: the number of items, the number of workers, `ordered` or `unordered`,
+// and breaks per second (0: none). Runs with and without sanitizers.
 #include <sys/socket.h>
 
 #include <random>
@@ -24,14 +24,14 @@ uint64_t outputs_for(uint64_t item) { return item % MOST_OUTPUTS; }
 
 constexpr uint64_t BYTES_INSIDE = 4 << 20;
 
-// A remote worker: the rings that its ports use on the worker side, and the link's ports of these rings.
+// A remote worker: the worker side's rings for its ports, and the link's ports of these rings.
 struct RemoteWorker {
     std::shared_ptr<Ring> into = std::make_shared<Ring>(1 << 12, BYTES_INSIDE);
     std::shared_ptr<Ring> out = std::make_shared<Ring>(64, BYTES_INSIDE);
     const uint32_t feed = open_session(*into, Session::WRITER), drain = open_session(*out, Session::READER);
     User reads = open(*into, Session::READER), writes = open(*out, Session::WRITER);
 
-    // All workers use `shared`, in which faults are planted.
+    // `shared`: the ring in which all workers plant faults.
     void work(Ring& shared) {
         uint64_t item = 0;
         while (next(item)) {

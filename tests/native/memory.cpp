@@ -1,6 +1,6 @@
-// Checks that free memory is found. If a slot is free, and a block fits between or behind the used blocks, a
-// loan or a put must succeed. It must not matter how the memory was cut before. A single process uses random
-// sizes in random order. Items that are on loan, in the channel or in view must keep their contents.
+// Checks that free memory is found. A loan or a put must succeed if a slot is free and a block fits between
+// or behind the used blocks. It must not matter how the memory was cut before. One process uses random sizes
+// in random order. Items must keep their contents while they are on loan, in the channel or in view.
 // Arguments: seed, number of steps.
 #include <algorithm>
 #include <deque>
@@ -51,7 +51,7 @@ class Memory {
             default: {
                 if (user.held_views.empty()) break;
                 std::swap(user.held_views.front(), user.held_views[random() % user.held_views.size()]);
-                // Put some loans, and drop the others.
+                // Put some of the loans, and drop the others.
                 const uint64_t lent = user.held_views.front().slot->loaned() && random() % 4 == 0
                                           ? user.held_views.front().value
                                           : 0;
@@ -65,7 +65,7 @@ class Memory {
         const std::string problems = check(ring);
         must(problems.empty(), problems);
     }
-    // Check that the largest item finds memory despite views, if no item is in the channel or on loan.
+    // Check that the largest item finds memory in spite of views. No item is in the channel or on loan.
     void largest() {
         uint64_t got = 0;
         for (; !inside.empty(); inside.pop_front())
@@ -84,8 +84,8 @@ class Memory {
         std::swap(user.held_views.front(), user.held_views.back());
         user.drop_view();
     }
-    // Check that `capacity` items get slots, whichever blocks were cut. When everything has been freed, the
-    // largest item must find memory again.
+    // Check that `capacity` items get slots, whichever blocks were cut. After everything is freed, the
+    // largest item must again find memory.
     void finish() {
         uint64_t got = 0;
         while (inside.size() < CAPACITY && h.bytes_in - h.bytes_out + 8 <= MAX_BYTES) {
@@ -113,13 +113,13 @@ class Memory {
     std::deque<uint64_t> inside;
     uint64_t number = 0, hits = 0, misses = 0;
 
-    // The memory fills up in one phase, and empties in the other.
+    // Phases alternate: the memory fills up or empties.
     bool phase() const { return number / 100 % 2; }
     uint64_t any_size() {
         const uint64_t most = std::max<uint64_t>(MAX_BYTES >> random() % 13, 16);
         return 8 + random() % (most - 8);
     }
-    // Return whether a slot is free and a block of this class fits somewhere. Class 0 only needs a slot.
+    // Return whether a slot is free and a block of this class fits somewhere. Class 0 needs only a slot.
     bool found(uint32_t cls) {
         const uint64_t blocks_end = (h.length - (2 * CAPACITY + SESSIONS) * sizeof(Slot)) / PAGE * PAGE;
         std::vector<std::pair<uint64_t, uint64_t>> used{{blocks_end, blocks_end}};

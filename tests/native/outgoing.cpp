@@ -1,6 +1,5 @@
-// The send buffer of a link that always has more to send than one call can send. Checks that the bytes arrive
-// unchanged, and that no allocation grows large. Arguments: the number of rounds, and the number of bytes to
-// copy in each round.
+// Keeps the send buffer of a link fuller than one call can empty. Checks that the bytes arrive unchanged, and
+// that no allocation grows large. Arguments: the number of rounds, and the number of bytes to copy per round.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -32,11 +31,11 @@ constexpr uint64_t IN_PLACE = 100'000, AT_A_TIME = 64 << 10, LEFT = 1000;
 
 char byte_at(uint64_t place) { return char(place * 11400714819323198485u >> 56); }
 
-// Check that bytes arrive in the order in which they were added.
+// Check that bytes arrive in the order of their addition.
 void run(uint64_t rounds, uint64_t copied) {
     const auto ring = std::make_shared<Ring>(16, 1 << 20);
     const uint64_t round = copied + IN_PLACE, all = rounds * round;
-    // The bytes that are sent in place are the same in all rounds. The copied bytes identify the round.
+    // The bytes sent in place are the same in all rounds; the copied bytes identify the round.
     std::string lies(IN_PLACE, '\0'), begins(copied, '\0');
     for (uint64_t i = 0; i < IN_PLACE; ++i) lies[i] = byte_at(i);
     int ends[2];
@@ -49,7 +48,7 @@ void run(uint64_t rounds, uint64_t copied) {
             for (uint64_t i = 0; i < uint64_t(n); ++i, ++have) {
                 const uint64_t place = have % round;
                 const char right = place < copied ? byte_at(have / round + place) : lies[place - copied];
-                // Do not use `must` here: making a string for each byte would take 100 times as long as the
+                // Do not use `must`, which would make a string per byte and take 100 times as long as the
                 // comparison.
                 if (came[i] != right) die("byte " + std::to_string(have) + " is wrong");
             }

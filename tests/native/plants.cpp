@@ -5,7 +5,7 @@
 namespace testing {
 
 #if defined(PLANT_ASAN)
-// Read one byte behind a payload on the heap.
+// Read one byte behind a heap payload.
 void plant(flowchan::Ring& ring) {
     std::vector<char> payload(ring.header().capacity);
     volatile size_t size = payload.size();
@@ -13,14 +13,14 @@ void plant(flowchan::Ring& ring) {
     (void)seen;
 }
 #elif defined(PLANT_UBSAN)
-// Shift by the full width of a word, with a block class that no payload has.
+// Shift by the full width of a word, because no payload has this block class.
 void plant(flowchan::Ring&) {
     volatile uint32_t cls = flowchan::CLASSES + 4 * 64;
     volatile uint64_t size = flowchan::class_size(cls);
     (void)size;
 }
 #elif defined(PLANT_TSAN)
-// Increment a number in shared memory without holding the lock.
+// Increment a number in shared memory without taking the lock.
 void plant(flowchan::Ring& ring) { ring.header().cause_size += 1; }
 #else
 void plant(flowchan::Ring&) {}

@@ -1,11 +1,10 @@
-// Stress test of rings. Processes and threads start at the same time and use rings with the core's own
-// waiting loop, and the totals must be exact. Arguments: `threads` (some of them map the ring a second time)
-// or `processes`, and the number of items for each party. It runs with and without sanitizers.
+// Stress test of rings. Processes and threads start together and use rings through the core's own waiting
+// loop, and the totals must be exact. Arguments: `threads` (some map the ring a second time) or `processes`,
+// and the number of items per party. Runs with and without sanitizers.
 //
-// The thread sanitizer can follow threads that use one Ring, because its lock is a pthread mutex. It cannot
-// follow threads that use a second mapping of the same memory. Such threads take part nevertheless, because
-// the core must work at every address. The sanitizers also check copies of payloads, which are made without
-// the lock.
+// The thread sanitizer can follow threads that share one Ring, because its lock is a pthread mutex. It cannot
+// follow threads that use a second mapping of the memory. They take part anyway, because the core must work
+// at every address. The sanitizers also check the copies of payloads, which are made without the lock.
 #include <sys/mman.h>
 #include <sys/wait.h>
 
@@ -25,7 +24,7 @@ constexpr uint64_t SIZES[] = {8, 40, 300, 2000, 5000, 20'000};
 uint64_t size_for(uint64_t value) { return SIZES[value * 7 % 6]; }
 
 struct Totals {
-    std::atomic<uint64_t> count{0}, sum{0}, xored{0};  // totals over all items that were read
+    std::atomic<uint64_t> count{0}, sum{0}, xored{0};  // totals of all items read
     void add(uint64_t value) {
         count += 1;
         sum += value;
@@ -33,7 +32,7 @@ struct Totals {
     }
 };
 
-// Runs each party in a thread of this process, or in its own process.
+// Runs each party in its own thread or process.
 class Parties {
   public:
     explicit Parties(bool processes) : processes(processes) {}
@@ -67,7 +66,7 @@ class Parties {
     std::vector<pid_t> children;
 };
 
-// Memory that all parties share, including forked children.
+// Memory shared by all parties, including forked children.
 template <class T>
 struct Shared {
     T* value;
@@ -90,7 +89,7 @@ void checked(Ring& ring, const char* name) {
          std::string(name) + ": ports or slots are left");
 }
 
-// Writers and readers of every kind use one small channel. Each reader must get the items of each writer in
+// Writers and readers of every kind share one small channel. Each reader must get each writer's items in
 // order.
 void many_to_many(bool processes, uint64_t each) {
     constexpr uint64_t WRITERS = 3, READERS = 3;
@@ -130,7 +129,7 @@ void many_to_many(bool processes, uint64_t each) {
             User user(*ring, session, Session::WRITER);
             for (uint64_t n = 0; n < each; ++n) {
                 uint64_t value = i * each + n;
-                // Every fourth put has a deadline that may pass. Such a put is repeated.
+                // Every fourth put has a deadline and may have to be repeated.
                 while (user.put(Message(value, size_for(value)),
                                 n % 4 ? Deadline{} : Deadline{now_ns() + 20'000}) != Step::Done) {}
             }
@@ -146,11 +145,11 @@ void many_to_many(bool processes, uint64_t each) {
     checked(one, "the channel");
 }
 
-// Plain users get items and put them back, round and round, and copy them without the lock. Some users keep
-// views of the items that they take, and fill items in place.
+// Plain users keep getting items and putting them back, and copy them without the lock. Some keep views of
+// items that they take, and fill items in place.
 void round_and_round(bool processes, uint64_t turns) {
     constexpr uint64_t USERS = 4, ITEMS = 5;
-    Ring one(8, 1 << 20);  // has room for all items, so that the last put does not wait forever
+    Ring one(8, 1 << 20);  // room for all items, so that the last put does not wait forever
     auto other = attach(one);
     User filler = open(one, Session::PLAIN);
     for (uint64_t value = 0; value < ITEMS; ++value)
@@ -187,8 +186,8 @@ void round_and_round(bool processes, uint64_t turns) {
     checked(one, "the ring of rounds");
 }
 
-// An ordered stage between two channels. Item i has i % 4 outputs, and all outputs must arrive in the order
-// of the items.
+// An ordered stage between two channels. Item i has i % 4 outputs, which must arrive in the order of the
+// items.
 void ordered_stage(bool processes, uint64_t items) {
     constexpr uint64_t WORKERS = 3;
     Ring in(6, 1 << 20), out(6, 1 << 20);

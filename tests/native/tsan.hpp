@@ -1,4 +1,4 @@
-// A workaround for the thread sanitizer. Include it only in the file that has `main`.
+// A workaround for the thread sanitizer. Include this only in the file that defines `main`.
 #pragma once
 
 #include <pthread.h>
@@ -7,8 +7,8 @@
 #include <ctime>
 
 #if defined(__SANITIZE_THREAD__)
-// GCC's thread sanitizer does not intercept this pthread function. Forward it to `pthread_mutex_timedlock`,
-// which it does intercept.
+// GCC's thread sanitizer does not intercept this function, so forward it to `pthread_mutex_timedlock`, which
+// it does intercept.
 extern "C" int pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
     timespec now, real;
     clock_gettime(clock, &now);

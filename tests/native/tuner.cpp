@@ -1,7 +1,6 @@
-// Simulates the tuner with several plans whose times are given. As in a group, the tuner learns the time of
-// an operation when the next one has finished. Prints how many operations of each half used each plan.
-// Arguments: the number of operations in each half, the number of plans, and the times of the plans in ns.
-// The times are given for the first half and then for the second.
+// Simulates the tuner with plans of given times. As in a group, the tuner learns an operation's time only
+// after the next operation. Prints how often each half of the operations used each plan. Arguments: the
+// number of operations per half, the number of plans, and the plans' times in ns for either half.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>

@@ -1,6 +1,6 @@
-// Simulates turn-taking between two processes that compete for a ring. A process starts an operation as soon
-// as it can take the ring. Between its operations, it does other work for the given time in ns. Prints the
-// number of runs that the operations formed, and the number of rests.
+// Simulates turn-taking between two processes that compete for a ring. Each starts an operation as soon as it
+// can take the ring, and does other work in between for the given time in ns. Prints the number of runs of
+// operations, and the number of rests.
 #include <cstdio>
 #include <cstdlib>
 

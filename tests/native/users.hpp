@@ -1,5 +1,5 @@
-// Helpers for the native test programs: messages in which every byte can be checked, and users of a ring.
-// Users put and take like puts.cpp and gets.cpp, with the core's own waiting loop.
+// Helpers for the native test programs: messages whose every byte can be checked, and users of a ring. Users
+// put and take like puts.cpp and gets.cpp, with the core's own waiting loop.
 #pragma once
 
 #include <array>
@@ -23,13 +23,13 @@ using namespace flowchan;
 inline void must(bool holds, const std::string& what) {
     if (!holds) die(what);
 }
-// Takes a C string, so that checks in hot loops do not construct a std::string each time.
+// `what` is a C string, so that checks in hot loops construct no std::string.
 inline void must(bool holds, const char* what) {
     if (!holds) die(what);
 }
 
-// A number, followed by bytes that depend on it, up to `size` bytes. Messages above 256 bytes are sent as
-// BYTES or as the given `kind`. Messages above Taken::LOCAL take a large put.
+// A number, filled up to `size` bytes that depend on it. Messages above 256 bytes are sent as BYTES or as the
+// given `kind`. Above Taken::LOCAL, they take a large put.
 struct Message {
     static constexpr uint64_t LEAST = sizeof(uint64_t), CYCLE = 256;
     std::vector<char> bytes;
@@ -76,7 +76,7 @@ struct Message {
     }
 };
 
-// Run an operation under the lock. It must not have to wait.
+// Run an operation under the lock. It must be possible without a wait.
 template <class Op>
 auto locked(Ring& ring, Op&& op) {
     Wakes wakes;
@@ -93,7 +93,7 @@ auto locked(Ring& ring, Op&& op) {
     }
 }
 
-// A block that a user views, or has filled on loan, and the content that it must have.
+// A block that a user views or fills on loan, and the content that it must have.
 struct HeldView {
     Slot* slot;
     char* at;
@@ -127,8 +127,8 @@ struct User {
         return {Side::Writer, this, session, 0, is_writer && writer.ordered && writer.keyed, writer.number};
     }
 
-    // Put a message like put_frame and put_large in puts.cpp. `item`: the number of the input item for which
-    // this is an output.
+    // Put a message like put_frame and put_large in puts.cpp. `item`: number of the input item that this is
+    // an output for.
     Step put(const Message& message, Deadline deadline = {}, const uint64_t* item = nullptr) {
         Frame frame;
         message.fill(frame);
@@ -151,7 +151,7 @@ struct User {
         locked.unlock(wakes);
         return step;
     }
-    // Get a message like get_step in gets.cpp. `more`: keep the items that are already on lease.
+    // Get a message like get_step in gets.cpp. `more`: keep the items already on lease.
     Step get(uint64_t& value, Deadline deadline = {}, bool more = false) {
         Step step = perform(
             ring, [&](bool) { return Caller{Side::Reader, this, session}; },

@@ -1,5 +1,5 @@
 // The fault walk: a process dies at the n-th fault point of an operation, for n = 1, 2, 3, … until it
-// survives. Each time, other processes carry on from the state that it left behind. Then the walk is
+// survives. After each death, other processes continue from the state that it left. The walk is then
 // repeated, and a second process dies at each step of the recovery.
 //
 // The core is compiled with FLOWCHAN_FAULTS. It calls `fault_point` before and after each store in a critical
@@ -19,15 +19,15 @@ namespace testing {
 using Values = std::vector<uint64_t>;
 using Lists = std::vector<Values>;
 
-// The progress of the dying process, in separate memory that survives its death.
+// Progress of the dying process, in separate memory that outlives it.
 struct Journal {
-    volatile int done;  // number of steps that have returned
+    volatile int done;  // number of completed steps
 };
 
-// The rings of a scenario, as one process maps them, and the sessions that were opened before the walk.
+// A scenario's rings, as one process maps them, and the sessions opened before the walk.
 struct Scene {
-    std::unique_ptr<Ring> in, out;  // null if the scenario does not use this ring
-    std::vector<User> users;        // users of both rings
+    std::unique_ptr<Ring> in, out;  // null if the scenario needs no such ring
+    std::vector<User> users;        // users of either ring
     Journal* journal = nullptr;
 
     void did() { journal->done = journal->done + 1; }
@@ -43,17 +43,17 @@ struct Scenario {
     std::function<void(Scene&)> prepare = [](Scene&) {};
     std::function<void(Scene&)> act;  // runs in the process that dies
     std::function<void(Scene&)> take_over = [](Scene&) {
-    };  // runs after the death in place of a supervisor, perhaps twice
+    };  // runs after the death instead of a supervisor, perhaps twice
     // Return what `in` may contain after the death.
     std::function<Lists(int done)> allowed = [](int) { return Lists{}; };
-    std::function<void(Scene&, int done)> look = [](Scene&, int) {};  // makes further checks
-    std::function<void(Scene&)> finish;                // runs instead of reading `in` to its end
-    std::function<void(Scene&)> last = [](Scene&) {};  // drops the remaining views at the end
+    std::function<void(Scene&, int done)> look = [](Scene&, int) {};  // more checks
+    std::function<void(Scene&)> finish;                               // replaces reading `in` to its end
+    std::function<void(Scene&)> last = [](Scene&) {};                 // drops the remaining views at the end
 };
 
 struct Walked {
-    long points = 0;      // number of the operation's steps that killed a process
-    long recoveries = 0;  // number of the recovery's steps that killed a second process
+    long points = 0;      // how many of the operation's steps killed a process
+    long recoveries = 0;  // how many of the recovery's steps killed a second process
 };
 
 inline long fault_left = 0;  // fault points until this process dies; 0: it survives
@@ -77,8 +77,8 @@ class Walk {
     Walked run() {
         Walked walked;
         for (long m = 1;; ++m) {
-            // If n is 0, the recovery survives. Each step m of the operation starts with another n. So over
-            // several steps m, every fault point of the recovery is tried.
+            // If n is 0, the recovery survives. Each step m of the operation starts with another n, so that
+            // several steps together try every fault point of the recovery.
             for (long n = 0;; n += n ? every : 1 + m % every) {
                 at = scenario.name + ", dead at step " + std::to_string(m) +
                      (n ? ", recovery at " + std::to_string(n) : "");
@@ -99,7 +99,7 @@ class Walk {
 
   private:
     const Scenario& scenario;
-    const long every;  // step between the fault points of a recovery at which a second process dies
+    const long every;  // one in `every` fault points of a recovery kills a second process
     Journal* journal;
     std::string at;
 
@@ -115,7 +115,7 @@ class Walk {
         scenario.prepare(scene);
         return scene;
     }
-    // Run `act` in a child that is killed at its n-th fault point. Return whether it was killed.
+    // Run `act` in a child, which is killed at its n-th fault point. Return whether that happened.
     template <class Act>
     bool dies(long n, Scene& scene, Act act) {
         fflush(nullptr);
@@ -144,8 +144,7 @@ class Walk {
         locked(ring, [&](Wakes&) { problems = check(ring, tolerance); });
         need(problems.empty(), when + ": " + problems);
     }
-    // Check the rings through mappings that existed all the time, at other addresses than in the dead
-    // process.
+    // Check the rings through mappings that existed all along, at other addresses than in the dead process.
     void finish(Scene& scene) {
         std::vector<std::unique_ptr<Ring>> seen;
         for (auto* ring : {&scene.in, &scene.out})
@@ -216,7 +215,7 @@ class Walk {
                  "a read of the remaining items ended with " + std::to_string(int(step)) + " after" +
                      text(values));
             Header& h = one.ring.header();
-            uint64_t views = 0;  // number of views; counted because a viewed slot stays in use
+            uint64_t views = 0;  // how many views there are, because a viewed slot stays in use
             for (const Session& s : h.sessions()) views += s.views;
             must((cut_off ? one.ring.broken() : one.ring.drained()) && h.slots_used == views && h.leased == 0,
                  "the channel still contains items");
@@ -226,7 +225,7 @@ class Walk {
     }
 };
 
-// Scenarios for each kind of operation. The walk_*.cpp files define them, and each kind is walked separately.
+// Scenarios per kind of operation, defined in the walk_*.cpp files. Each kind is walked separately.
 std::vector<Scenario> put_scenarios();
 std::vector<Scenario> take_scenarios();
 std::vector<Scenario> session_scenarios();
@@ -234,6 +233,6 @@ std::vector<Scenario> stage_scenarios();
 std::vector<Scenario> view_scenarios();
 std::vector<Scenario> memory_scenarios();
 std::vector<Scenario> bundle_scenarios();
-Scenario planted_scenario();  // a put without a redo record: walked only on request, and must fail
+Scenario planted_scenario();  // a put without a redo record, which must fail; walked only on request
 
 }  // namespace testing

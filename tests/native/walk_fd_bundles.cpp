@@ -1,4 +1,4 @@
-// The fault walk over fd bundles. As long as an item exists, its descriptors must be in the ring's socket,
+// The fault walk over fd bundles. While an item exists, its descriptors must be in the ring's socket,
 // whichever process dies.
 #include <sys/socket.h>
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint64_t SMALL = 300, LARGE = 6000;
 
-// Fill a frame whose second word is the id of its fd bundle, like the payloads of codec.cpp.
+// Fill a frame like the payloads of codec.cpp: the second word is the id of the fd bundle.
 void fill(const Message& message, Frame& frame, int fd) {
     message.fill(frame);
     frame.kind = BUNDLE;
@@ -48,7 +48,7 @@ void must_open(Ring& ring, const char* payload) {
     must(close(descriptors[0]) == 0, "its fd bundle has no descriptor");
 }
 
-// Check that each item inside has its bundle, and that the next check removes bundles without an item.
+// Check that each item inside has a bundle, and that the next check removes bundles without an item.
 void bundles_are_right(Scene& scene) {
     Ring& ring = *scene.in;
     locked(ring, [&](Wakes&) {

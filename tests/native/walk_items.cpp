@@ -7,8 +7,8 @@ namespace {
 
 constexpr uint64_t LARGE = 6000, HUGE_ONE = 70'000;
 
-// Return what may be inside after `done` of the `puts`: the items in `before`, followed by those that were
-// put. The put in progress may or may not have taken effect.
+// Return what may be inside after `done` of the `puts`: `before`, followed by the items that were put. The
+// current put may or may not have taken effect.
 Lists put_so_far(const Values& before, const Values& puts, int done) {
     Values list = before;
     list.insert(list.end(), puts.begin(), puts.begin() + done);
@@ -48,7 +48,7 @@ Scenario putting(const char* name, Values before, std::vector<uint64_t> sizes) {
     return s;
 }
 
-// The channel is closed during the put of a large item, which then puts nothing.
+// The channel is closed during a large put, which then puts nothing.
 Scenario close_between() {
     Scenario s{"put large, closed in between"};
     s.prepare = [](Scene& scene) { fill(*scene.in, {1, 2}); };
@@ -72,7 +72,7 @@ Scenario close_between() {
     return s;
 }
 
-// A run is put completely or not at all. It uses slots that held other items before.
+// A run is put completely or not at all. Its slots held other items before.
 Scenario putting_runs(const char* name, const Values& before, uint64_t size) {
     const Values first{11, 12, 13, 14, 15}, second{16, 17, 18};
     Scenario s{name};
@@ -124,15 +124,15 @@ Scenario taking(const char* name, uint64_t size) {
     return s;
 }
 
-// A supervised reader dies. All its leased items come back, except those that it has acknowledged. `runs`: a
-// single Change takes the whole batch.
+// A supervised reader dies. All its leased items come back, except acknowledged ones. `runs`: a single Change
+// takes the whole batch.
 Scenario leasing(const char* name, uint64_t size, int batch, bool runs = false) {
     const Values all{1, 2, 3, 4, 5, 6};
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
         fill(*scene.in, all, size);
         scene.users.push_back(open(*scene.in, Session::READER));
-        scene.users.push_back(open(*scene.in, Session::READER));  // another reader, which never ends
+        scene.users.push_back(open(*scene.in, Session::READER));  // another reader, which stays to the end
         scene.in->session(scene.users[0].session).supervised = 1;
     };
     s.act = [=](Scene& scene) {
@@ -162,7 +162,7 @@ Scenario leasing(const char* name, uint64_t size, int batch, bool runs = false) 
     };
     s.take_over = [](Scene& scene) { scene.users[0].leave(false); };
     s.allowed = [=](int done) {
-        // Acknowledging a batch takes one Change for each item.
+        // Acknowledging a batch takes one Change per item.
         Lists lists;
         int least = std::max(0, done - 1) * batch, most = std::min(done, 2) * batch;
         for (int gone = least; gone <= most; ++gone) lists.push_back(Values(all.begin() + gone, all.end()));
@@ -179,7 +179,7 @@ Scenario leasing(const char* name, uint64_t size, int batch, bool runs = false) 
     return s;
 }
 
-// The item taken last cannot be received and goes back to the front. If a plain reader dies in between, the
+// The last item taken cannot be received and returns to the front. If a plain reader dies before that, the
 // item counts as taken.
 Scenario putting_back(const char* name, uint64_t size, bool leases) {
     const Values all{1, 2, 3, 4};
@@ -223,7 +223,7 @@ Scenario putting_back(const char* name, uint64_t size, bool leases) {
     return s;
 }
 
-// The ring needs more slots and blocks than were reserved when the channel was created.
+// The ring needs more slots and blocks than were reserved for it at first.
 Scenario growing() {
     Values before;
     for (uint64_t i = 0; i < 79; ++i) before.push_back(100 + i);

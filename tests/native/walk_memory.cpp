@@ -1,4 +1,4 @@
-// The fault walk over memory: loans, and cutting memory into blocks again.
+// The fault walk over memory: loans, and dividing memory into blocks again.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -14,8 +14,8 @@ void fill(Ring& ring, const Values& values) {
     for (uint64_t value : values) must(user.put(Message(value), Deadline{0}) == Step::Done, "filling");
     user.leave(true);
 }
-// Return what may be inside after `done` of the `puts`: the items in `before`, followed by those that were
-// put. The put in progress may or may not have taken effect.
+// Return what may be inside after `done` of the `puts`: `before`, followed by the items that were put. The
+// current put may or may not have taken effect.
 Lists put_so_far(const Values& before, const Values& puts, int done) {
     Values list = before;
     list.insert(list.end(), puts.begin(), puts.begin() + std::min<int>(done, int(puts.size())));
@@ -56,8 +56,7 @@ Scenario lending() {
     return s;
 }
 
-// A port closes while it has memory on loan. Its session remains until another port puts that memory, or
-// until it is dropped.
+// A port closes with memory on loan. Its session remains until another port puts that memory or drops it.
 Scenario lent_by_closed_port() {
     Scenario s{"end a port with memory on loan"};
     s.twice = false;
@@ -151,8 +150,8 @@ Scenario putting(const char* name, std::vector<uint64_t> sizes) {
     return s;
 }
 
-// After many items, the memory is cut into more blocks than fit into max_bytes. All of them are free, but
-// none has the right size.
+// Many items have cut the memory into more blocks than fit into max_bytes. All of them are free, but none has
+// the right size.
 Scenario all_free() {
     Scenario s = putting("cut memory again, all of it free", {15'000, 8, 3000});
     s.max_bytes = 30'000;
@@ -176,8 +175,8 @@ Scenario all_free() {
     return s;
 }
 
-// All memory is cut, and every third block is viewed, so larger blocks must be cut from the gaps. `again`:
-// the process that takes over after the death also cuts blocks, and dies while doing so.
+// All memory is cut, and every third block is viewed, so larger blocks must come from the gaps. `again`: the
+// process that takes over after the death also cuts blocks, and dies doing so.
 Scenario gaps(const char* name, bool again) {
     Scenario s = putting(
         name, again ? std::vector<uint64_t>{36'000, 8} : std::vector<uint64_t>{36'000, 8, 3000, 12'000});

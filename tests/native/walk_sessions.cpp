@@ -1,4 +1,4 @@
-// The fault walk over sessions, and over all the ways a channel can end.
+// The fault walk over sessions, and over all ways to end a channel.
 #include "walk.hpp"
 
 namespace testing {
@@ -25,7 +25,7 @@ Scenario closing() {
     return s;
 }
 
-// A channel that breaks discards the items inside. An item on lease can still be finished.
+// A channel that breaks discards its items. A leased item can still be finished.
 Scenario breaking(const char* name, uint64_t cause_size) {
     const std::string cause(cause_size, 'x');
     Scenario s{name};
@@ -61,7 +61,7 @@ Scenario breaking(const char* name, uint64_t cause_size) {
     return s;
 }
 
-// A session is opened, used and ended. No other session has its role, so however it ends, the channel closes.
+// A session is opened, used and ended. No other session has its role, so its end always closes the channel.
 Scenario last_of(const char* name, Session::Role role) {
     Scenario s{name};
     s.prepare = [](Scene& scene) { fill(*scene.in, {1, 2}); };
@@ -82,7 +82,7 @@ Scenario last_of(const char* name, Session::Role role) {
     return s;
 }
 
-// One of two sessions ends, and the channel must stay open.
+// One of two sessions ends, and the channel stays open.
 Scenario one_of_two(const char* name, Session::Role role) {
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
@@ -98,7 +98,7 @@ Scenario one_of_two(const char* name, Session::Role role) {
     return s;
 }
 
-// The leased items of a reader go back to the front, in order.
+// A reader's leased items go back to the front, in order.
 Scenario giving_back(const char* name, uint64_t left_inside) {
     Scenario s{name};
     Values all{1, 2, 3};
@@ -123,8 +123,8 @@ Scenario giving_back(const char* name, uint64_t left_inside) {
     return s;
 }
 
-// The session leased item 3 before items 1 and 2, which another reader had given back. Item 4 is already
-// back.
+// The session leased item 3 before items 1 and 2, which another reader had given back. Item 4 is already back
+// in the ring.
 Scenario giving_back_between() {
     Scenario s = giving_back("give back items taken out of order", 2);
     s.prepare = [](Scene& scene) {
@@ -146,7 +146,7 @@ Scenario giving_back_between() {
     return s;
 }
 
-// Each leased item is finished with one Change. If the process dies, the unfinished ones go back.
+// Each leased item is finished with one Change. If the process dies, the others go back.
 Scenario finishing() {
     Scenario s = giving_back("end a session, its items finished", 2);
     s.act = [](Scene& scene) { scene.users[0].leave(true); };
@@ -154,7 +154,8 @@ Scenario finishing() {
     return s;
 }
 
-// A process has died with every kind of operation unfinished. The process that cleans up after it also dies.
+// A process has died with one operation of every kind unfinished. The process that cleans up after it also
+// dies.
 Scenario sweeping() {
     Scenario s{"sweep up after a dead process"};
     s.tolerance.waiting = 1;

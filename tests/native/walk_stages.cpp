@@ -1,6 +1,6 @@
-// The fault walk over the worker of a stage, which leases items from `in` and puts outputs into `out`.
-// Whenever it dies, its replacement gets its items. Each output must appear exactly once, and in order if the
-// stage is ordered.
+// The fault walk over a stage's worker, which leases items from `in` and puts outputs into `out`. Whenever it
+// dies, its replacement gets its items. Each output must appear exactly once and, if the stage is ordered, in
+// order.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -11,11 +11,11 @@ namespace {
 
 struct Kind {
     bool ordered, single;
-    uint64_t size;  // size of each output in bytes
+    uint64_t size;  // bytes per output
 };
-using Outputs = std::vector<Values>;  // indexed by item number
+using Outputs = std::vector<Values>;  // by item number
 
-// Put all outputs for an item, and then report that the item is finished.
+// Put all outputs for an item, and then report it as finished.
 void produce(Scene& scene, User& writer, uint64_t item, const Values& outputs, uint64_t size) {
     for (uint64_t value : outputs)
         must(writer.put(Message(value, size), Deadline{0}, &item) == Step::Done, "output");
@@ -31,7 +31,7 @@ User writer_of(Scene& scene, const Kind& kind) {
 void adopt(User& user) {
     locked(user.ring, [&](Wakes&) { user.ring.adopt(user.session); });
 }
-// Do what a supervisor does after a worker's death. The supervisor may also die, so this may run twice.
+// Act like a supervisor after a worker's death. The supervisor may die as well, so this may run twice.
 void retire(User& writer, const std::vector<uint64_t>& items) {
     locked(writer.ring, [&](Wakes& wakes) {
         if (writer.ring.session(writer.session).role == Session::WRITER)
@@ -47,9 +47,9 @@ void expect_out(Scene& scene, Values expected, bool ordered) {
     must(values == expected, "the outputs were" + Walk::text(values));
 }
 
-// A writer of an ordered stage processes the items mine[0], mine[1], … Other writers process the items before
-// and after these. User 0 is the writer that dies, user 1 replaces it, and user 2 stands for all other
-// writers. The items that the dead writer has not finished are on lease.
+// A writer of an ordered stage processes items mine[0], mine[1], … Other writers process the items before and
+// after these. User 0 is the writer that dies, user 1 its replacement, and user 2 all other writers. Items
+// that the dead writer has not finished are on lease.
 Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Values mine, Values last) {
     Scenario s{name};
     s.has_in = false, s.has_out = true;
@@ -82,8 +82,8 @@ Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Val
     return s;
 }
 
-// The channel is closed while the outputs for items 1 and 3 are parked. After that, the outputs for items 0
-// and 2 cannot be put.
+// The channel is closed while outputs for items 1 and 3 are parked. Those for items 0 and 2 can no longer be
+// put.
 Scenario closing(const char* name, Kind kind) {
     Scenario s{name};
     s.has_in = false, s.has_out = true;
@@ -105,7 +105,7 @@ Scenario closing(const char* name, Kind kind) {
     return s;
 }
 
-// A writer has died after putting some outputs for item 0, and the supervisor dies while retiring it.
+// A writer has died after some outputs for item 0, and the supervisor dies while retiring it.
 Scenario retiring(const char* name, Kind kind) {
     const Values outputs{1, 2, 3};
     Scenario s{name};
@@ -127,7 +127,7 @@ Scenario retiring(const char* name, Kind kind) {
     return s;
 }
 
-// The replacement also dies, after taking over the output count of its predecessor.
+// The replacement also dies, after it has taken over its predecessor's output count.
 Scenario resuming(const char* name, Kind kind) {
     Scenario s = retiring(name, kind);
     s.twice = kind.size <= Taken::LOCAL;
@@ -154,8 +154,8 @@ Scenario resuming(const char* name, Kind kind) {
 }
 
 // Run a whole worker: it leases items, puts their outputs and acknowledges the items. Users 0 and 1 are the
-// reader and the writer of the worker that dies, users 2 and 3 those of its replacement. `again`: at the
-// first output for this item, the worker begins the item again once, without dying.
+// reader and writer of the worker that dies, users 2 and 3 those of its replacement. `again`: the worker
+// restarts this item once at its first output, without dying.
 void work(Scene& scene, User& reader, User& writer, const Kind& kind, const Outputs& outputs,
           int again = -1) {
     for (;;) {
@@ -228,7 +228,7 @@ Scenario working(const char* name, Kind kind, Outputs outputs, int again = -1) {
     return s;
 }
 
-// Do what a supervisor does after a reader's death. The supervisor may also die, so this may run twice.
+// Act like a supervisor after a reader's death. The supervisor may die as well, so this may run twice.
 void reserve_for(User& from, User& to, bool all = false) {
     locked(from.ring, [&](Wakes& wakes) {
         if (from.ring.session(from.session).role != Session::READER) return;
@@ -237,11 +237,11 @@ void reserve_for(User& from, User& to, bool all = false) {
     });
 }
 
-// A reader has died in user code with items 1 and 2 on lease. Only its replacement gets these items, in
-// order, and no other reader waits for them. User 0 is the dead reader, users 1 and 2 are its replacements,
-// and user 3 is another reader. `tried`: the first replacement works on one item, and then dies outside of
-// user code. So only the item that it has not touched stays reserved for the next replacement. `all`: the
-// reader died outside of user code, and all its leased items are reserved.
+// A reader has died in user code with items 1 and 2 on lease. Only its replacement gets them, in order, and
+// no other reader waits for them. User 0 is the dead reader, users 1 and 2 are its replacements, and user 3
+// is another reader. `tried`: the first replacement works on one item, and then dies outside of user code.
+// Only its untouched item then stays reserved for the next replacement. `all`: the reader died outside of
+// user code, and all its leased items are reserved.
 Scenario handing_on(const char* name, bool tried, bool all = false) {
     Scenario s{name};
     s.twice = !tried;

@@ -1,4 +1,4 @@
-// The fault walk over views: blocks that are read in place, and stay in view wherever their slots go.
+// The fault walk over views: blocks that are read in place and stay in view, wherever their slots go.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -33,7 +33,7 @@ void acknowledge(User& user) {
 void verify_all(const User& user) {
     for (const HeldView& view : user.held_views) view.verify();
 }
-// Check that no view exists.
+// Check that all views have ended.
 void nothing_seen(Scene& scene) {
     Header& h = scene.in->header();
     must(h.viewed_bytes == 0, "bytes count as viewed without a viewer");
@@ -44,7 +44,7 @@ void nothing_left(Scene& scene) {
     must(scene.in->header().slots_used == 0, "a slot is left");
 }
 
-// Return what may be left of `all` after `least` to `most` items have gone.
+// Return what may be left of `all` when `least` to `most` items have gone.
 Lists gone(const Values& all, int least, int most) {
     Lists lists;
     for (int n = std::min<int>(least, int(all.size())); n <= std::min<int>(most, int(all.size())); ++n)
@@ -52,11 +52,11 @@ Lists gone(const Values& all, int least, int most) {
     return lists;
 }
 
-// At whichever point the viewer dies, no view is left.
+// At whichever point the viewer dies, no view remains.
 Scenario viewing(const char* name, Values all) {
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
-        fill(*scene.in, all);
+        fill(*scene.in, all);                                     // another reader, which stays to the end
         scene.users.push_back(open(*scene.in, Session::READER));  // another reader, which never ends
     };
     s.look = [](Scene& scene, int) {
@@ -68,7 +68,7 @@ Scenario viewing(const char* name, Values all) {
     return s;
 }
 
-// A plain user takes an item with a view, so the slot is HELD at once.
+// A plain user takes an item with a view, which makes the slot HELD at once.
 Scenario taking() {
     const Values all{1, 2, 3, 4};
     Scenario s = viewing("take a view", all);
@@ -89,7 +89,7 @@ Scenario taking() {
     return s;
 }
 
-// An item goes back to the front while a plain user views it. The next user makes a copy.
+// An item returns to the front while a plain user views it. The next user makes a copy.
 Scenario putting_back() {
     const Values all{1, 2, 3};
     Scenario s = viewing("put back a viewed item", all);
@@ -108,8 +108,7 @@ Scenario putting_back() {
     return s;
 }
 
-// A reader drops its view of an acknowledged item (HELD), then its view of an item that it still has on
-// lease.
+// A reader drops its view of an acknowledged item (HELD), and then its view of a leased one.
 Scenario leasing() {
     const Values all{1, 2, 3};
     Scenario s = viewing("lease a view and acknowledge it", all);
@@ -138,7 +137,7 @@ Scenario leasing() {
     return s;
 }
 
-// A reader closes, and then drops the views of items that it gave back. They are INSIDE, with the reader as
+// A reader closes, and then drops its views of items that it gave back. These are INSIDE, with the reader as
 // viewer.
 Scenario given_back() {
     const Values all{1, 2, 3};
@@ -160,7 +159,7 @@ Scenario given_back() {
     return s;
 }
 
-// A session with views of HELD and LEASED slots ends, but remains as a HOLDER until the last view has gone.
+// A session ends with views of HELD and LEASED slots. It remains as a HOLDER until the last view has gone.
 Scenario holding() {
     const Values all{1, 2, 3};
     Scenario s = viewing("end a session with views", all);
@@ -202,8 +201,8 @@ Scenario holding_plain() {
     return s;
 }
 
-// A process dies while it views slots in all places and has memory on loan. The process that cleans up after
-// it also dies.
+// A process dies while it views slots in every place and has memory on loan. The process that cleans up also
+// dies.
 Scenario died(const char* name, bool supervised) {
     const Values all{1, 2, 3, 4, 5};
     Scenario s = viewing(name, all);
@@ -249,8 +248,8 @@ Scenario died(const char* name, bool supervised) {
     return s;
 }
 
-// A reader has given back items that it still views, and other users take these items and copy them. When
-// they have finished an item, its slot becomes HELD for the first reader, which can still read it.
+// A reader has given back items that it still views, and other users take and copy them. A finished item's
+// slot becomes HELD for the first reader, which can still read it.
 Scenario second_reader(const char* name, Session::Role role) {
     const Values all{1, 2, 3, 4};
     Scenario s{name};
@@ -296,8 +295,8 @@ Scenario second_reader(const char* name, Session::Role role) {
     return s;
 }
 
-// The first reader drops its view while the second one is copying. The block must not change before the copy
-// is complete.
+// The first reader drops its view while the second is copying. The block must not change before the copy is
+// complete.
 Scenario copying() {
     const Values all{1, 2};
     Scenario s = viewing("drop a view while another user copies", all);
@@ -331,8 +330,7 @@ Scenario copying() {
     return s;
 }
 
-// A port moves to another process. The views of the former process stay valid, whatever happens to the new
-// one.
+// A port moves to another process. The former process's views stay valid, whatever happens to the new one.
 Scenario moving() {
     const Values all{1, 2, 3};
     Scenario s{"adopt a port whose former owner has views"};

@@ -1,5 +1,5 @@
-// The parts of Python.h that blocking.hpp needs, for programs without an interpreter. They have no GIL and no
-// signal handlers.
+// What blocking.hpp needs of Python.h in a program without an interpreter, which has no GIL and no signal
+// handlers.
 #pragma once
 
 struct PyObject;
