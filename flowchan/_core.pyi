@@ -9,29 +9,29 @@ T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
 class View:
-    """Memory of a channel or of this process, as a buffer."""
+    """A buffer over memory of a channel or of this process."""
 
     @staticmethod
     def of(address: int, size: int, owner: Any) -> View:
         """Return a read-only view of memory that ``owner`` keeps alive."""
     def private(self) -> View:
-        """Return a writable view of the same bytes. A page is copied when it is first written to."""
+        """Return a writable view of the same bytes, which copies each page on the first write."""
     def lent(self, array: Any) -> None:
-        """Make ``array`` read-only once this loan, which contains it, is put."""
+        """Remember ``array``, which uses this loan, and make it read-only when the loan is put."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Channel(Generic[T]):
-    """A bounded, closable FIFO. Use flowchan.Channel, which checks its arguments."""
+    """A bounded FIFO that can be closed. Use flowchan.Channel instead, which checks its arguments."""
 
     @overload
     def __init__(self, capacity: int, processes: bool, max_bytes: int, name: str) -> None: ...
     @overload
     def __init__(self, fd: int, socket: int, name: str) -> None: ...
     def put(self, item: T, timeout: float | None = None) -> None:
-        """Put an item, and wait while the channel is full.
+        """Put an item, waiting while the channel is full.
 
         Args:
-            item: The item. Between processes the reader gets a copy.
+            item: The item. A channel between processes passes a copy.
             timeout: Seconds to wait (default: no limit).
 
         Raises:
@@ -52,7 +52,7 @@ class Channel(Generic[T]):
         """Put an item if there is room now.
 
         Args:
-            item: The item. Between processes the reader gets a copy.
+            item: The item. A channel between processes passes a copy.
 
         Raises:
             Full: The channel is full.
@@ -71,14 +71,14 @@ class Channel(Generic[T]):
             full
         """
     def put_many(self, items: Iterable[T], timeout: float | None = None) -> None:
-        """Put all items of an iterable in order, and wait while the channel is full.
+        """Put all items of an iterable in order, waiting while the channel is full.
 
         Args:
-            items: The iterable, which is read while the items are put.
-            timeout: Seconds to wait, for all items together (default: no limit).
+            items: The items. The iterable is read as the channel accepts them.
+            timeout: Seconds to wait for all items together (default: no limit).
 
         Raises:
-            Full: The timeout ran out. The error's ``items_put`` counts the items that were put.
+            Full: The timeout expired. The error's ``items_put`` counts the items that were put.
             Closed: The channel was closed, or its last reader left. The error has ``items_put``.
             Broken: The channel is broken. The error has ``items_put``.
             TypeError: An item cannot be serialised for another process.
@@ -91,7 +91,7 @@ class Channel(Generic[T]):
             3
         """
     def get(self, timeout: float | None = None) -> T:
-        """Take the oldest item, and wait while the channel is empty.
+        """Take the oldest item, waiting while the channel is empty.
 
         Args:
             timeout: Seconds to wait (default: no limit).
@@ -134,8 +134,8 @@ class Channel(Generic[T]):
     def get_many(self, max: int, timeout: float | None = None) -> list[T]:
         """Take up to ``max`` items as a list.
 
-        The call waits for the first item like ``get``, and then takes the items that are there. The list ends
-        before an item that cannot be unpickled, and the next call raises the error.
+        The call waits for the first item like ``get``, and then takes what is already available. The list
+        ends before an item that cannot be unpickled, whose error the next call raises.
 
         Args:
             max: Largest number of items to take.
@@ -148,7 +148,7 @@ class Channel(Generic[T]):
             Empty: No item arrived within ``timeout`` seconds.
             Drained: The channel is closed, and all its items have been taken.
             Broken: The channel is broken.
-            KeyboardInterrupt: The error's ``items_got`` has the items that were taken.
+            KeyboardInterrupt: The error's ``items_got`` contains the items already taken.
 
         Example:
             >>> from flowchan import Channel
@@ -158,9 +158,9 @@ class Channel(Generic[T]):
             ['a', 'b']
         """
     def close(self) -> None:
-        """Close the channel: later puts raise ``Closed``.
+        """Close the channel, so that later puts raise ``Closed``.
 
-        Readers can still take the items inside. Any user may close the channel, any number of times.
+        Readers can still take the remaining items. Any user may close it, even repeatedly.
 
         Example:
             >>> from flowchan import Channel
@@ -180,10 +180,10 @@ class Channel(Generic[T]):
     def __next__(self) -> T: ...
     @property
     def capacity(self) -> int:
-        """Return the maximum number of items in the channel; further puts wait."""
+        """Return how many items fit into the channel before a put must wait."""
     @property
     def max_bytes(self) -> int | None:
-        """Return the limit on the bytes in the channel, or None if the channel has no such limit."""
+        """Return the maximum number of bytes in the channel, or None if there is no limit."""
     @property
     def across(self) -> Literal["threads", "processes", "hosts"]:
         """Return the transport: ``"threads"``, ``"processes"`` or ``"hosts"``."""
@@ -193,7 +193,7 @@ class Channel(Generic[T]):
     def _allow(self, puts: int) -> None: ...
     @property
     def closed(self) -> bool:
-        """Return whether puts are no longer possible."""
+        """Return whether the channel accepts no more puts."""
     @property
     def drained(self) -> bool:
         """Return whether the channel is closed and empty, and no item is on lease."""
@@ -224,7 +224,7 @@ class In(Generic[T_co]):
 
     def __init__(self, channel: Channel[T_co], session: int = 0) -> None: ...
     def get(self, timeout: float | None = None) -> T_co:
-        """Take the oldest item, and wait while the channel is empty.
+        """Take the oldest item, waiting while the channel is empty.
 
         Args:
             timeout: Seconds to wait (default: no limit).
@@ -267,8 +267,8 @@ class In(Generic[T_co]):
     def get_many(self, max: int, timeout: float | None = None) -> list[T_co]:
         """Take up to ``max`` items as a list.
 
-        The call waits for the first item like ``get``, and then takes the items that are there. The list ends
-        before an item that cannot be unpickled, and the next call raises the error.
+        The call waits for the first item like ``get``, and then takes what is already available. The list
+        ends before an item that cannot be unpickled, whose error the next call raises.
 
         Args:
             max: Largest number of items to take.
@@ -281,7 +281,7 @@ class In(Generic[T_co]):
             Empty: No item arrived within ``timeout`` seconds.
             Drained: The channel is closed, and all its items have been taken.
             Broken: The channel is broken.
-            KeyboardInterrupt: The error's ``items_got`` has the items that were taken.
+            KeyboardInterrupt: The error's ``items_got`` contains the items already taken.
 
         Example:
             >>> from flowchan import Channel
@@ -328,7 +328,7 @@ class In(Generic[T_co]):
         """Return the channel that the port reads."""
     @property
     def closed(self) -> bool:
-        """Return whether no more items can come.
+        """Return whether the port can get no more items.
 
         This is true if the port was closed, or if the channel is drained or broken.
         """
@@ -359,10 +359,10 @@ class Out(Generic[T_contra]):
 
     def __init__(self, channel: Channel[T_contra], session: int = 0) -> None: ...
     def put(self, item: T_contra, timeout: float | None = None) -> None:
-        """Put an item, and wait while the channel is full.
+        """Put an item, waiting while the channel is full.
 
         Args:
-            item: The item. Between processes the reader gets a copy.
+            item: The item. A channel between processes passes a copy.
             timeout: Seconds to wait (default: no limit).
 
         Raises:
@@ -383,7 +383,7 @@ class Out(Generic[T_contra]):
         """Put an item if there is room now.
 
         Args:
-            item: The item. Between processes the reader gets a copy.
+            item: The item. A channel between processes passes a copy.
 
         Raises:
             Full: The channel is full.
@@ -402,14 +402,14 @@ class Out(Generic[T_contra]):
             full
         """
     def put_many(self, items: Iterable[T_contra], timeout: float | None = None) -> None:
-        """Put all items of an iterable in order, and wait while the channel is full.
+        """Put all items of an iterable in order, waiting while the channel is full.
 
         Args:
-            items: The iterable, which is read while the items are put.
-            timeout: Seconds to wait, for all items together (default: no limit).
+            items: The items. The iterable is read as the channel accepts them.
+            timeout: Seconds to wait for all items together (default: no limit).
 
         Raises:
-            Full: The timeout ran out. The error's ``items_put`` counts the items that were put.
+            Full: The timeout expired. The error's ``items_put`` counts the items that were put.
             Closed: The channel was closed, or its last reader left. The error has ``items_put``.
             Broken: The channel is broken. The error has ``items_put``.
             TypeError: An item cannot be serialised for another process.
@@ -432,7 +432,7 @@ class Out(Generic[T_contra]):
         """Return the channel to which the port writes."""
     @property
     def closed(self) -> bool:
-        """Return whether puts are no longer possible.
+        """Return whether the port accepts no more puts.
 
         This is true if the port or the channel was closed, the channel broke, or its readers left.
         """
@@ -450,13 +450,13 @@ def _references() -> int:
     """Return how many outputs in this process's channels are on other hosts."""
 
 class Link:
-    """Connection between two hosts of a run. It serves the ports of remote workers."""
+    """A connection between two hosts of a run, which serves the ports of remote workers."""
 
     def __init__(self, owner_side: bool) -> None: ...
     def attach(self, fd: int) -> None:
-        """Continue over this connected socket, and take ownership of it.
+        """Continue over this connected socket and take ownership of it.
 
-        The link sends frames again if they did not arrive over the previous socket.
+        The link resends all frames that did not arrive over the previous socket.
         """
     def open_stream(
         self,
@@ -467,24 +467,24 @@ class Link:
         limited: bool = False,
         lends: bool = False,
     ) -> None:
-        """Serve the ports of one worker, under a number that both sides use.
+        """Start to serve the ports of one worker. Both sides must use the same ``number``.
 
         ``on_demand``: send items only to workers that wait for an item or process one.
         ``limited``: the worker puts only as many items as the owner has room for.
         ``lends``: large outputs of the first port stay on the worker's side until a host fetches them.
         """
     def set_fetch_address(self, address: str) -> None:
-        """Set the address at which other hosts fetch outputs that this agent keeps."""
+        """Set the address where other hosts can fetch the outputs that this agent keeps."""
     def serve_fetches(self, fd: int) -> None:
         """Send outputs to the host behind this socket until that host closes it."""
     def fetch(self, fd: int, location: bytes) -> bool:
         """Fetch an output over this socket. Return False if the other host does not have it."""
     def report_unreachable(self, location: bytes) -> None:
-        """Ask the owner to send an output that cannot be fetched."""
+        """Report to the owner that an output cannot be fetched, so that the owner sends it."""
     def pair(self, writes: int, reads: int) -> None:
-        """Count items that were prefetched through stream ``reads`` against the room of stream ``writes``."""
+        """Reduce the room of stream ``writes`` by the items that stream ``reads`` has prefetched."""
     def offer(self, number: int, most: int) -> tuple[int, bool] | None:
-        """Send up to ``most`` of the next items of this stream.
+        """Send up to ``most`` more items of this stream.
 
         Returns how many were sent in total, and whether the channel has ended. Returns None during a recall.
         """
@@ -503,12 +503,12 @@ class Link:
         flowchan.transport.link_events converts events to typed objects.
         """
     def state(self) -> dict[str, Any]:
-        """Return the connection's state and the link's counts."""
+        """Return the state of the connection and the counters of the link."""
     def close(self) -> None:
         """End the connection and the link's threads."""
 
 class Group:
-    """Member of a group. Use flowchan.collective instead."""
+    """A member of a group. Use flowchan.collective instead."""
 
     def __init__(self, fd: int, rank: int) -> None: ...
     def allreduce(
@@ -524,7 +524,7 @@ class Group:
         See flowchan.collective.Group.broadcast.
         """
     def barrier(self, timeout: float | None = None, wait: bool = True) -> Any:
-        """Wait until all members have called it.
+        """Wait until all members have called ``barrier``.
 
         See flowchan.collective.Group.barrier.
         """
@@ -599,7 +599,7 @@ class Await:
     def leave(self, unused: bool) -> None: ...
 
 class Watch:
-    """Lets one thread sleep on behalf of many coroutines."""
+    """Lets one thread sleep for many coroutines."""
 
     def __init__(self) -> None: ...
     @property

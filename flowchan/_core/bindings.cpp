@@ -275,24 +275,24 @@ NB_MODULE(_core, m) {
     m.doc() = "The native core of flowchan: channels and their ports.";
 
     nb::class_<View>(m, "View", nb::type_slots(view_slots),
-                     "Memory of a channel or of this process, as a buffer.")
+                     "A buffer over memory of a channel or of this process.")
         .def_static("of", View::of, "address"_a, "size"_a, "owner"_a,
                     "Return a read-only view of memory that ``owner`` keeps alive.")
         .def("private", private_view,
-             "Return a writable view of the same bytes. A page is copied when it is first written to.")
+             "Return a writable view of the same bytes, which copies each page on the first write.")
         .def(
             "lent", [](View& view, nb::handle array) { view.block->array = nb::weakref(array); }, "array"_a,
-            "Make ``array`` read-only once this loan, which contains it, is put.");
+            "Remember ``array``, which uses this loan, and make it read-only when the loan is put.");
 
-    nb::class_<Channel>(m, "Channel", nb::type_slots(channel_slots), nb::is_weak_referenceable(),
-                        "A bounded, closable FIFO. Use flowchan.Channel, which checks its arguments.")
+    nb::class_<Channel>(
+        m, "Channel", nb::type_slots(channel_slots), nb::is_weak_referenceable(),
+        "A bounded FIFO that can be closed. Use flowchan.Channel instead, which checks its arguments.")
         .def("__init__", construct<uint64_t, bool, uint64_t, std::string>, "capacity"_a, "processes"_a,
              "max_bytes"_a, "name"_a)
         .def("__init__", construct<int, int, std::string>, "fd"_a, "socket"_a, "name"_a)
         .def("close", close_channel,
-             "Close the channel: later puts raise ``Closed``.\n\n"
-             "Readers can still take the items inside. Any user may close the channel, any number of "
-             "times.\n\n"
+             "Close the channel, so that later puts raise ``Closed``.\n\n"
+             "Readers can still take the remaining items. Any user may close it, even repeatedly.\n\n"
              "Example:\n"
              "    >>> from flowchan import Channel\n"
              "    >>> channel = Channel()\n"
@@ -308,13 +308,13 @@ NB_MODULE(_core, m) {
         .def("__len__", length)
         .def_prop_ro(
             "capacity", [](Channel& ch) { return ch.capacity; },
-            "Return the maximum number of items in the channel; further puts wait.")
+            "Return how many items fit into the channel before a put must wait.")
         .def_prop_ro(
             "max_bytes",
             [](Channel& ch) -> std::optional<uint64_t> {
                 return ch.max_bytes == UINT64_MAX ? std::nullopt : std::optional(ch.max_bytes);
             },
-            "Return the limit on the bytes in the channel, or None if the channel has no such limit.")
+            "Return the maximum number of bytes in the channel, or None if there is no limit.")
         .def_prop_ro(
             "across", [](Channel& ch) { return ch.across(); },
             "Return the transport: ``\"threads\"``, ``\"processes\"`` or ``\"hosts\"``.")
@@ -329,7 +329,7 @@ NB_MODULE(_core, m) {
             "puts"_a)
         .def_prop_ro(
             "closed", [](Channel& ch) { return state_of(ch) != OPEN; },
-            "Return whether puts are no longer possible.")
+            "Return whether the channel accepts no more puts.")
         .def_prop_ro("drained", is_drained,
                      "Return whether the channel is closed and empty, and no item is on lease.")
         .def_prop_ro("broken", is_broken, "Return whether the channel was aborted or ended with a failure.")
@@ -418,7 +418,7 @@ NB_MODULE(_core, m) {
             "channel", [](In& in) { return in.channel; }, "Return the channel that the port reads.")
         .def_prop_ro(
             "closed", [](In& in) { return !in.open || is_broken(*in.ch) || is_drained(*in.ch); },
-            "Return whether no more items can come.\n\n"
+            "Return whether the port can get no more items.\n\n"
             "This is true if the port was closed, or if the channel is drained or broken.");
 
     nb::class_<Out>(m, "Out", nb::type_slots(out_slots),
@@ -459,7 +459,7 @@ NB_MODULE(_core, m) {
             "channel", [](Out& out) { return out.channel; }, "Return the channel to which the port writes.")
         .def_prop_ro(
             "closed", [](Out& out) { return !out.open || state_of(*out.ch) != OPEN; },
-            "Return whether puts are no longer possible.\n\n"
+            "Return whether the port accepts no more puts.\n\n"
             "This is true if the port or the channel was closed, the channel broke, or its readers left.");
 
     nb::class_<ItemTracing>(m, "ItemTracing",
@@ -470,7 +470,7 @@ NB_MODULE(_core, m) {
         .def(nb::init<nb::object, bool, bool>(), "target"_a, "reading"_a, "again"_a)
         .def("leave", &Await::leave, "unused"_a)
         .def_prop_ro("channel", &Await::channel);
-    nb::class_<Watch>(m, "Watch", "Lets one thread sleep on behalf of many coroutines.")
+    nb::class_<Watch>(m, "Watch", "Lets one thread sleep for many coroutines.")
         .def(nb::init<>())
         .def_prop_ro("heard", &Watch::heard)
         .def("ring", &Watch::ring)

@@ -186,7 +186,7 @@ void bind_group(nb::module_& m) {
     m.def(
         "_from_plain_bytes", [](nb::handle data) { return checked(from_plain_bytes(data.ptr())); }, "data"_a);
     nb::class_<PyGroup>(m, "Group", nb::type_slots(group_slots), nb::is_weak_referenceable(),
-                        "Member of a group. Use flowchan.collective instead.")
+                        "A member of a group. Use flowchan.collective instead.")
         .def("__init__", construct, "fd"_a, "rank"_a)
         .def_static("_make", make, "size"_a)
         .def_ro("rank", &PyGroup::rank, "Return the rank of this member, from 0.")

@@ -225,7 +225,7 @@ PyMethodDef group_methods[] = {
      "See flowchan.collective.Group.broadcast."},
     {"barrier", fast(barrier), FASTCALL,
      "barrier($self, /, timeout=None, wait=True)\n--\n\n"
-     "Wait until all members have called it.\n\n"
+     "Wait until all members have called ``barrier``.\n\n"
      "See flowchan.collective.Group.barrier."},
     {"allgather", fast(allgather), FASTCALL,
      "allgather($self, /, x, out=None, timeout=None, wait=True)\n--\n\n"

@@ -162,7 +162,7 @@ void bind_link(nb::module_& m) {
         "_references", [] { return references().count(); },
         "Return how many outputs in this process's channels are on other hosts.");
     nb::class_<PyLink>(m, "Link",
-                       "Connection between two hosts of a run. It serves the ports of remote workers.")
+                       "A connection between two hosts of a run, which serves the ports of remote workers.")
         .def(nb::init<bool>(), "owner_side"_a)
         .def(
             "attach",
@@ -171,17 +171,17 @@ void bind_link(nb::module_& m) {
                 link.attach(fd);
             },
             "fd"_a,
-            "Continue over this connected socket, and take ownership of it.\n\n"
-            "The link sends frames again if they did not arrive over the previous socket.")
+            "Continue over this connected socket and take ownership of it.\n\n"
+            "The link resends all frames that did not arrive over the previous socket.")
         .def(
             "open_stream", open_stream, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
             "limited"_a = false, "lends"_a = false,
-            "Serve the ports of one worker, under a number that both sides use.\n\n"
+            "Start to serve the ports of one worker. Both sides must use the same ``number``.\n\n"
             "``on_demand``: send items only to workers that wait for an item or process one.\n"
             "``limited``: the worker puts only as many items as the owner has room for.\n"
             "``lends``: large outputs of the first port stay on the worker's side until a host fetches them.")
         .def("set_fetch_address", &PyLink::set_fetch_address, "address"_a,
-             "Set the address at which other hosts fetch outputs that this agent keeps.")
+             "Set the address where other hosts can fetch the outputs that this agent keeps.")
         .def(
             "serve_fetches",
             [](PyLink& link, int fd) {
@@ -211,7 +211,7 @@ void bind_link(nb::module_& m) {
                 WithoutGil without;
                 link.report_unreachable(text);
             },
-            "location"_a, "Ask the owner to send an output that cannot be fetched.")
+            "location"_a, "Report to the owner that an output cannot be fetched, so that the owner sends it.")
         .def(
             "pair",
             [](PyLink& link, uint32_t writes, uint32_t reads) {
@@ -219,8 +219,7 @@ void bind_link(nb::module_& m) {
                 link.pair_streams(writes, reads);
             },
             "writes"_a, "reads"_a,
-            "Count items that were prefetched through stream ``reads`` against the room of stream "
-            "``writes``.")
+            "Reduce the room of stream ``writes`` by the items that stream ``reads`` has prefetched.")
         .def(
             "offer",
             [](PyLink& link, uint32_t number, uint64_t most) {
@@ -228,7 +227,7 @@ void bind_link(nb::module_& m) {
                 return link.offer(number, most);
             },
             "number"_a, "most"_a,
-            "Send up to ``most`` of the next items of this stream.\n\n"
+            "Send up to ``most`` more items of this stream.\n\n"
             "Returns how many were sent in total, and whether the channel has ended. Returns None during a "
             "recall.")
         .def(
@@ -253,7 +252,7 @@ void bind_link(nb::module_& m) {
         .def("wait", wait_for_event, "timeout"_a = nb::none(),
              "Wait for the next event and return its kind and values, or () after the timeout.\n\n"
              "flowchan.transport.link_events converts events to typed objects.")
-        .def("state", state_of, "Return the connection's state and the link's counts.")
+        .def("state", state_of, "Return the state of the connection and the counters of the link.")
         .def(
             "close",
             [](PyLink& link) {

@@ -144,9 +144,9 @@ PyObject* in_get_nowait(PyObject* self, PyObject*) {
 
 #define PUT_DOC                                                             \
     "put($self, /, item, timeout=None)\n--\n\n"                             \
-    "Put an item, and wait while the channel is full.\n\n"                  \
+    "Put an item, waiting while the channel is full.\n\n"                   \
     "Args:\n"                                                               \
-    "    item: The item. Between processes the reader gets a copy.\n"       \
+    "    item: The item. A channel between processes passes a copy.\n"      \
     "    timeout: Seconds to wait (default: no limit).\n\n"                 \
     "Raises:\n"                                                             \
     "    Full: The channel stayed full for ``timeout`` seconds.\n"          \
@@ -165,7 +165,7 @@ PyObject* in_get_nowait(PyObject* self, PyObject*) {
     "put_nowait($self, item, /)\n--\n\n"                                    \
     "Put an item if there is room now.\n\n"                                 \
     "Args:\n"                                                               \
-    "    item: The item. Between processes the reader gets a copy.\n\n"     \
+    "    item: The item. A channel between processes passes a copy.\n\n"    \
     "Raises:\n"                                                             \
     "    Full: The channel is full.\n"                                      \
     "    Closed: The channel was closed, or its last reader left.\n"        \
@@ -183,12 +183,12 @@ PyObject* in_get_nowait(PyObject* self, PyObject*) {
 
 #define PUT_MANY_DOC                                                                              \
     "put_many($self, /, items, timeout=None)\n--\n\n"                                             \
-    "Put all items of an iterable in order, and wait while the channel is full.\n\n"              \
+    "Put all items of an iterable in order, waiting while the channel is full.\n\n"               \
     "Args:\n"                                                                                     \
-    "    items: The iterable, which is read while the items are put.\n"                           \
-    "    timeout: Seconds to wait, for all items together (default: no limit).\n\n"               \
+    "    items: The items. The iterable is read as the channel accepts them.\n"                   \
+    "    timeout: Seconds to wait for all items together (default: no limit).\n\n"                \
     "Raises:\n"                                                                                   \
-    "    Full: The timeout ran out. The error's ``items_put`` counts the items that were put.\n"  \
+    "    Full: The timeout expired. The error's ``items_put`` counts the items that were put.\n"  \
     "    Closed: The channel was closed, or its last reader left. The error has ``items_put``.\n" \
     "    Broken: The channel is broken. The error has ``items_put``.\n"                           \
     "    TypeError: An item cannot be serialised for another process.\n\n"                        \
@@ -201,7 +201,7 @@ PyObject* in_get_nowait(PyObject* self, PyObject*) {
 
 #define GET_DOC                                                                \
     "get($self, /, timeout=None)\n--\n\n"                                      \
-    "Take the oldest item, and wait while the channel is empty.\n\n"           \
+    "Take the oldest item, waiting while the channel is empty.\n\n"            \
     "Args:\n"                                                                  \
     "    timeout: Seconds to wait (default: no limit).\n\n"                    \
     "Returns:\n"                                                               \
@@ -235,26 +235,26 @@ PyObject* in_get_nowait(PyObject* self, PyObject*) {
     "    ...     print(\"empty\")\n"                                           \
     "    empty"
 
-#define GET_MANY_DOC                                                                                      \
-    "get_many($self, /, max, timeout=None)\n--\n\n"                                                       \
-    "Take up to ``max`` items as a list.\n\n"                                                             \
-    "The call waits for the first item like ``get``, and then takes the items that are there. The list\n" \
-    "ends before an item that cannot be unpickled, and the next call raises the error.\n\n"               \
-    "Args:\n"                                                                                             \
-    "    max: Largest number of items to take.\n"                                                         \
-    "    timeout: Seconds to wait for the first item (default: no limit).\n\n"                            \
-    "Returns:\n"                                                                                          \
-    "    A list of at least one item.\n\n"                                                                \
-    "Raises:\n"                                                                                           \
-    "    Empty: No item arrived within ``timeout`` seconds.\n"                                            \
-    "    Drained: The channel is closed, and all its items have been taken.\n"                            \
-    "    Broken: The channel is broken.\n"                                                                \
-    "    KeyboardInterrupt: The error's ``items_got`` has the items that were taken.\n\n"                 \
-    "Example:\n"                                                                                          \
-    "    >>> from flowchan import Channel\n"                                                              \
-    "    >>> channel = Channel()\n"                                                                       \
-    "    >>> channel.put_many(\"abc\")\n"                                                                 \
-    "    >>> channel.get_many(2)\n"                                                                       \
+#define GET_MANY_DOC                                                                                  \
+    "get_many($self, /, max, timeout=None)\n--\n\n"                                                   \
+    "Take up to ``max`` items as a list.\n\n"                                                         \
+    "The call waits for the first item like ``get``, and then takes what is already available. The\n" \
+    "list ends before an item that cannot be unpickled, whose error the next call raises.\n\n"        \
+    "Args:\n"                                                                                         \
+    "    max: Largest number of items to take.\n"                                                     \
+    "    timeout: Seconds to wait for the first item (default: no limit).\n\n"                        \
+    "Returns:\n"                                                                                      \
+    "    A list of at least one item.\n\n"                                                            \
+    "Raises:\n"                                                                                       \
+    "    Empty: No item arrived within ``timeout`` seconds.\n"                                        \
+    "    Drained: The channel is closed, and all its items have been taken.\n"                        \
+    "    Broken: The channel is broken.\n"                                                            \
+    "    KeyboardInterrupt: The error's ``items_got`` contains the items already taken.\n\n"          \
+    "Example:\n"                                                                                      \
+    "    >>> from flowchan import Channel\n"                                                          \
+    "    >>> channel = Channel()\n"                                                                   \
+    "    >>> channel.put_many(\"abc\")\n"                                                             \
+    "    >>> channel.get_many(2)\n"                                                                   \
     "    ['a', 'b']"
 
 #define GET_MORE_DOC                                                           \
