@@ -160,8 +160,8 @@ class Link {
     int64_t silent_for() const { return now_ns() - last_byte_at_.load(std::memory_order_relaxed); }
     int64_t round_trip() const { return round_trip_.load(std::memory_order_relaxed); }
     bool connected();
-    // Return for how many ns connections have kept breaking with items in transit and none arriving. Return 0
-    // until two connections in a row have broken like this.
+    // Return how many ns ago connections began to break while items were in transit and none arrived. Return
+    // 0 until two connections in a row have broken like this.
     int64_t stuck_for();
     uint64_t breaks_in_vain();  // how many connections in a row broke without progress
     std::vector<StreamCounts> counts();

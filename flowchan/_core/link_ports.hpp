@@ -202,7 +202,7 @@ class Source {
         sent = base;
         part = {};
         pulls.clear();
-        // The other side may not know where the outputs are that its items refer to.
+        // The items may refer to outputs whose current locations the other side does not know.
         for (uint64_t i = 0; i < entries.size(); ++i) entries[i].moves = UINT64_MAX;
     }
     void resume_after(uint64_t got);  // on a new connection: sends the items after `got` again

@@ -17,9 +17,9 @@
 // a full barrier (dmb ish on aarch64).
 //
 // The ring has several records, so that a record's cache lines stay with the core that uses it. Writers and
-// readers use different records. Different processes also do, as long as there are enough; the choice affects
-// only speed. Only the holder of the lock writes a record, and clears it before unlocking. At most one record
-// is therefore valid, and a process that finds the owner dead checks them all.
+// readers use different records. So do different processes, as long as there are enough records. The choice
+// affects only speed. Only the holder of the lock writes a record, and clears it before unlocking. At most
+// one record is therefore valid, and a process that finds the owner dead checks them all.
 #pragma once
 
 #include "faults.hpp"

@@ -133,7 +133,7 @@ bool Ring::count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64
         if (!slot_exists(rest) || !is_leased(at<Slot>(rest))) return false;
         if (n >= suspects) continue;
         // If this process dies before the commit, the death is counted twice, so `deaths` is one too high.
-        // That does no other harm.
+        // This has no other effect.
         at<Slot>(rest)->state += Slot::DEATH;
         fault_point();
     }

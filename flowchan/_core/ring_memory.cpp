@@ -190,7 +190,7 @@ Slot* Ring::new_bare_slot(Change& change) {
     return at<Slot>(from);
 }
 
-// Fill the free lists, which are empty.
+// Fill the free lists, which must be empty.
 void Ring::fill_free_lists(const std::vector<uint64_t>& heads, Change& change) {
     for (uint32_t c = 0; c < CLASSES; ++c) {
         if (!heads[c]) continue;

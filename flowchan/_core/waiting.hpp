@@ -223,8 +223,8 @@ struct WaitQueue {
 };
 
 // The sleepers that an operation wakes after it has released the lock. `readers` and `writers` are counts for
-// the wait queues. `word` lists the words of waiters that each have their own. A waiter in this list may be
-// gone by now. Waking its word then has no effect or wakes an unrelated thread, and both are harmless.
+// the wait queues. `word` lists the futex words of waiters outside of the queues. A waiter in this list may
+// be gone by now. Waking its word then has no effect or wakes an unrelated thread, and both are harmless.
 struct Wakes {
     static constexpr uint32_t MOST = 8;
     uint32_t readers = 0;

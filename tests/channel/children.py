@@ -15,20 +15,20 @@ def echo(requests: Any, replies: Any) -> None:
 
 
 def answer_by_what_arrives(carrier: Any) -> None:
-    """Receive pairs of channels, and move one item from the first to the second channel of each pair."""
+    """Receive pairs of channels. For each pair, move one item from the first channel to the second."""
     for source, reply in carrier:
         reply.put(("answer", source.get()))
 
 
 def make_and_send(carrier: Any) -> None:
-    """Create two channels, send them through the carrier, and answer each number with its successor."""
+    """Create two channels, send them through the carrier, and answer each number n with n + 1."""
     source, reply = Channel(3, across="processes"), Channel(1, across="processes")
     carrier.put((source, reply))
     reply.put(source.get() + 1)
 
 
 def write_by_port(channel: Any, items: list[Any]) -> None:
-    """Put the items through a writer. When the writer exits, the channel closes."""
+    """Put the items through a writer, whose exit closes the channel."""
     with channel.writer() as out:
         out.put_many(items)
 
@@ -38,7 +38,7 @@ def pass_one(source: Any, target: Any) -> None:
 
 
 def put_and_take_back(first: Any, second: Any, result: Any) -> None:
-    """Put an item into one argument and get it from the other. Both must be the same channel."""
+    """Put an item into one channel and get it from the other. Both arguments must be the same channel."""
     first.put("round")
     result.put(second.get())
 

@@ -23,7 +23,7 @@ def address_space() -> int:
 
 
 def with_address_space(more: int, act: Callable[[], None]) -> None:
-    """Run ``act`` in a forked child that may map ``more`` bytes in addition to its existing mappings."""
+    """Run ``act`` in a forked child that may map only ``more`` bytes beyond its existing mappings."""
     pid = os.fork()
     if pid == 0:
         code = 1

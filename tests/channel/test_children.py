@@ -26,7 +26,7 @@ METHODS = ["fork", "spawn", "forkserver"]
 
 @pytest.fixture(scope="module", autouse=True)
 def helpers_of_multiprocessing() -> Iterator[None]:
-    """Start multiprocessing's two server processes first, so that no test appears to leak them."""
+    """Start the two server processes of multiprocessing first, so that no test seems to leak them."""
     resource_tracker.ensure_running()
     forkserver.ensure_running()
     yield
@@ -102,9 +102,10 @@ def test_parent_wakes_a_waiting_child(context):
     end(process)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])  # a forked child cannot use its parent's forkserver
+# a forked child cannot use the forkserver of its parent
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_grandchild_inherits_a_channel(method):
-    """Pass a channel from this process to a forked child, and from the child to its own child."""
+    """Pass a channel to a forked child, and from there to the child's own child."""
     context = multiprocessing.get_context(method)
     requests, replies = Channel(4, across="processes"), Channel(4, across="processes")
 
@@ -123,7 +124,7 @@ def test_grandchild_inherits_a_channel(method):
 
 
 def test_channel_sent_twice_to_a_process_is_one_object(context):
-    """Both arguments must be the same channel in the child."""
+    """In the child, both arguments must be the same object."""
     ch, result = Channel(1, across="processes"), Channel(1, across="processes")
     process = context.Process(target=children.put_and_take_back, args=(ch, ch, result))
     process.start()
@@ -133,8 +134,7 @@ def test_channel_sent_twice_to_a_process_is_one_object(context):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_executor_initialiser_receives_a_channel(method):
-    """Pass a channel as an argument of the executor's initialiser, the usual way to give all workers one
-    object."""
+    """Pass a channel to the executor's initialiser, which is the usual way to give one object to all workers."""
     requests, replies = Channel(4, across="processes"), Channel(4, across="processes")
     context = multiprocessing.get_context(method)
     requests.put_many([1, 2, 3])
@@ -160,7 +160,7 @@ def test_os_fork_child_uses_the_channel():
 
 
 def test_unpickled_channel_is_the_same_object_in_its_process():
-    """Unpickling or copying a channel must return the existing object while it is alive."""
+    """While the original channel is alive, unpickling or copying must return that object."""
     ch = Channel(across="processes")
     assert pickle.loads(pickle.dumps(ch)) is ch
     assert copy.copy(ch) is ch
@@ -168,7 +168,7 @@ def test_unpickled_channel_is_the_same_object_in_its_process():
 
 
 def test_threads_channel_can_be_neither_pickled_nor_copied():
-    """The error must name a transport whose channels can be pickled."""
+    """The error must name a transport that supports pickling."""
     ch = Channel(across="threads")
     for action in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="across='processes'"):
@@ -186,7 +186,7 @@ def test_threads_channel_cannot_be_passed_to_another_process():
 
 @pytest.mark.parametrize("call", ["put", "get", "put_nowait", "get_nowait"])
 def test_threads_channel_raises_when_used_in_a_forked_child(call):
-    """The call would affect only the child's copy. The error must say so and name a suitable transport."""
+    """A call would change only the child's copy. The error must say so and name a suitable transport."""
     ch = Channel(across="threads")
     ch.put("in the parent")
     answer = Channel(across="processes")
@@ -208,7 +208,7 @@ def test_threads_channel_raises_when_used_in_a_forked_child(call):
 
 
 def test_channel_works_after_a_fork_while_a_thread_waits(context):
-    """A child may be started at any time, and must be able to use the channel immediately."""
+    """The child can be started at any time, and must be able to use the channel at once."""
     ch, result = Channel(4, across="processes"), Channel(4, across="processes")
     waiting = ThreadPeer(ch.get)
     wait_blocked(ch, readers=1)
@@ -248,7 +248,7 @@ def test_c1_early_and_late_processes_map_a_grown_channel(context: Any) -> None:
         sums.append(children.sum_of(item))
 
     exchange(1)
-    assert replies.get() == 1  # now the child has mapped the channel at its present size
+    assert replies.get() == 1  # by now, the child has mapped the channel at its present size
     for size in (1_000, 30_000, 1 << 20, 4 << 20):
         exchange(np.arange(size))
     for number in range(20_000):

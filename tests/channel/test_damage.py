@@ -1,10 +1,10 @@
 """Damage in a channel's shared memory breaks the channel, and never crashes or blocks its users.
 
-Other processes write this memory, and one of them may have a stray pointer. Each case runs in a forked child.
-The child first uses every part of the channel: items inside, leased and parked, ports, and a cause. It then
-damages the memory and makes further calls. A call may raise ``Broken`` or any other error, time out, or
-succeed, but the child must not be killed by a signal. An ``abort`` after a while stands for a user who gives
-up on the channel. After the abort, every call must end.
+Other processes write to this memory, and one of them may have a stray pointer. Each case runs in a forked
+child. The child first uses every part of the channel: items inside, leased and parked, ports, and a cause. It
+then damages the memory and makes more calls. A call may raise ``Broken`` or any other error, time out, or
+succeed, but no signal may kill the child. After a while, an ``abort`` plays the user who gives up on the
+channel. After that, every call must end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flowchan.channel.channel import _arrive
 from flowchan.transport.descriptors import Borrowed
 
 CASES, FEW = 400, 25  # number of cases with --long, and without
-BATCH = 25  # number of children per test; two run at a time
+BATCH = 25  # children per test; two run at a time
 MUTEX, COUNTS = 128, 192  # offsets in the header: of the lock, and of the fields that it protects
 RECORDS, RECORD = 1_856, 448  # offset of the first redo record, and the distance between two records
 RECORDS_END = RECORDS + 16 * RECORD
@@ -53,7 +53,7 @@ ERRORS = (
 
 
 class Memory:
-    """A channel's memory, which tests access in the way a stray pointer would."""
+    """A channel's memory, which tests write to like a stray pointer."""
 
     def __init__(self, channel: Channel[Any]) -> None:
         self.map = mmap.mmap(channel._fd, 0)
@@ -70,12 +70,12 @@ class Memory:
         return [at - 8 for at in range(COUNTS, self.groups_at, 8) if self.word(at) == os.getpid()]
 
     def slots(self) -> int:
-        """Return the offset of the last slots, which are used first."""
+        """Return the offset of the last slots, which the channel uses first."""
         return self.length - 24 * SLOT
 
 
 class Use:
-    """A channel in which every part is in use, and the calls to make after the damage."""
+    """A channel with every part in use, and the calls to make after the damage."""
 
     def __init__(self) -> None:
         self.ch: Channel[Any] = Channel(24, across="processes", max_bytes=1 << 18)
@@ -86,7 +86,7 @@ class Use:
         self.reader.get()
         self.reader.get_more()
         self.ch.get()  # leaves a free slot
-        # two workers of an ordered stage; the second is ahead of its turn
+        # two workers of an ordered stage; the second one works ahead of its turn
         before.put_many(range(6))
         self.inputs = [before.reader() for _ in range(2)]
         self.outputs = [self.ch.writer() for _ in range(2)]
@@ -141,7 +141,7 @@ class Use:
 
 
 def some_value(chance: random.Random, memory: Memory) -> int:
-    """Return either a word with a meaning (such as an offset, a count or a flag) or a random word."""
+    """Return a meaningful word (such as an offset, a count or a flag) or a random one."""
     place = chance.randrange(memory.length)
     return chance.choice(
         [
@@ -212,7 +212,7 @@ def damage_bytes(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_record(chance: random.Random, memory: Memory) -> None:
-    """Make the lock's owner appear to be dead, and leave a random redo record."""
+    """Make the lock's owner seem dead, and leave a random redo record."""
     record = RECORDS + RECORD * chance.randrange(16)
     memory.set(record, chance.choice([1, 3, 24, 25, 2**40]))
     for entry in range(24):
@@ -222,7 +222,7 @@ def damage_record(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_lock(chance: random.Random, memory: Memory) -> None:
-    """Damage the lock: set its owner to none, this thread or an invalid thread, or change its type."""
+    """Damage the lock. Set its owner to none, this thread or an invalid thread, or change the lock's type."""
     memory.set(
         MUTEX + 8 * chance.randrange(5),
         chance.choice(
@@ -254,7 +254,7 @@ def one_case(number: int) -> None:
 
 
 def start_child(number: int) -> tuple[int, int]:
-    """Fork a child for one case. Return its pid, and the descriptor on which it reports errors."""
+    """Fork a child for one case. Return its pid and the descriptor for its errors."""
     answer, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -273,7 +273,7 @@ def start_child(number: int) -> tuple[int, int]:
 
 
 def outcome(number: int, pid: int, answer: int) -> str:
-    """Return what was wrong with the child's exit, or an empty string."""
+    """Return what was wrong with the child's exit, or an empty string if it was right."""
     with open(answer, "rb") as reported:
         text = reported.read().decode()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -300,7 +300,7 @@ def test_damage_breaks_the_channel_but_never_crashes_its_users(first: int) -> No
     assert not [text for text in wrong if text], "\n".join(text for text in wrong if text)
 
 
-# damage that is always detected
+# damage that every user detects
 
 
 def damaged(change: Callable[[Memory], None]) -> Channel[Any]:
@@ -383,7 +383,7 @@ def test_lock_with_wrong_owner_breaks_the_channel(owner: int) -> None:
 
 
 def test_waiting_call_raises_when_the_channel_is_damaged() -> None:
-    """One user is sleeping in a call when another user detects the damage."""
+    """One user sleeps in a call while another detects the damage."""
     ch: Channel[int] = Channel(1, across="processes")
     ch.put(1)
     result: list[BaseException] = []
@@ -429,7 +429,7 @@ def test_file_of_a_different_type_is_rejected() -> None:
 
 
 def test_channel_memory_cannot_be_truncated() -> None:
-    """Truncating the memory would raise SIGBUS in all its users."""
+    """If the memory could be truncated, all of its users would get SIGBUS."""
     ch: Channel[int] = Channel(4, across="processes")
     with pytest.raises(PermissionError):
         os.ftruncate(ch._fd, 4_096)

@@ -1,6 +1,6 @@
 """C11: a waiting call checks ten times a second whether the other processes are alive.
 
-The check makes no read system call. It uses one descriptor for each process that uses the channel.
+The check makes no read system call. It needs one descriptor per process that uses the channel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Waiting:
         return channel.get()
 
     def checks_again(self, times: int) -> None:
-        """Wait until the thread has gone to sleep ``times`` more times."""
+        """Wait until the thread has fallen asleep ``times`` more times."""
         until = self._sleeps() + times
         wait_until(lambda: self._sleeps() >= until)
 
@@ -46,7 +46,7 @@ class Waiting:
 
 
 def take_part(channels: list[Channel[Any]], leave: Channel[Any], end: Channel[Any]) -> None:
-    """Hold a writer of each channel until ``leave`` is closed, and return once ``end`` is closed."""
+    """Keep a writer of each channel open until ``leave`` is closed. Return once ``end`` is closed."""
     writers = [channel.writer() for channel in channels]
     list(leave)
     for writer in writers:
@@ -64,7 +64,7 @@ def test_waiter_checks_other_processes_without_read_system_calls() -> None:
     process = ProcessPeer(take_part, [channel], leave, end)
     wait_until(lambda: channel.stats().writers == 1)
     waiting = Waiting(channel)
-    waiting.checks_again(3)  # now the thread has opened a descriptor for the process
+    waiting.checks_again(3)  # by now, the thread has opened a descriptor for the process
     before = waiting.reads()
     waiting.checks_again(5)
     assert waiting.reads() == before
@@ -99,7 +99,7 @@ def test_each_process_is_watched_once_however_many_channels_it_uses() -> None:
 
 
 def looking_for_many(channel: Channel[Any], leave: Channel[Any], end: Channel[Any]) -> tuple[int, int]:
-    """Return the number of descriptors that the checks use, and the process's descriptor limit."""
+    """Return how many descriptors the checks use, and the descriptor limit of the process."""
     most = max(int(number) for number in os.listdir("/proc/self/fd")) + 16
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     children = []

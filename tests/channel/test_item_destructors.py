@@ -1,6 +1,7 @@
-"""Test Python code that runs when a ``threads`` channel releases an item.
+"""Test the Python code that runs when a ``threads`` channel releases an item.
 
-A destructor may use the port that leased the item. The garbage collector may visit leased items at any time.
+A destructor may use the port that leased the item, and the garbage collector may visit leased items at any
+time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def numbers(ch):
 
 
 def test_closing_port_releases_its_items_before_their_destructors_run():
-    """A destructor may run the garbage collector, which must not visit items that have been released."""
+    """A destructor may run the garbage collector, which must not visit items that are already released."""
     found = []
 
     class Looks:
@@ -54,7 +55,7 @@ class Stage:
 
 
 def test_item_leased_by_a_collected_port_returns_intact():
-    """C4: an unfinished item returns, although the collector clears the cycle that contains it."""
+    """C4: an unfinished item returns even when the collector clears the cycle around it."""
     ch = Channel(8)
     other = ch.reader()
     ch.put(Item(7))
@@ -87,7 +88,7 @@ def test_port_inside_its_own_leased_item_is_freed():
 
 
 def test_destructor_of_a_leased_item_may_use_its_port():
-    """The destructor's ``get`` finishes the earlier items, as every ``get`` does, and leases its own item."""
+    """The destructor's ``get`` finishes earlier items, like any ``get``, and leases another item."""
     got = []
 
     class GetsAnother(Item):
@@ -113,7 +114,7 @@ def test_destructor_of_a_leased_item_may_use_its_port():
 
 
 def test_select_puts_the_original_item_if_the_pair_is_changed():
-    """The pairs are lists, which the caller may change during the call."""
+    """The pairs are lists that the caller may change during the call."""
     ch = Channel(1)
     ch.put("full")
     pair = [ch, Item(1)]

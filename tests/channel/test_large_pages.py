@@ -1,4 +1,4 @@
-"""Kernels for aarch64 have pages of 4, 16 or 64 KB, and a mapping must begin at the start of a page."""
+"""Kernels for aarch64 have pages of 4, 16 or 64 KB, and a mapping must start at a page."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LARGEST = 1 << 16
 
 
 def mapped_from() -> set[int]:
-    """Return the offsets at which this process's mappings of channel memory begin."""
+    """Return the offsets where this process's mappings of channel memory start."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {int(line.split()[2], 16) for line in maps if "memfd:flowchan" in line}
 
 
 class Writable:
-    """An item that arrives as writable bytes, which have their own mapping."""
+    """An item that arrives as writable bytes, in a mapping of their own."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,6 +1,6 @@
-"""C8: only as many of a stage's many workers run as are needed, and the others sleep.
+"""C8: of a stage's many workers, only as many run as are needed; the others sleep.
 
-If an ordered stage cannot pass its outputs on, a few workers hold one output each, and the others take no
+If an ordered stage cannot pass on its outputs, a few workers keep one output each, and the others take no
 items. When the channel has room again, all workers continue.
 """
 
@@ -23,7 +23,7 @@ CROWD = 2
 
 
 def work(into: Any, out: Any, go: threading.Event) -> None:
-    """Work like a ``map`` worker. The worker that has item 0 holds up the others until ``go`` is set."""
+    """Process items like a ``map`` worker. The worker with item 0 delays the others until ``go`` is set."""
     try:
         while True:
             item = into.get()
@@ -50,7 +50,7 @@ def test_few_workers_hold_an_output_while_the_channel_is_full(capacity: int, sin
         thread.start()
     wait_blocked(after, writers=WORKERS - 1)
     assert after.stats().items_out == 0
-    # item 0, the items with parked outputs, and the items with outputs that wait for room
+    # item 0, the items with parked outputs, and the items whose outputs wait for room
     taken = before.stats().items_out
     assert capacity <= taken <= capacity + CROWD
     before.close()
@@ -94,10 +94,9 @@ def test_worker_that_waits_for_room_raises_when_the_channel_breaks() -> None:
 @pytest.mark.parametrize("across", ["threads", "processes"])
 @pytest.mark.parametrize("stage", [True, False], ids=["stage", "plain"])
 def test_same_few_workers_of_a_stage_take_all_items(stage: bool, across: Any) -> None:
-    """If all workers are waiting when each item arrives, one worker takes all items. In a ring, its rank is
-    low.
+    """If all workers wait before each item arrives, one worker takes all items.
 
-    Plain readers take turns.
+    In a ring, that worker has a low rank. Plain readers take turns instead.
     """
     channel: Channel[int] = Channel(across=across)
     ports = [channel.reader() for _ in range(WORKERS)]
@@ -122,14 +121,14 @@ def test_same_few_workers_of_a_stage_take_all_items(stage: bool, across: Any) ->
         thread.join()
     if across == "threads":
         assert len(set(takers)) == (1 if stage else WORKERS)
-    # a reader that has only just begun to wait may not be asleep yet, so a second reader is woken as well
+    # a reader may still be falling asleep, so a second reader is woken as well
     else:
         assert (len(set(takers)) < WORKERS // 3) == stage
 
 
 @pytest.mark.skipif(sysconfig.get_config_var("Py_GIL_DISABLED") == 1, reason="needs the GIL")
 def test_at_most_one_reader_per_core_is_woken_at_once() -> None:
-    """Each reader that takes an item wakes the next. No reader can run while this test holds the GIL."""
+    """Each reader that takes an item wakes the next. While this test has the GIL, none of them can run."""
     cores = os.sysconf("SC_NPROCESSORS_ONLN")
     channel: Channel[int] = Channel(across="processes")
     taken: list[int] = []
@@ -153,7 +152,7 @@ def test_at_most_one_reader_per_core_is_woken_at_once() -> None:
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
 def test_reader_of_closed_channel_sleeps_until_all_leases_end(across: Any) -> None:
-    """If each finished lease woke all readers, that would take quadratic time."""
+    """Waking all readers after each finished lease would take quadratic time."""
     channel: Channel[int] = Channel(WORKERS, across=across)
     turns = [threading.Event() for _ in range(WORKERS)]
     switches: list[int] = []

@@ -1,6 +1,6 @@
-"""Threads share a port, an item or a loan, without a GIL that protects it.
+"""Threads share a port, an item or a loan without a GIL to protect it.
 
-The tests run on any Python, but they show more on a free-threaded build (``make test-pythons``).
+The tests run on any Python, but show more on a free-threaded build (``make test-pythons``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ free_threaded = pytest.mark.skipif(
 
 
 def at_once(*functions: Callable[[], object]) -> None:
-    """Run each function in its own thread, start all at the same time, and raise their errors."""
+    """Run all functions at the same time, each in its own thread, and raise their errors."""
     together = threading.Barrier(len(functions))
     errors: list[BaseException] = []
 
@@ -112,7 +112,7 @@ def test_port_closed_while_threads_read_it_takes_no_more_items() -> None:
 
 
 def test_an_item_may_change_while_it_is_put() -> None:
-    """If a channel has ``max_bytes``, a put estimates the item's size while other threads change it."""
+    """For ``max_bytes``, a put estimates the item's size while other threads change the item."""
 
     class Thing:
         pass
@@ -178,7 +178,7 @@ def test_graph_on_threads_keeps_order_and_counts() -> None:
 
 
 def test_running_event_loop_can_be_inspected() -> None:
-    """When a run's supervisor looks for deadlocks, it inspects the loop."""
+    """A run's supervisor inspects the loop when it looks for deadlocks."""
     channel, over = Channel[int](), threading.Event()
 
     def count_items() -> None:

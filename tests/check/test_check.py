@@ -1,4 +1,4 @@
-"""Test graph checks: each rule catches what it should, reports it clearly, and raises no false alarm."""
+"""Test the rules of graph checks: each reports its problem clearly, and raises no false alarm."""
 
 from __future__ import annotations
 

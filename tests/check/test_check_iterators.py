@@ -1,6 +1,6 @@
-"""Test sources with an iterator, which can be read only once.
+"""Test sources that read from an iterator, which works only once.
 
-If the iterator is exhausted, an error must be raised, because the source would otherwise seem to be empty.
+An exhausted iterator must raise an error, or the source would seem to be empty.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def numbers() -> Iterator[int]:
 
 
 def spent(graph: Graph) -> str:
-    """Run the graph again, and return the message of the problem that is reported."""
+    """Run the graph again, and return the message of the reported problem."""
     with pytest.raises(GraphError, match="pass a callable") as caught:
         graph.run()
     (problem,) = caught.value.problems

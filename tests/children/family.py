@@ -1,9 +1,9 @@
-"""Program with children that a test kills, and the class through which the test controls the program.
+"""A program with children, and the class through which a test controls and kills it.
 
-The program reads orders, one JSON object per line, and prints answers in the same format. For each order, the
-program starts children and repeats a call to them until the call raises an exception. The program then closes
-the children, and reports leaked descriptors, threads and shared memory. All processes that the program starts
-inherit a token in their environment. The test finds surviving processes by this token.
+The program reads orders as one JSON object per line, and answers in the same format. For each order, it
+starts children and repeats a call to them until the call raises. It then closes the children, and reports
+leaked descriptors, threads and shared memory. All processes of the program inherit a token in their
+environment, by which the test finds survivors.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def placement(on: str) -> Any:
 
 
 def work(parent: Any, call: str, deep: bool) -> None:
-    """Serve the parent's calls until this child is killed. If ``deep`` is set, start a grandchild first."""
+    """Answer the parent's calls until this child is killed. If ``deep`` is set, start a grandchild first."""
     from flowchan.pipelines import children
 
     if deep:
@@ -118,14 +118,14 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 def holdings() -> set[str]:
     found = {f"thread {task}" for task in os.listdir("/proc/self/task")}
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of this listing is closed
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
             found.add(f"descriptor {number} ({os.readlink(f'/proc/self/fd/{number}')})")
     maps = Path("/proc/self/maps").read_text().splitlines()
     return found | {f"mapping {line.split()[0]}" for line in maps if "memfd:" in line}
 
 
 def left_since(before: set[str]) -> list[str]:
-    """Return the resources that this process has acquired since ``before`` and does not release in 10 s."""
+    """Return what this process has acquired since ``before`` and does not release within 10 s."""
     if forked := sys.modules.get("flowchan.hosts.providers.forked_agents"):
         forked.end_seeds()
     from support.waiting import wait_until
@@ -143,7 +143,7 @@ def left_since(before: set[str]) -> list[str]:
 
 
 class Family:
-    """The running program and all processes that it has started."""
+    """The running program and all processes that it started."""
 
     def __init__(self) -> None:
         self._mark = f"{TOKEN}={secrets.token_hex(8)}"
@@ -173,7 +173,7 @@ class Family:
         return answer
 
     def processes(self) -> list[psutil.Process]:
-        """Return the running processes that the program has started, except its helpers."""
+        """Return the running processes of the program, without its helpers."""
         found = []
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -194,7 +194,7 @@ class Family:
         ]
 
     def close(self) -> None:
-        """Kill the program and all processes that it has started."""
+        """Kill the program and all its processes."""
         self.program.kill()
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Test K1: if a parent or child exits, no process is left and waiting calls raise ``ChildDied``."""
+"""Test K1: when a parent or child exits, no process remains, and waiting calls raise ``ChildDied``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def wait_gone(family: Family) -> None:
 
 @pytest.mark.timeout(3600)
 def test_k1_random_kills_leave_nothing_and_raise_child_died(long_walk: bool) -> None:
-    """A failure names its seed. The same seed kills the same process again, but the timing may differ."""
+    """A failure names its seed. With the same seed, the same process is killed, but the timing may differ."""
     family = None
     try:
         for seed in range(504 if long_walk else len(DEEDS)):
@@ -75,7 +75,7 @@ def test_k1_random_kills_leave_nothing_and_raise_child_died(long_walk: bool) -> 
 
 
 def kill_one(family: Family, on: str, victim: str, chance: random.Random) -> None:
-    """Start children through the program, kill one process, and check the error and the leaks."""
+    """Let the program start children, kill one process, and check the error and the leaks."""
     call = chance.choice(["join", "send", "receive", "talk", "wait"])
     family.order(on=on, call=call, deep=chance.random() < 0.3)
     pause = threading.Event()
@@ -122,7 +122,7 @@ def test_k1_parent_leaves_no_process_however_it_exits(family: Family, on: str, e
 
 @everywhere
 def test_k1_busy_child_exits_when_its_parent_is_killed(family: Family, on: str) -> None:
-    """The child is busy in its function and makes no call to its parent."""
+    """The child is busy in its function and never calls its parent."""
     family.order(on=on, call="busy", kids=2)
     family.answer()
     family.program.kill()
@@ -170,7 +170,7 @@ def test_k1_waiting_call_raises_child_died_with_details(call: str) -> None:
         error = caught.value
         assert (error.number, error.pid, error.signal) == (1, pid, signal.SIGKILL)
         assert error.host in THIS_HOST
-        with pytest.raises(ChildDied):  # later calls raise it too
+        with pytest.raises(ChildDied):  # later calls also raise it
             blocked_calls(kids)[call]()
         assert psutil.pid_exists(kids[2].pid)
     assert not psutil.pid_exists(pid)
@@ -241,7 +241,7 @@ def test_close_ends_children_and_grandchildren(family: Family) -> None:
 
 
 class Counted:
-    """Value whose class counts how often its instances are serialised."""
+    """A value whose class counts how often instances are serialised."""
 
     times = 0
 

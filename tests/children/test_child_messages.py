@@ -1,4 +1,4 @@
-"""Test the messages between the program and its children."""
+"""Test the messages between a program and its children."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAIT_S = 60
 
 @pytest.fixture(params=["process", "pool"])
 def kids(request: pytest.FixtureRequest) -> Iterator[Children]:
-    """Provide three children on each placement."""
+    """Provide three children per placement."""
     with children.start(3, on="process" if request.param == "process" else local(2)) as made:
         yield made
 
@@ -33,7 +33,7 @@ def echo(parent: Parent) -> None:
 
 
 def pauses(parent: Parent) -> list[Any]:
-    """Collect all messages from ``join`` up to ``stop``."""
+    """Collect all messages from ``join`` to ``stop``."""
     seen = []
     while not seen or seen[-1] != "stop":
         seen.append(parent.pause())
@@ -104,7 +104,7 @@ def test_send_each_sends_every_child_its_own_value(kids: Children) -> None:
 
 
 class Counted:
-    """Value whose class counts in the program how often its instances are serialised."""
+    """A value whose class counts in the program how often instances are serialised."""
 
     times = 0
 

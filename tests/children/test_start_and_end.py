@@ -22,7 +22,7 @@ WAIT_S = 60
 
 @pytest.fixture(params=["process", "pool"])
 def kids(request: pytest.FixtureRequest) -> Iterator[Children]:
-    """Provide three children on each placement."""
+    """Provide three children per placement."""
     with children.start(3, on="process" if request.param == "process" else local(2)) as made:
         yield made
 
@@ -234,7 +234,7 @@ def test_subscript_that_is_not_a_number_is_refused(kids: Children, which: Any) -
 def test_child_that_has_ended_keeps_its_process_id(kids: Children) -> None:
     pids: list[int] = []
     thread = threading.Thread(target=lambda: pids.extend(kid.pid for kid in kids))
-    with kids._started._reports._lock:  # so that the exit of each child is recorded before its process id
+    with kids._started._reports._lock:  # so that each child's exit is recorded before its process id
         kids.run(lambda parent: os.getpid())
         for state in kids._states:
             assert state.ended.wait(WAIT_S)

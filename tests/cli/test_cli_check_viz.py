@@ -33,7 +33,7 @@ BUILDER = HEAD + "\ndef build(name: str, twice='no') -> Graph:\n    return decla
 
 @pytest.fixture(autouse=True)
 def _user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run each test in an empty folder, and unload the modules that it imported from that folder."""
+    """Run each test in an empty folder, and unload the modules that the test imported from there."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     before = set(sys.modules)
@@ -50,7 +50,7 @@ def call(*words: str, file: str = "", name: str = "mine.py") -> Result:
 
 
 def refused(result: Result) -> str:
-    """Return the one-line message of a rejected call."""
+    """Return the one-line message that rejects the call."""
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("flowchan: ")

@@ -96,7 +96,8 @@ worked.collect(name="all")
     ) as process:
         assert process.stdout is not None
         events = [json.loads(process.stdout.readline())]
-        (tmp_path / "go").touch()  # only now, because a failure before the first event would only be counted
+        # not earlier, because a failure before the first event would only be counted
+        (tmp_path / "go").touch()
         events += map(json.loads, process.communicate()[0].splitlines())
     code = process.returncode
     found = {(event["kind"], event["stage"]): event for event in events if event["event"] == "failure"}
@@ -115,7 +116,7 @@ def test_failed_run_emits_traceback_in_failure_event_and_exits_1(tmp_path: Path)
     assert (failure["kind"], failure["stage"], failure["item"]) == ("stage", "halve", "0")
     assert "ZeroDivisionError" in failure["traceback"]
     assert (events[-1]["event"], events[-1]["state"], events[-1]["results"]) == ("end", "failed", {})
-    # the human-readable message still goes to standard error, as without --json
+    # standard error still gets the readable message, as without --json
     assert "ZeroDivisionError" in err
 
 

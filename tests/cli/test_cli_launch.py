@@ -1,4 +1,4 @@
-"""Test ``flowchan launch``: ranks form a group, prefix their output, and leave no process behind."""
+"""Test ``flowchan launch``: ranks form a group, prefix their output, and leave no process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ signal.pause()
 
 @pytest.fixture(scope="module", autouse=True)
 def _forked_launchers() -> Iterator[None]:
-    """Fork the launchers from a program that has imported the command line; the ranks are new programs."""
+    """Fork the launchers from a program that has already imported the command line.
+
+    The ranks are new programs.
+    """
     with scripts.forked("flowchan.cli.commands"):
         yield
 
@@ -88,7 +91,7 @@ print(json.dumps({name: value for name, value in os.environ.items() if name in N
 
 
 def test_ranks_get_the_environment_variables_of_torchrun(tmp_path: Path) -> None:
-    """These variables contain the rank, the sizes, the group and the restart count."""
+    """The variables contain the rank, the sizes, the group and the restart count."""
     expected = {
         "RANK": "RANK", "LOCAL_RANK": "RANK", "ROLE_RANK": "RANK", "GROUP_RANK": "0", "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2", "ROLE_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
@@ -144,7 +147,7 @@ def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[
     ],
 )
 def test_last_line_names_the_rank_that_failed_first(tmp_path: Path, how: str, message: str) -> None:
-    """The line does not mention the ranks that failed as a consequence."""
+    """The line omits ranks that failed only as a consequence."""
     with started(tmp_path, FAILS.replace("HOW", how), "-n", "3") as launcher:
         _, errors = launcher.communicate(timeout=100)
     last = errors.splitlines()[-1]
@@ -176,7 +179,7 @@ def test_ranks_are_pinned_to_cores_and_log_to_files(
     def message(count: int, *options: str) -> list[str]:
         logs = tmp_path / f"logs {count} {len(options)}"
         args = ["-n", str(count), *where, "--log-dir", str(logs), *options]
-        # a forked launcher would inherit the cores of the program that forked it
+        # a forked launcher would inherit the cores of its parent
         command = [sys.executable, *COMMAND, *args, scripts.script(tmp_path, CORES)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
         assert (done.stdout, done.stderr) == ("", "")
@@ -214,7 +217,7 @@ def test_full_disk_of_log_dir_is_reported_with_the_file(tmp_path: Path, where: l
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:2"]], ids=["here", "on hosts"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_launcher_leaves_no_process_behind(tmp_path: Path, number: int, where: list[str]) -> None:
-    """After Ctrl-C, SIGTERM or SIGKILL, no rank and no child of a rank is left."""
+    """After Ctrl-C, SIGTERM or SIGKILL, neither a rank nor a rank's child remains."""
     with started(tmp_path, WAITS, "-n", "2", *where) as launcher:
         assert launcher.stdout is not None
         grandchildren = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
@@ -273,7 +276,7 @@ class JobClock(ScriptedClock):
 
 @pytest.fixture
 def saving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[launch.LaunchJob, ScriptedClock]]:
-    """Yield a job whose rank has begun to write a checkpoint, and the job's clock."""
+    """Yield a job whose rank is writing a checkpoint, and the clock of the job."""
     lines: list[str] = []
 
     def tell(_rank: int, line: str, _is_error: bool) -> None:
@@ -324,7 +327,7 @@ def test_shutdown_timeout_limits_the_time_for_a_checkpoint(tmp_path: Path, where
 def test_process_group_is_not_signalled_after_its_rank_is_reaped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After a rank that has ended is reaped, its process id may be reused."""
+    """Once an ended rank is reaped, its process id may be reused."""
     found: list[bool] = []
     monkeypatch.setattr(os, "killpg", lambda pid, _: found.append(psutil.pid_exists(pid)))
     job = launch.LaunchJob(2, [sys.executable, "-c", ""], dict(os.environ), launch.show, False, 30)
@@ -336,7 +339,7 @@ def test_process_group_is_not_signalled_after_its_rank_is_reaped(
 
 
 def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
-    """Ranks have a global number, a number on their host, and the host's number, as with torchrun."""
+    """Ranks know their global rank, their rank on the host and the host's number, as with torchrun."""
     script = tmp_path / "script.py"
     script.write_text(SUMS + NUMBERS)
     out, errors, code = launch_to_end("-n", "3", "--hosts", "local:2", script)
@@ -347,7 +350,7 @@ def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
 
 
 def test_ranks_on_hosts_run_a_script_given_by_relative_path(tmp_path: Path) -> None:
-    """Agents may run in another folder than the launcher."""
+    """An agent may run in a different folder than the launcher."""
     script = tmp_path / "script.py"
     script.write_text("import sys; print(*sys.argv)")
     out, errors, code = launch_to_end("-n", "1", "--hosts", "local:1", "script.py", "data.csv", cwd=tmp_path)

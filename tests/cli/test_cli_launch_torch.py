@@ -1,4 +1,4 @@
-"""Test that scripts written for torch.distributed and torchrun also work with ``flowchan launch``."""
+"""Test that scripts for torch.distributed and torchrun also work with ``flowchan launch``."""
 
 from __future__ import annotations
 

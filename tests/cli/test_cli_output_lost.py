@@ -1,4 +1,4 @@
-"""Test commands whose standard output is closed, full, or without a reader."""
+"""Test commands whose standard output is closed, full, or read by no process."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def flowchan(*args: str, code: int = 0) -> Result:
-    """Run a command, which must end with this exit code."""
+    """Run a command, and check its exit code."""
     result = CliRunner().invoke(main, args)
     assert result.exit_code == code, result.output
     return result

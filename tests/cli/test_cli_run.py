@@ -1,7 +1,7 @@
 """Test ``flowchan run``: its output and its exit codes.
 
-The codes are 0 if the run succeeded, 1 if it failed, and 2 if the graph or the command line is wrong. The
-code is 130 after Ctrl-C.
+A successful run exits with 0, a failed one with 1, and one that Ctrl-C interrupts with 130. If the graph or
+the command line is wrong, the code is 2.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_debug_shows_the_traceback_of_a_failed_item(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_finishes_and_exits_with_the_signals_exit_status(tmp_path: Path, number: int) -> None:
-    """Clause R5 also holds for the command."""
+    """Check that clause R5 also applies to the command."""
     with subprocess.Popen(
         command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -45,7 +45,7 @@ def made(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield the working directory. Modules imported from it are unloaded afterwards."""
+    """Yield the working directory, and unload its modules afterwards."""
     monkeypatch.chdir(tmp_path)
     before, path = set(sys.modules), list(sys.path)
     yield tmp_path
@@ -106,7 +106,7 @@ def test_standard_input_can_be_a_target() -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_graph_in_standard_input_is_chosen_by_name() -> None:
-    """If the file defines several graphs, the error suggests choosing one by name."""
+    """If a file defines several graphs, the error suggests choosing one by name."""
     two = f"{NUMBERS}\nother = Graph('other')\nother.source([1]).sink(print)\n"
     assert (
         "defines several graphs; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output

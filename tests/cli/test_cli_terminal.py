@@ -1,4 +1,4 @@
-"""Test ``flowchan run`` on a terminal: a live table that fits, and the program's output above the table."""
+"""Test ``flowchan run`` on a terminal: a live table that fits, with the program's output above."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SAID = [
 
 
 def seen(folder: Path, text: str, until: Sequence[str] = (), then: str = "") -> tuple[list[str], int]:
-    """Return the lines that ``flowchan run`` shows for this file."""
+    """Return the lines that ``flowchan run`` displays for this file."""
     (folder / "case.py").write_text(text)
     command = [sys.executable, "-c", "from flowchan.cli.commands import main; main()", "run", "case.py"]
     return on_terminal(command, folder, until, then)
@@ -84,7 +84,7 @@ graph.source(itertools.count).sink(hold)
     assert "stopping" in states
     assert set(states[states.index("stopping") :]) - {"stopped"} == {
         "stopping"
-    }  # the last line is printed when the run ends
+    }  # the run's end prints the last line
     assert any(line.startswith("stopping: finishing the items in flight") for line in written), written
 
 

@@ -1,4 +1,4 @@
-"""Test ``flowchan launch`` when the launcher, a rank or an agent gets a random signal at a random time."""
+"""Send a random signal at a random time to the launcher, a rank or an agent of ``flowchan launch``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP)
 
 
 def alive(mark: str) -> list[psutil.Process]:
-    """Return the processes whose environment has the mark."""
+    """Return the processes with this mark in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -45,11 +45,11 @@ def alive(mark: str) -> list[psutil.Process]:
 
 
 def launch_and_kill(script: Path, where: list[str], chosen: random.Random) -> None:
-    """Send one signal during a launch, and check how the launcher ends."""
+    """Send one signal during a launch, and check how the launch ends."""
     mark = uuid.uuid4().hex
     with scripts.start(*COMMAND, *where, script, env={"LAUNCH_MARK": mark}) as launcher:
         assert launcher.stdout is not None
-        # once they have printed this, both ranks have joined, and may have ended
+        # by the time they print this, both ranks have joined, and may even have ended
         ranks = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
         agents = [agent.pid for agent in agents_of(psutil.Process(launcher.pid))]
         who, number = chosen.choice(["launcher", "rank", "agent"]), chosen.choice(SIGNALS)

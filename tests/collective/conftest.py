@@ -14,10 +14,7 @@ ANYWHERE = HERE | {"hosts": over_hosts}
 
 @pytest.fixture(params=ANYWHERE.values(), ids=ANYWHERE)
 def run(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """Return a function that runs a body as each member of a group.
-
-    The function returns the results in rank order.
-    """
+    """Return a function that runs a body as each member of a group, and returns the results in rank order."""
     return _checked(request.param)
 
 

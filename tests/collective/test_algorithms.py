@@ -1,7 +1,7 @@
-"""Test that every algorithm of an operation gives the same result, even without direct reads.
+"""Test that all algorithms of an operation give the same result, even without direct reads.
 
-``explain`` reports the algorithm, and ``set_algorithm`` selects one. Values of built-in types are sent
-without pickling and arrive unchanged.
+``explain`` reports the algorithm, and ``set_algorithm`` selects one. Values of built-in types are not pickled
+and arrive unchanged.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_each_algorithm_gives_the_same_result(run: Any, operation: str) -> None:
 def test_results_stay_the_same_without_direct_reads(algorithm: str | None, times: int) -> None:
     """Sandboxes and Yama may forbid direct reads.
 
-    A direct read is tried only once: when the algorithm is selected, or in its first trial.
+    A member tries a direct read only once: when the algorithm is selected, or in its first trial.
     """
     if os.getuid():
         pytest.skip("needs root, to become a user whose memory others may not read")
@@ -112,7 +112,7 @@ def test_gathered_arrays_may_be_large_small_or_empty() -> None:
 
 @pytest.mark.parametrize("algorithm", [None, *ALGORITHMS["alltoall"]])
 def test_alltoall_can_receive_into_its_input(algorithm: str | None) -> None:
-    """The test receives each array in place, and also parts of one array at other offsets.
+    """Each array is received in place, and also parts of one array at other offsets.
 
     Large and small arrays are mixed.
     """
@@ -162,9 +162,9 @@ def test_fastest_plan_is_found_and_used_by_all_members(run_on_one_host: Any, ope
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
         before = g.explain(operation, x)
-        for _ in range(80):  # so often that each plan is tried several times
+        for _ in range(80):  # often enough to try each plan several times
             g.reduce_scatter(x) if operation == "reduce_scatter" else getattr(g, operation)(x)
-        for _ in range(2):  # in the first barrier, rank 0 learns how long the last operation took
+        for _ in range(2):  # the first barrier tells rank 0 how long the last operation took
             g.barrier()
         found = g.explain(operation, x)
         g.barrier()
@@ -236,7 +236,7 @@ def test_fastest_plan_is_found_without_direct_reads() -> None:
 
 
 def test_time_of_an_operation_before_a_mismatch_is_ignored(run_on_one_host: Any) -> None:
-    """A time is published in the next matching call, which is a different operation here."""
+    """A time is published with the next matching call, which is a different operation here."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
@@ -313,7 +313,7 @@ def test_set_algorithm_error_lists_allowed_algorithms() -> None:
 
 
 def test_started_gathers_run_in_the_background() -> None:
-    """The test gathers arrays of sizes that the members do not know in advance, and other values."""
+    """The arrays have sizes that the members do not know in advance; other values are gathered too."""
 
     def body(g: Any) -> Any:
         handles = [
@@ -360,7 +360,7 @@ def test_values_arrive_unchanged(value: Any) -> None:
 
 
 def test_only_built_in_types_are_sent_without_pickle() -> None:
-    """Very large values are pickled, and so are lists and dicts on free-threaded Python.
+    """Very large values are pickled. On free-threaded Python, so are lists and dicts.
 
     There, other threads may change them.
     """

@@ -1,6 +1,6 @@
 """Test that calls with different operations or arguments raise ``Mismatch`` on all members.
 
-The error contains both calls.
+The error shows both calls.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from flowchan.errors import Mismatch
 def test_different_operations_or_roots_raise_mismatch(
     run: Any, first: Any, second: Any, explanation: tuple[str, str]
 ) -> None:
-    """After the error, the group can still be used."""
+    """The group stays usable after the error."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch) as info:
@@ -89,7 +89,7 @@ def test_mismatch_between_members_on_one_host_names_array_and_root() -> None:
 
 
 def test_different_copies_of_a_user_function_are_not_a_mismatch(run: Any) -> None:
-    """Each process may have its own copy of the function, so copies are not compared."""
+    """Copies are not compared, because each process may have its own copy of the function."""
     found = run(2, lambda g: g.allreduce(g.rank + 3, op=lambda a, b: a * b))
     assert found == [12, 12]
 
@@ -100,7 +100,7 @@ MOVED = [*TYPES, "S4", "U1", "V4", ">f", ">i", "M8[s]", "m8[s]", "m8[ms]", [("x"
 
 @pytest.mark.parametrize("call", ["allreduce", "reduce", "reduce_scatter", "broadcast"])
 def test_arrays_of_different_types_raise_mismatch(run_on_one_host: Any, call: str) -> None:
-    """The two arrays may have the same number of bytes."""
+    """The two arrays have the same number of bytes."""
     pairs = list(itertools.combinations(map(np.dtype, MOVED if call == "broadcast" else TYPES), 2))
 
     def body(g: Any) -> Any:
@@ -117,7 +117,7 @@ def test_arrays_of_different_types_raise_mismatch(run_on_one_host: Any, call: st
 
 @pytest.mark.parametrize("algorithm", ["at once", "by a handle", "not in one piece"])
 def test_out_must_have_the_element_type_of_the_sender(run: Any, algorithm: str) -> None:
-    """Otherwise the bytes would be read as a different type."""
+    """Otherwise, the receiver would interpret the bytes as a different type."""
 
     def numbers(count: int, dtype: str) -> Any:
         return np.zeros(2 * count, dtype)[::2] if algorithm == "not in one piece" else np.zeros(count, dtype)

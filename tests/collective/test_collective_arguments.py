@@ -1,6 +1,6 @@
 """Test that invalid arguments of group calls raise before anything is sent.
 
-The error contains the argument's name, its value and the allowed values.
+The error names the argument, its value and the allowed values.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
 def test_invalid_argument_error_names_value_and_allowed_values(
     call: Any, error: type[Exception], message: str
 ) -> None:
-    """After the error, the group can still be used."""
+    """The group stays usable after the error."""
 
     def body(g: Any) -> Any:
         with pytest.raises(error) as info:
@@ -121,7 +121,7 @@ def test_group_checks_arguments_before_it_connects(
     with pytest.raises(error) as info:
         collective.group(**GIVEN | given)
     assert message in str(info.value)
-    assert "only members" not in str(info.value)  # the error does not show the secret
+    assert "only members" not in str(info.value)  # the error hides the secret
 
 
 def test_short_secret_in_environment_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Test that members can combine nested values with any function, even when some have run out of values."""
+"""Test that members combine nested values with any function, even when some members have no values left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add(a: Any, b: Any) -> Any:
 def test_members_combine_values_until_the_last_member_has_none(size: int) -> None:
     """The member with the most values determines the number of rounds.
 
-    Members that have run out of values take part with ``join``.
+    Members without values take part through ``join``.
     """
 
     def body(g: Any) -> Any:
@@ -44,7 +44,7 @@ def test_members_combine_values_until_the_last_member_has_none(size: int) -> Non
 
 
 def test_random_function_gives_all_members_the_same_result(run: Any) -> None:
-    """Only rank 0 runs the function."""
+    """The function runs only on rank 0."""
 
     def body(g: Any) -> Any:
         def draw(a: Any, b: Any) -> Any:
@@ -58,7 +58,7 @@ def test_random_function_gives_all_members_the_same_result(run: Any) -> None:
 
 
 def test_error_in_the_users_function_is_raised_on_all_members(run: Any) -> None:
-    """All members raise, even if the function would have succeeded there."""
+    """Even a member where the function would have succeeded raises."""
 
     def body(g: Any) -> Any:
         def broken(a: int, b: int) -> int:
@@ -88,7 +88,7 @@ def test_ctrl_c_in_the_users_function_ends_the_group(run: Any) -> None:
 
 
 def test_operator_and_user_function_raise_mismatch() -> None:
-    """Every member applies Python's operators itself, in one step; only rank 0 runs a user's function."""
+    """Every member applies an operator itself, in one step, but only rank 0 runs a user's function."""
 
     def body(g: Any) -> str:
         with pytest.raises(Mismatch) as info:

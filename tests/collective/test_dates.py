@@ -1,4 +1,4 @@
-"""Test that dates and time spans are combined as in NumPy; NaT stays NaT, and invalid operations raise."""
+"""Test that dates and time spans are combined as in NumPy: NaT stays NaT, and invalid operations raise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BY_NUMPY = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 
 def given(rank: int, dtype: str, length: int) -> Any:
-    """Return dates, some of them negative or before 1970; at every index except one, one member has NaT."""
+    """Return dates, some of them before 1970. At every index except one, one member has NaT."""
     found = np.random.default_rng((rank, length)).integers(-(10**6), 10**6, length).astype(dtype)
     found[rank::4] = "NaT"
     return found
@@ -104,7 +104,7 @@ def test_meaningless_operation_on_dates_raises(
 
 
 def test_dates_with_different_units_raise_mismatch(run: Any) -> None:
-    """Otherwise one second and one millisecond would add up to two."""
+    """Otherwise, one second and one millisecond would add up to two."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch, match=r"timedelta64\[s\]\[2\].*timedelta64\[ms\]\[2\]"):

@@ -1,4 +1,4 @@
-"""Test that replicas learn like one module, that hooks run in order, and that training can resume."""
+"""Test that replicas learn like one module, that hooks run in order, and that training resumes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def engine(group: Any = None, hooks: Any = (), seed: int = 0, overlap: bool = Tr
 
 
 class Curve:
-    """Hook that records the loss of each step, averaged over all replicas."""
+    """A hook that records each step's loss, averaged over all replicas."""
 
     def __init__(self, group: Any = None) -> None:
         self.group, self.losses = group, []  # type: ignore[var-annotated]
@@ -54,7 +54,7 @@ class Curve:
 
 
 def test_engine_with_two_replicas_matches_one_replica(batches: Batches) -> None:
-    """In float64, the mean over two halves differs from the mean over the whole batch only by rounding.
+    """In float64, the mean of two halves differs from the mean of the whole batch only by rounding.
 
     A graph prepares the samples.
     """
@@ -65,7 +65,7 @@ def test_engine_with_two_replicas_matches_one_replica(batches: Batches) -> None:
 
     def train(g: Any) -> tuple[list[float], float]:
         curve = Curve(g)
-        # different seeds, because all members get the parameters of rank 0
+        # with different seeds, because all members get the parameters of rank 0
         made = engine(g, [curve], seed=g.rank)
         made.train(lambda epoch: half(g, epoch), epochs=2)
         check_equal(made.module, g)
@@ -117,7 +117,7 @@ def test_hook_can_replace_the_output_before_the_loss(batches: Batches) -> None:
 
 
 def test_overlap_with_different_numbers_of_samples_matches_no_overlap(batches: Batches) -> None:
-    """A group of two adds in one order, so the parameters are bit-equal. One parameter has no gradient."""
+    """A group of two adds in one order, so the parameters are bit-equal. One parameter gets no gradient."""
 
     def train(g: Any, overlap: bool) -> list[Any]:
         made = engine(g, overlap=overlap)
@@ -146,7 +146,7 @@ def test_overlap_with_different_numbers_of_samples_matches_no_overlap(batches: B
 
 
 def test_hook_may_call_backward_without_overlap(batches: Batches) -> None:
-    """Adversarial samples, for example, need the gradient of the input."""
+    """Adversarial samples, for example, need the input's gradient."""
 
     def train(g: Any, overlap: bool) -> None:
         def perturb(state: Any) -> None:
@@ -196,7 +196,7 @@ def test_checkpoint_keeps_learning_rate_of_any_type(rate: Any, tmp_path: Path) -
 
 
 def test_hook_can_evaluate_the_module_during_training(batches: Batches) -> None:
-    """A layer that is in eval mode during training stays in eval mode."""
+    """A layer that is in eval mode during training stays in eval mode afterwards."""
     seen = []
 
     def validate(state: Any) -> None:

@@ -1,4 +1,4 @@
-"""Test that the first message from one member to another creates the channel for all later ones."""
+"""Test that a member's first message to another creates the channel for all later ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Pair = tuple[Any, Any]
 
 
 def near(stack: ExitStack) -> Pair:
-    """Create the messages of two members on one host."""
+    """Create the messages objects of two members on one host."""
     own, other = (stack.enter_context(member) for member in members(2))
     own._take_slot()
     other._take_slot()
@@ -32,7 +32,7 @@ def near(stack: ExitStack) -> Pair:
 
 
 def remote(stack: ExitStack) -> Pair:
-    """Create the messages of two members on two hosts."""
+    """Create the messages objects of two members on two hosts."""
     listeners = [CONNECTOR.listen({"rank": rank}) for rank in (0, 1)]
     both = [
         RemotePeers(rank, listeners[rank], [listener.address for listener in listeners], CONNECTOR)
@@ -65,7 +65,7 @@ def test_first_messages_from_several_threads_arrive(pair: Callable[[], Pair]) ->
 
 
 class Interrupted:
-    """A member whose first attempt to publish a channel is interrupted before or after publishing."""
+    """A member whose first attempt to publish a channel is interrupted, either before or afterwards."""
 
     def __init__(self, member: Any, when: str) -> None:
         self._member, self._when = member, when
@@ -130,7 +130,7 @@ def test_send_to_another_host_raises_after_close() -> None:
 
 @contextmanager
 def foreign_peer() -> Iterator[AuthenticatedListener]:
-    """Run another program, which has a different secret, on a port of this host."""
+    """Run another program with a different secret on a port of this host."""
     over = threading.Event()
 
     def listen() -> None:
@@ -148,7 +148,7 @@ def foreign_peer() -> Iterator[AuthenticatedListener]:
 
 
 def test_close_ignores_another_program_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other program uses the port of a member that has ended."""
+    """The other program uses the port of a member that has already ended."""
     monkeypatch.setattr(connector, "REJECTION_TIMEOUT_S", 0.0)
     with foreign_peer() as remote:
         own = RemotePeers(0, CONNECTOR.listen({}), ["", remote.address], CONNECTOR)

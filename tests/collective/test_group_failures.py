@@ -1,4 +1,4 @@
-"""Test the errors that a group raises if a member dies, leaves, is late, or makes a different call.
+"""Test the errors of a group whose members die, leave, are late, or make different calls.
 
 tests/native/test_group_walk.py checks that all survivors agree after a death at any point.
 """
@@ -24,7 +24,7 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 
 def test_all_survivors_name_a_killed_member() -> None:
-    """The member dies while others run operations with it, sometimes in the middle of a large operation."""
+    """The member dies during operations with the others, sometimes in the middle of a large one."""
 
     def body(g: Any) -> Any:
         x = np.ones(500_000, np.float32)
@@ -109,7 +109,7 @@ def test_signal_handler_can_close_the_group_it_interrupts() -> None:
 
 
 def test_signal_handler_can_use_another_group() -> None:
-    """Data that is sent to the other group must not reach this group."""
+    """Data for the other group must not reach this group."""
 
     def body(g: Any) -> list[str]:
         if g.rank == 1:
@@ -133,7 +133,7 @@ def test_signal_handler_can_use_another_group() -> None:
 
 
 def test_member_that_is_garbage_collected_counts_as_having_left() -> None:
-    """The member leaves at once, even if it has started operations."""
+    """The member leaves at once, even if it has operations in progress."""
     first, second = collective.members(2)
     handle = first.barrier(wait=False)
     second.barrier(wait=False).wait()
@@ -159,7 +159,7 @@ def test_member_that_is_garbage_collected_counts_as_having_left() -> None:
     ],
 )  # fmt: skip
 def test_mismatch_lists_the_calls_of_all_members(first: Any, second: Any, message: str) -> None:
-    """After the error, the group can still be used."""
+    """The group stays usable after the error."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch) as info:
@@ -177,7 +177,7 @@ def test_mismatch_lists_the_calls_of_all_members(first: Any, second: Any, messag
 @pytest.mark.parametrize("where", [in_threads, over_hosts])
 @pytest.mark.parametrize("size", [2, 3])
 def test_unexpected_part_sizes_raise_mismatch(where: Any, size: int) -> None:
-    """Members whose own parts fit also raise, on one host and on several."""
+    """Members whose own parts fit raise as well, on one host and on several."""
 
     def body(g: Any) -> Any:
         out = [np.empty(3 + (g.rank == 1 and not source)) for source in range(size)]
@@ -210,7 +210,7 @@ def test_timeout_names_absent_member_and_its_last_operation() -> None:
 
 
 def test_stall_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The stall is only logged, because a slow operation without ``timeout`` has no time limit."""
+    """A stall is only logged, because an operation without ``timeout`` may take any time."""
     first, second = collective.members(2)
     with first, second, caplog.at_level(logging.WARNING, "flowchan.collective"):
         handle = first.barrier(wait=False)
@@ -232,7 +232,7 @@ first._stalled(1, 10.0)
 
 
 def test_stall_is_printed_if_logging_is_not_configured() -> None:
-    """The message shows the user why the program is waiting."""
+    """The message tells the user why the program is waiting."""
     ended = subprocess.run([sys.executable, "-c", STALL], capture_output=True, text=True, timeout=300)
     assert ended.stderr.startswith("barrier of a group of 2 has been waiting 10 s for these members: ")
 
@@ -310,7 +310,7 @@ def test_invalid_argument_raises_only_on_the_calling_member() -> None:
 
 
 def test_groups_free_all_resources_in_any_close_order() -> None:
-    """The fixture that looks for leftovers checks descriptors, mappings and threads."""
+    """The leak fixture checks descriptors, mappings and threads."""
     groups = [collective.members(3) for _ in range(20)]
     for number, made in enumerate(groups):
         for member in made if number % 2 else reversed(made):
@@ -350,7 +350,7 @@ def test_death_is_noticed_while_another_member_is_slow() -> None:
 
 
 def test_member_killed_before_joining_counts_as_dead() -> None:
-    """This holds even if other children of the same parent have inherited the member's descriptors."""
+    """This holds even if other children of its parent have inherited the member's descriptors."""
 
     def enter(member: Any, answers: Channel[Any]) -> None:
         if member.rank == 1:
@@ -457,7 +457,7 @@ raise ValueError("a mistake")
 
 
 def test_failed_program_does_not_wait_for_started_operations() -> None:
-    """Otherwise the program would wait for the other member, which is waiting for it."""
+    """Otherwise, the program would wait for the other member, which is waiting for the program."""
     ended = subprocess.run([sys.executable, "-c", MISTAKE], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     assert "ValueError: a mistake" in ended.stderr

@@ -1,4 +1,4 @@
-"""Test that processes form a group from a launcher's environment variables or from an equal ``at``."""
+"""Test that processes form a group from a launcher's environment variables, or from an equal ``at``."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_local_rank_is_known_under_each_launcher(launcher: str) -> None:
 
 
 def test_concurrent_jobs_form_separate_groups() -> None:
-    """The jobs stay separate even if one restarts at once with the same address."""
+    """The jobs stay separate even if one restarts immediately with the same address."""
 
     def variables(port: str) -> Callable[[str, str], dict[str, str]]:
         return lambda r, n: LAUNCHERS["torchrun"](r, n) | {"MASTER_PORT": port}
@@ -110,7 +110,7 @@ def test_local_size_is_derived_from_slurm_task_counts(tasks: str, node: str, loc
 
 
 def test_srun_with_pmi_counts_the_tasks_of_this_node() -> None:
-    """Unlike the PMI of MPICH's mpirun, srun's PMI does not provide the number of members on this node."""
+    """Unlike the PMI of MPICH's mpirun, srun's PMI does not report how many members this node has."""
     slurm = LAUNCHERS["Slurm"]("3", "7") | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "1"}
     both = LAUNCHERS["PMI"]("3", "7") | slurm
     assert place(both)[:2] == (3, 7)
@@ -133,7 +133,7 @@ def test_mpi_members_on_several_hosts_need_address_and_secret(
 
 @pytest.mark.parametrize("launcher", ["PMI", "torchrun"])
 def test_members_on_several_hosts_form_a_group(launcher: str, torch_programs: Template) -> None:
-    """They find each other with an address and a secret from the environment, or with torchrun's store."""
+    """They find each other by an address and a secret in the environment, or through torchrun's store."""
     if launcher == "torchrun" and importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed: pip install torch")
 
@@ -152,7 +152,7 @@ def test_members_on_several_hosts_form_a_group(launcher: str, torch_programs: Te
 
 
 def on_two_nodes(rank: int, folder: Path) -> dict[str, str]:
-    """Return the variables of a Slurm step with one task on each of two nodes."""
+    """Return the variables of a Slurm step that has one task on each of two nodes."""
     more = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": str(rank)}
     more |= {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "FLOWCHAN_FOLDER": str(folder)}
     return LAUNCHERS["Slurm"](str(rank), "2") | more
@@ -315,7 +315,7 @@ def test_processes_without_ranks_get_ranks_by_order_of_arrival(secret: str) -> N
 def test_ranks_follow_the_order_of_arrival() -> None:
     with contextlib.closing(Coordinator(4)) as coordinator:
         ends = [socket.socketpair() for _ in range(4)]
-        ends[1][1].close()  # it has ended before all have arrived
+        ends[1][1].close()  # this member ends before all have arrived
         hellos = [{"rank": rank, "size": 4} for rank in (None, None, 2, None)]
         came = iter([(own, hello) for (own, _), hello in zip(ends, hellos, strict=True)])
         coordinator.assemble(lambda _: next(came))
@@ -423,11 +423,12 @@ def test_processes_with_many_descriptors_form_a_group() -> None:
 
 
 def test_member_joins_next_group_if_rank_0_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage whose workers are replaced can therefore continue."""
+    """This lets a stage continue whose workers are replaced."""
     take_slot, seen = SharedGroup._take_slot, []
 
     def be_killed() -> None:
-        SharedGroup._take_slot = lambda _: os._exit(1)  # type: ignore[method-assign]  # the memory is sent
+        # at this point, the memory is being sent
+        SharedGroup._take_slot = lambda _: os._exit(1)  # type: ignore[method-assign]
         meet("killed", 0, 2, 60.0)
 
     killed = ProcessPeer(be_killed)

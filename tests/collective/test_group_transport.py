@@ -1,4 +1,4 @@
-"""Test groups over hosts that use a transport registered by the user."""
+"""Test groups over hosts with a transport that the user has registered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowchan.transport import tcp
 
 
 class UnixSockets:
-    """Abstract Unix sockets, which count the connections that this process opens."""
+    """A transport of abstract Unix sockets, which counts the connections that this process opens."""
 
     name = "Unix sockets"
 
@@ -55,7 +55,7 @@ def unix_sockets() -> Iterator[UnixSockets]:
 
 
 def everything(g: Any) -> tuple[Any, ...]:
-    """Run each kind of operation, with small values and with arrays larger than a socket's buffer."""
+    """Run every operation, with small values and with arrays larger than a socket's buffer."""
     large = np.full(1 << 20, g.rank, dtype=np.int32)
     g.barrier()
     total = g.allreduce(large)
@@ -88,7 +88,7 @@ def test_all_operations_work_over_a_registered_transport(
     assert [one[4] for one in found] == [b"\3", b"\0", b"\1", b"\2"]
     assert [one[5] for one in found] == [[0, 1, 2]] * 3 + [[3]]
     assert set(unix_sockets.hosts) == {"127.0.0.1"}
-    # one connection between the leaders, and the connections for messages
+    # one connection between the leaders, plus the connections for messages
     assert len(unix_sockets.connected) >= 2
 
 

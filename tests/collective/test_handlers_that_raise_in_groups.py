@@ -1,6 +1,6 @@
-"""Test that an exception from a signal handler propagates unchanged from a group's waiting call.
+"""Test that an exception from a signal handler leaves a group's waiting call unchanged.
 
-Even a ``TimeoutError`` is not mistaken for the call's own timeout or for a connection error.
+Even a ``TimeoutError`` counts neither as the call's own timeout nor as a connection error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def raises(*_: Any) -> None:
 
 @pytest.fixture
 def interrupted() -> Iterator[Callable[..., None]]:
-    """Return a function that makes a waiting call and interrupts it with the signal handler."""
+    """Return a function that makes a waiting call, which the signal handler interrupts."""
 
     def run(call: Callable[..., Any], *arguments: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -45,7 +45,7 @@ def interrupted() -> Iterator[Callable[..., None]]:
 def with_members(
     hosts: str | None, others: Callable[[Any], Any]
 ) -> tuple[Any, list[Any], Callable[[], None]]:
-    """Return rank 0 of a group, a list of the others' results, and a function that joins their threads."""
+    """Return rank 0 of a group, a list for the others' results, and a function that joins their threads."""
     size, found, at = len(hosts or "aa"), [None] * len(hosts or "aa"), free_address()
     local_members = collective.members(size) if hosts is None else None
 
@@ -110,7 +110,7 @@ def test_handler_exception_propagates_from_a_waiting_call(
 
 
 def test_other_members_raise_member_died_after_a_handler_exception(interrupted: Any) -> None:
-    """The interrupted member is on the same host as the member that gets the error."""
+    """The interrupted member and the member that gets the error are on one host."""
     over = threading.Event()
 
     def others(g: Any) -> Any:
@@ -153,7 +153,7 @@ def test_handler_exception_propagates_from_a_torch_backend(
 
 
 class Interrupted:
-    """A connection that raises the signal in the middle of one of its methods."""
+    """A connection that raises the signal inside one of its methods."""
 
     def __init__(self, sock: socket.socket, call: str) -> None:
         self._sock, self._call = sock, call

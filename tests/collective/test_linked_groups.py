@@ -1,4 +1,4 @@
-"""Test groups that span several hosts: forming them, their errors, and the groups split from them.
+"""Test groups that span several hosts: forming, failing and splitting them.
 
 The other files in this folder check that operations give the same results on several hosts as on one.
 """
@@ -58,7 +58,7 @@ def test_sum_is_equal_for_whole_sliced_and_blocked_exchange(
 
 @pytest.mark.parametrize("victim", [1, 2, 3])
 def test_death_raises_on_all_hosts(victim: int) -> None:
-    """The victim may be a leader or another member."""
+    """The victim is a leader or another member."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
@@ -140,7 +140,7 @@ def test_mismatch_between_hosts_names_both_calls() -> None:
 )
 @pytest.mark.parametrize("hosts", ["aabb", "abb", "aab"])
 def test_mismatch_on_one_host_is_raised_before_other_hosts_complete(hosts: str, most: Any, one: Any) -> None:
-    """All members raise, and the group can still be used."""
+    """All members raise, and the group stays usable."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch):
@@ -196,7 +196,7 @@ def test_subgroup_on_one_host_uses_shared_memory() -> None:
 
 
 def test_close_ends_started_operations() -> None:
-    """On the leader and on other members, operations that wait for another host end.
+    """Operations that wait for another host end, both on the leader and on other members.
 
     Rank 0 can still complete the first barrier, because all data for it has already arrived.
     """
@@ -225,7 +225,7 @@ def test_close_ends_started_operations() -> None:
 
 @pytest.mark.parametrize("victim", [0, 2, 3])
 def test_death_while_subgroups_connect_raises(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The victim may be a leader that dials or is dialled, or another member."""
+    """The victim is a leader that connects or accepts, or another member."""
 
     def body(g: Any) -> Any:
         if g.rank == victim:
@@ -237,7 +237,7 @@ def test_death_while_subgroups_connect_raises(victim: int, monkeypatch: pytest.M
 
 
 def test_split_that_fails_on_one_leader_raises_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 dies while the leaders connect. Rank 2 is on the host of rank 0, and does not connect."""
+    """Rank 1 dies while the leaders connect. Rank 2 shares a host with rank 0 and does not connect itself."""
 
     def body(g: Any) -> Any:
         if g.rank == 1:
@@ -251,7 +251,7 @@ def test_split_that_fails_on_one_leader_raises_on_all(monkeypatch: pytest.Monkey
 
 
 def test_split_raises_on_all_if_one_leader_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The members can try again, because none of them has died."""
+    """No member has died, so the members can try again."""
     connect = forming.connect
 
     def fail(remote: Any, hosts: Any, *more: Any) -> Any:
@@ -271,7 +271,7 @@ def test_split_raises_on_all_if_one_leader_cannot_connect(monkeypatch: pytest.Mo
 
 
 def test_group_that_cannot_connect_raises_on_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 shares memory with rank 0 and does not connect, but it must not wait for rank 0."""
+    """Rank 2 shares memory with rank 0 and need not connect, but it must not wait for rank 0 either."""
     connect, at = forming.connect, free_address()
 
     def fail(remote: Any, *more: Any) -> Any:
@@ -290,7 +290,7 @@ def test_group_that_cannot_connect_raises_on_all_members(monkeypatch: pytest.Mon
 
 
 def test_death_on_another_host_loses_no_sent_message() -> None:
-    """A member that ended without having sent anything counts as a member that left."""
+    """A member that ended without sending anything counts as having left."""
 
     def body(g: Any) -> Any:
         if g.rank == 0:
@@ -322,7 +322,7 @@ def send_for_ever(g: Any, to: int) -> None:
 
 
 def test_receive_from_another_host_raises_after_a_death() -> None:
-    """If the victim sent a message before its death, the message is still received."""
+    """A message that the victim sent before its death still arrives."""
 
     def body(g: Any) -> Any:
         if g.rank:
@@ -405,9 +405,9 @@ def test_explain_describes_operations_across_hosts() -> None:
 
 
 def test_stats_report_traffic_of_each_connection() -> None:
-    """Each side has received as many bytes as the other side sent.
+    """Each side has received as many bytes as the other has sent.
 
-    Only leaders have connections: one to each of the other hosts.
+    Only leaders have connections, one to each other host.
     """
 
     def body(g: Any) -> Any:
@@ -456,7 +456,7 @@ def test_timeout_covers_all_blocks_of_an_operation(monkeypatch: pytest.MonkeyPat
     "error", [MemberDied("rank 3 died", (3,), "allreduce"), TimeoutError("it was not done in time")]
 )
 def test_failed_connection_raises_the_error_that_the_sender_reported(error: Exception) -> None:
-    """The receiver does not report that the sender died."""
+    """The receiver must not report that the sender died."""
 
     def body(g: Any) -> Any:
         if g.rank:

@@ -1,4 +1,4 @@
-"""Test that calls read and write arguments with any memory layout.
+"""Test that calls accept arguments with any memory layout.
 
 A layout that cannot work raises before anything is sent.
 """
@@ -33,7 +33,7 @@ def test_result_fills_noncontiguous_out(run: Any, length: int) -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("listed", [True, False])
 def test_input_that_is_part_of_out_is_sent_unchanged(run: Any, length: int, listed: bool) -> None:
-    """The input of each member may be that member's own part of ``out``."""
+    """Each member's input may be its own part of ``out``."""
 
     def body(g: Any, own: int) -> Any:
         room = np.zeros((g.size, length), np.float32)

@@ -1,4 +1,4 @@
-"""Test that messages arrive complete and in order, even if the receiver is not waiting when they are sent."""
+"""Test that messages arrive complete and in order, even if they are sent before the receiver waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_messages_of_all_types_arrive_in_order(run: Any) -> None:
 
 
 def test_receive_converts_between_array_and_tensor(run: Any) -> None:
-    """The element types and sizes must match, as in every operation."""
+    """The element types and sizes must match, as in any operation."""
 
     def body(g: Any) -> Any:
         import torch
@@ -66,7 +66,7 @@ def test_started_receives_get_the_messages_in_their_order(run: Any) -> None:
         for value in ("first", np.arange(3.0) + g.rank, "third", "fourth"):
             g.send(value, to)
         last = g.receive(source, wait=False)
-        fourth = g.receive(source, timeout=60)  # the started receives come first
+        fourth = g.receive(source, timeout=60)  # receives that were started earlier come first
         assert [handle.done() for handle in (*handles, last)] == [True] * 3
         assert handles[1].wait() is out
         return before, handles[0].wait(), out.tolist(), last.wait(), fourth
@@ -245,7 +245,7 @@ def test_receive_from_dead_member_raises() -> None:
 
 
 def test_send_raises_if_receiver_ends_without_receiving() -> None:
-    """The channel is full, and the receiver has never opened it."""
+    """The channel is full, and the receiver never opened it."""
 
     def body(g: Any, dies: bool) -> Any:
         if g.rank == 0:
@@ -275,7 +275,7 @@ class Counted:
 
 
 def test_waiting_message_is_serialized_once() -> None:
-    """The message waits because the receiver has not opened the channel."""
+    """The message waits because the receiver has not opened the channel yet."""
     own, other = members(2)
     item = Counted()
     with own, other:
@@ -326,7 +326,7 @@ def test_invalid_ranks_and_timeouts_raise() -> None:
 def test_receive_any_returns_sender_and_keeps_message_order(
     run: Any, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    """The group has more members than one ``select`` accepts."""
+    """One ``select`` does not accept as many channels as this group has members."""
     monkeypatch.setattr(point_to_point, "CHANNELS_OF_ONE_SELECT", at_once)
 
     def body(g: Any) -> Any:
@@ -348,7 +348,7 @@ def test_receive_any_returns_sender_and_keeps_message_order(
 def test_receive_any_loses_no_message_after_a_death() -> None:
     """The death is raised only after all messages have been received.
 
-    Otherwise the caller might miss a message that has already arrived.
+    Otherwise, the caller might miss a message that has already arrived.
     """
 
     def body(g: Any) -> Any:

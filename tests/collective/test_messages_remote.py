@@ -1,4 +1,4 @@
-"""Test the receiving side of messages between hosts, with bytes that the test sends."""
+"""Test how messages between hosts are received, with bytes that the test sends."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ CONNECTOR = Connector(SECRET, "127.0.0.1")
 
 
 class Received:
-    """Messages that rank 0 receives. The test sends in place of the other members, one of which may have
-    ended."""
+    """The messages of rank 0. The test sends in place of the other members, one of which may have ended."""
 
     def __init__(self) -> None:
         addresses = ["", free_address(), free_address(), free_address()]
@@ -85,7 +84,7 @@ def test_message_is_received_despite_timeouts_between_its_parts(to_us: Received)
 def interrupted(after: int, call: Callable[[], Any]) -> Any:
     """Return the result of the call, or ``KeyboardInterrupt`` if it was raised at point number ``after``.
 
-    The points are the start of each Python function and the end of each system call.
+    A point is the start of a Python function or the end of a system call.
     """
     points = itertools.count()
 
@@ -105,7 +104,7 @@ def interrupted(after: int, call: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("where", [in_threads, over_hosts])
 @pytest.mark.parametrize("how", ["receive", "receive into an array", "receive_any"])
 def test_receive_loses_no_message_to_ctrl_c(where: Any, how: str) -> None:
-    """If an interrupted call has already taken a message, the next call returns that message."""
+    """A message that an interrupted call has already taken is returned by the next call."""
     first = np.arange(700.0)
 
     def call(g: Any) -> Any:
@@ -135,7 +134,7 @@ def test_receive_loses_no_message_to_ctrl_c(where: Any, how: str) -> None:
 
 @pytest.mark.parametrize("any_source", [False, True])
 def test_first_message_arrives_after_ctrl_c_in_receive(any_source: bool) -> None:
-    """The interrupted receive had already begun to watch the sender."""
+    """The interrupted receive has already begun to watch the sender."""
     for after in range(0, 60, 3):
         local, remote = two()
         own, other = Messages(0, 2, local.peer), Messages(1, 2, remote.peer)
@@ -152,7 +151,7 @@ def test_first_message_arrives_after_ctrl_c_in_receive(any_source: bool) -> None
 
 
 class Now:
-    """An object that fails to unpickle at first and succeeds later."""
+    """An object that fails to unpickle the first time and succeeds later."""
 
     error: BaseException | Callable[[], BaseException] | None = None
 
@@ -220,7 +219,7 @@ def test_receive_notices_that_a_silent_peer_has_ended(to_us: Received) -> None:
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_receive_any_notices_that_a_watched_peer_has_ended(leaves: bool) -> None:
-    """The peer either leaves, or loses its connections without leaving."""
+    """The peer leaves, or it loses its connections without leaving."""
     local, remote = two()
     found = ThreadPeer(Messages(0, 2, local.peer).receive_any, None)
     wait_until(lambda: bool(remote._watchers))
@@ -260,7 +259,7 @@ PID, TIME, USER = 0x20000000, 0x80, 0x10000000  # CLONE_NEWPID, CLONE_NEWTIME, C
 
 
 def separate_hosts(namespace: int) -> tuple[str, str]:
-    """Return the identity of this host, and the identity of a container with its own namespace."""
+    """Return the identity of this host, and that of a container with its own namespace."""
     if ctypes.CDLL(None).unshare(namespace | (USER if os.geteuid() else 0)):
         return "", ""
     reader_end, writer_end = os.pipe()
@@ -273,8 +272,10 @@ def separate_hosts(namespace: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("namespace", "place"), [(PID, 2), (TIME, 4)], ids=["pid", "time"])
 def test_processes_in_different_namespaces_count_as_different_hosts(namespace: int, place: int) -> None:
-    """In the containers of one pod, a process ID may belong to a different process or to none. In another
-    time namespace, a process seems to have started at another time."""
+    """In the containers of one pod, a process id may mean a different process or none.
+
+    In another time namespace, a process seems to have started at a different time.
+    """
     local, remote = ProcessPeer(separate_hosts, namespace).result()
     if not local:
         pytest.skip("this system does not allow new PID or time namespaces")
@@ -298,7 +299,7 @@ def test_processes_of_two_users_count_as_two_hosts() -> None:
         with meet_at(at, SECRET, rank, 2, 60) as g:
             return work(g)
 
-    raised(over_hosts(2, work))  # first imports modules that the other user may not be able to read
+    raised(over_hosts(2, work))  # first imports modules that the other user may be unable to read
     peers = [ProcessPeer(member, rank, user) for rank, user in ((0, 0), (1, 65534))]
     assert [peer.result() for peer in peers] == [(3, "LinkedGroup")] * 2
 
@@ -330,7 +331,7 @@ def sending() -> list[threading.Thread]:
 @pytest.mark.parametrize("lets_in", [False, True])
 @pytest.mark.parametrize("tls", [False, True])
 def test_sending_thread_ends_when_its_messages_are_abandoned(lets_in: bool, tls: bool) -> None:
-    """The peer never accepts the connection, or accepts it but never reads."""
+    """The peer never accepts the connection, or it accepts but never reads."""
     if tls:
         pytest.importorskip("cryptography")
     connector = Connector(SECRET, "127.0.0.1", tls)

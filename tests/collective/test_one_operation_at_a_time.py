@@ -1,6 +1,6 @@
 """Test that a member runs one operation at a time.
 
-A second call waits, or raises if it would wait forever.
+A second call waits, or raises if its wait could never end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def members() -> Iterator[Any]:
     yield made
     for member in made:
         member.close()
-    made.clear()  # pytest keeps the list after the test
+    made.clear()  # pytest keeps this list after the test
     del member
 
 
@@ -36,7 +36,7 @@ def is_inside(member: Any) -> bool:
 
 @contextlib.contextmanager
 def inside(members: Any) -> Iterator[Any]:
-    """Yield one of the members while another thread is running an operation on it."""
+    """Yield a member while another thread runs an operation on it."""
     thread = threading.Thread(target=members[0].barrier)
     thread.start()
     wait_until(lambda: is_inside(members[0]))

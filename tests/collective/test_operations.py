@@ -22,7 +22,7 @@ LENGTHS = [0, 1, 2, 5, 11, 1000, 4096, 9000, 70_000, 300_001]
 SIZES = [1, 2, 3, 4]
 
 
-# without a limit, all results would stay in memory, and every later fork would copy their page tables
+# otherwise, all results would stay in memory, and every later fork would copy their page tables
 @functools.lru_cache(16)
 def numbers(rank: int, length: int) -> Any:
     return np.random.default_rng((rank, length)).integers(0, 100, length)
@@ -77,7 +77,7 @@ def test_allreduce_supports_each_type_and_op(run: Any, dtype: str, length: int) 
 
 
 def test_float16_values_are_converted_as_in_numpy(run: Any) -> None:
-    """All values are tested, including infinities and subnormals; NaN stays NaN."""
+    """All values are tested, including infinities and subnormals. NaN stays NaN."""
     every = np.arange(65536, dtype=np.uint16).view(np.float16)
 
     def body(g: Any) -> Any:
@@ -95,7 +95,7 @@ def test_mean_of_floats_divides_by_the_number_of_members(run: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
 def test_complex_mean_has_equal_bits_on_one_and_several_hosts(run: Any, dtype: Any) -> None:
-    """The expected bits do not depend on ``run``: each part is divided, and no reciprocal is rounded."""
+    """The bits must not depend on ``run``: each part is divided, and no reciprocal is rounded."""
     parts = [
         np.random.default_rng(rank).standard_normal(2000).astype(dtype(0).real.dtype) for rank in range(3)
     ]
@@ -115,7 +115,7 @@ def test_float16_products_are_rounded_once(run: Any) -> None:
 
     wide = [part.astype(np.float32) for part in parts]
     product = (wide[0] * wide[1] * wide[2]).astype(np.float16)
-    assert (product != parts[0] * parts[1] * parts[2]).any()  # the result differs if each step rounds
+    assert (product != parts[0] * parts[1] * parts[2]).any()  # the result would differ if each step rounded
     assert run(3, body) == [product.tobytes()] * 3
 
 
@@ -193,7 +193,7 @@ def test_allgather_returns_arrays_of_any_shape_and_values(run: Any, size: int) -
 
 
 def test_allgather_with_wrong_out_raises_and_writes_nothing(run: Any) -> None:
-    """Only the member whose ``out`` is too small raises; the others complete the operation."""
+    """Only the member whose ``out`` is too small raises, and the others complete the operation."""
 
     def body(g: Any) -> str:
         room = [np.zeros(3 if g.rank else 2, np.float32), np.zeros(4, np.float32)]
@@ -258,7 +258,7 @@ def test_started_operations_keep_order_and_errors(run: Any) -> None:
     def body(g: Any) -> Any:
         many = [np.full(50_000, float(i)) for i in range(10)]
         handles = [g.allreduce(x, wait=False) for x in many]
-        total = g.allreduce(np.ones(3))  # runs after all started operations
+        total = g.allreduce(np.ones(3))  # this runs after all started operations
         assert all(handle.done() for handle in handles)
         found = [handle.wait()[0] for handle in handles]
         wrong = g.allreduce("no number", op="min", wait=False), g.allreduce(1, op="and", wait=False)
@@ -303,7 +303,7 @@ def test_every_operation_supports_wait_false(run: Any) -> None:
 
 
 def test_split_creates_one_group_per_key(run: Any) -> None:
-    """Groups may have any size and any key, and can be split again."""
+    """A group may have any size and any key, and can be split again."""
 
     def body(g: Any) -> Any:
         third = g.split(g.rank % 3)

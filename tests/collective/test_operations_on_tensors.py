@@ -1,4 +1,4 @@
-"""Test operations on tensors where tensors differ from arrays; other files test arrays."""
+"""Test operations on tensors, but only where tensors differ from arrays."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_tensors_of_every_type_can_be_gathered_and_broadcast(run: Any) -> None:
             try:
                 x = torch.arange(16, dtype=torch.uint8).add(16 * g.rank).view(dtype)
             except RuntimeError:
-                continue  # torch itself cannot create such a tensor
+                continue  # even torch cannot create such a tensor
             shown = g.allgather(x)
             assert [part.dtype for part in shown] == [dtype, dtype]
             assert shown[1].view(torch.uint8).tolist() == list(range(16, 32))
@@ -91,7 +91,7 @@ def test_tensors_of_every_type_can_be_gathered_and_broadcast(run: Any) -> None:
 
 
 def test_array_and_tensor_of_one_type_can_be_combined() -> None:
-    """They can also be combined on several hosts."""
+    """This also works across hosts."""
 
     def body(g: Any) -> Any:
         x = torch.ones(2) if g.rank else np.ones(2, "f4")
@@ -113,7 +113,7 @@ def odd_tensors() -> dict[str, Any]:
 
 
 def test_tensors_that_are_not_dense_raise_with_remedy() -> None:
-    """Every member that passes such a tensor raises before anything is sent."""
+    """A member that passes such a tensor raises before anything is sent."""
     odd = odd_tensors()
 
     calls: list[Callable[[Any, Any], Any]] = [

@@ -1,4 +1,4 @@
-"""Test that replicas trained by a group's members stay equal and learn like one module."""
+"""Test that a group's replicas stay equal during training and learn like one module."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def accuracy(net: Any, digits: Any) -> float:
 
 @pytest.mark.parametrize("run", [in_threads, in_processes], ids=["threads", "processes"])
 def test_gradients_of_two_replicas_match_one_module(run: Any, digits: Any) -> None:
-    """In float64, the mean over two halves differs from the mean over the whole batch only by rounding."""
+    """In float64, the mean of two halves differs from the mean of the whole batch only by rounding."""
 
     def train(g: Any) -> tuple[list[float], float]:
         net = model(seed=g.rank)
@@ -164,7 +164,7 @@ def test_accumulate_blocks_can_be_nested() -> None:
 
 
 def test_gradient_buffers_start_in_equal_order_on_all_replicas() -> None:
-    """The gradient of an unused parameter counts as zero."""
+    """An unused parameter counts as having a gradient of zero."""
 
     def train(g: Any) -> tuple[int, list[float]]:
         net = nn.ModuleList([nn.Linear(512, 512) for _ in range(4)])
@@ -259,7 +259,7 @@ def test_compression_of_complex_parameters_raises(compress: str) -> None:
 @pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_replicas_stay_equal_with_unequal_batch_counts(run: Any, size: int, digits: Any) -> None:
-    """The replicas match, bit for bit, one module with gradients averaged over the members with a batch."""
+    """The replicas match one module bit for bit. Gradients are averaged over the members with a batch."""
 
     def train(g: Any) -> tuple[list[int], list[Tensor]]:
         net = model()
@@ -293,7 +293,7 @@ def test_replicas_stay_equal_with_unequal_batch_counts(run: Any, size: int, digi
 def test_mean_gradients_use_one_buffer_per_type() -> None:
     """A parameter may have any type, and its gradient may be missing or sparse.
 
-    Members without a batch also have these buffers.
+    Members without a batch have these buffers as well.
     """
 
     def train(g: Any) -> tuple[int, list[list[float]]]:
@@ -318,7 +318,7 @@ def test_mean_gradients_use_one_buffer_per_type() -> None:
 
 @pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
 def test_elastic_averages_share_one_centre(run: Any, digits: Any) -> None:
-    """The centre equals successive averages over all members, even if their numbers of batches differ."""
+    """The centre equals successive averages over all members, even with different numbers of batches."""
 
     def train(g: Any) -> tuple[float, list[Tensor]]:
         net = model(seed=g.rank)
@@ -342,7 +342,7 @@ def test_elastic_averages_share_one_centre(run: Any, digits: Any) -> None:
 
 
 def pulled(g: Any, to: float) -> tuple[Any, ElasticAverage]:
-    """Return a module and its average; its weights were 1 at first and are now ``to``."""
+    """Return a module and its average. The weights were 1 at first and are ``to`` now."""
     net = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         net.weight.fill_(1.0)
@@ -409,7 +409,7 @@ def test_synchronize_rejects_buffer_with_shared_elements() -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_check_equal_names_first_difference_and_rank(change: str) -> None:
-    """Modules that differ in structure raise before anything is written."""
+    """Modules of different structure raise before anything is written."""
     function, message = CHANGES[change]
 
     def build_module(g: Any) -> None:
@@ -429,7 +429,7 @@ def test_check_equal_names_first_difference_and_rank(change: str) -> None:
 
 
 class Nothing:
-    """An encoding for a device without memory; it reads and writes nothing."""
+    """An encoding for a device without memory, which reads and writes nothing."""
 
     def encode(self, x: Tensor) -> Any:
         return str(x.device), x.numel()
@@ -439,7 +439,7 @@ class Nothing:
 
 
 def test_gradient_buffers_use_the_device_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each buffer is on one device, and the device finishes before other members read the buffer."""
+    """Each buffer is on one device, which must finish before other members read the buffer."""
     finished: list[str] = []
     monkeypatch.setattr(array_access, "finish", lambda x: finished.append(str(x.device)))
 
@@ -452,5 +452,5 @@ def test_gradient_buffers_use_the_device_of_their_parameters(monkeypatch: pytest
         return [str(p.grad.device) for net in (on_meta, on_cpu) for p in net.parameters()]
 
     assert ok(in_threads(2, body)) == [["meta", "meta", "cpu", "cpu"]] * 2
-    # each of the two members finishes the device twice: before the call and after it
+    # each of the two members waits for the device twice: before and after the call
     assert finished == ["meta"] * 4

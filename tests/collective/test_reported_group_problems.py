@@ -1,6 +1,6 @@
-"""Problems reported by users of other libraries, and the tests that show flowchan's behaviour.
+"""Problems that users of other libraries reported, and the tests of the same situations in flowchan.
 
-For each problem, tests are listed as ``file::name``; this file checks that they exist. The last test covers a
+Each problem lists its tests as ``file::name``, and this file checks that they exist. The last test covers a
 problem that no other file tests.
 """
 
@@ -113,7 +113,7 @@ print(*sorted(found, key=str), sep="\\n")
     platform.machine() != "x86_64", reason="the test blocks system calls by their x86-64 numbers"
 )
 def test_group_stays_usable_after_memory_error() -> None:
-    """An allocation that does not fit fails early, for example in a container with 64 MB of shared memory."""
+    """An allocation that does not fit fails early, as in a container with 64 MB of shared memory."""
     command = [sys.executable, "-c", WITHOUT_MEMORY, str(TESTS / "refused")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     why = "allreduce of group 'full' failed: the system granted no more shared memory; free some memory"

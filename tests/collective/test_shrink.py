@@ -1,4 +1,4 @@
-"""Test that the survivors of a group agree on the remaining members and form a new group.
+"""Test that a group's survivors agree on the remaining members and form a new group.
 
 More members may die during ``shrink``.
 """
@@ -48,9 +48,9 @@ def test_shrink_keeps_the_order_of_the_survivors(victims: set[int]) -> None:
 def test_shrink_survives_a_death_during_the_call(
     victim: int, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Either the member that creates the new group dies during the call, or another member.
+    """The victim is the member that creates the new group, or another member.
 
-    It dies before the offer, before it joins, or before all have joined.
+    It dies before the offer, before it joins, or before all members have joined.
     """
 
     def body(g: Any) -> Any:
@@ -64,7 +64,7 @@ def test_shrink_survives_a_death_during_the_call(
     before = getattr(SharedGroup, at, None)
 
     def dies(self: Any, *arguments: Any) -> Any:
-        """Kill this member when it calls the function."""
+        """Kill this member when it calls this function."""
         if isinstance(self, SharedGroup) and self.size == 4:
             assert before is not None
             return before(self, *arguments)
@@ -76,7 +76,7 @@ def test_shrink_survives_a_death_during_the_call(
 
 
 def test_shrink_ignores_members_that_left_and_interrupts_waiting_members() -> None:
-    """Two members have left. Other members are still waiting in an operation, which is interrupted."""
+    """Two members have left. Others still wait in an operation, which is interrupted."""
     survivors = threading.Event()
 
     def body(g: Any) -> Any:
@@ -109,11 +109,11 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("call", WAITS)
 def test_shrink_interrupts_a_waiting_receive(call: str) -> None:
-    """All members are alive, and messages have already been exchanged."""
+    """All members are alive and have already exchanged messages."""
 
     def body(g: Any) -> Any:
         assert g.sendreceive(g.rank, to=1 - g.rank, source=1 - g.rank) == 1 - g.rank
-        g.barrier()  # otherwise rank 1 may still be receiving the message
+        g.barrier()  # otherwise, rank 1 might still be receiving the message
         if g.rank == 1:
             with pytest.raises(MemberDied):
                 WAITS[call](g)
@@ -138,7 +138,7 @@ def test_shrink_does_not_wait_for_unread_messages() -> None:
 
 
 def test_shrink_ends_started_operations_first() -> None:
-    """After a failed shrink, a started operation must not publish anything more."""
+    """After a failed shrink, a started operation must publish nothing more."""
     gave_up = threading.Event()
 
     def body(g: Any) -> None:
@@ -214,7 +214,7 @@ def test_shrink_raises_only_on_a_member_without_free_descriptors(
 
 
 def test_shrink_timeout_names_missing_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A waiting member polls the others at growing intervals."""
+    """A waiting member checks the others at growing intervals."""
     late = threading.Event()
     checks: list[tuple[int, int]] = []
     is_left = Shrinking._is_survivor
@@ -245,7 +245,7 @@ def test_shrink_timeout_names_missing_members(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_group_can_shrink_until_one_member_is_left() -> None:
-    """Members are killed at any time. All survivors complete the same operations together."""
+    """Members are killed at random times. The survivors always complete the same operations."""
     chance = random.Random(3)
 
     def body(g: Any) -> Any:

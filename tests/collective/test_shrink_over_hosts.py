@@ -1,4 +1,4 @@
-"""Test ``shrink`` on several hosts: the survivors reconnect at the group's address, and rank 0 lists them."""
+"""Test ``shrink`` across hosts: survivors reconnect at the group's address, and rank 0 lists them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flowchan.errors import GroupError, MemberDied
 def test_shrink_keeps_the_order_of_the_survivors(
     hosts: str, victims: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The victims are on one host or on several. The wait for a host without survivors has a time limit."""
+    """The victims are on one host or several. The wait for a host without survivors has a limit."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 2.0)
 
     def body(g: Any) -> Any:
@@ -82,7 +82,7 @@ def test_group_across_hosts_can_shrink_again(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(("late", "hosts"), [(0, "abb"), (2, "aab"), (3, "aaab")])
 def test_shrink_waits_for_late_members(late: int, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A late member still accepts connections, so the members waiting for it do not give up."""
+    """A late member still accepts connections, so the other members keep waiting for it."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 0.2)
     requests: Channel[None] = Channel(across="processes")
     is_late = address._is_late
@@ -110,7 +110,7 @@ def test_shrink_waits_for_late_members(late: int, hosts: str, monkeypatch: pytes
 
 
 def test_shrink_retries_if_a_member_arrives_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ``shrink`` without a timeout never raises ``TimeoutError``."""
+    """Without a timeout, ``shrink`` never raises ``TimeoutError``."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
     was_late: Channel[None] = Channel(across="processes")
     meet_by = address.meet_by
@@ -139,7 +139,7 @@ def test_shrink_retries_if_a_member_arrives_after_the_timeout(monkeypatch: pytes
 
 
 def test_shrink_timeout_ends_the_wait_for_a_late_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members that have already reached rank 0 also raise."""
+    """Even members that have already reached rank 0 raise."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
     ended: Channel[None] = Channel(across="processes")
 
@@ -183,7 +183,7 @@ def test_shrink_fails_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shrink_fails_only_on_members_cut_off_from_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This way, only one part of a partitioned network continues."""
+    """So only one part of a partitioned network continues."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
 
     def cut(*_: Any, why: str, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Test the memory layouts of tensor arguments where tensors differ from arrays."""
+"""Test the memory layouts of tensor arguments, but only where tensors differ from arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 def negated() -> Any:
-    """Return a tensor whose value is -2 and whose memory contains 2."""
+    """Return a tensor with the value -2, whose memory contains 2."""
     return torch.tensor([1 + 2j]).conj().imag
 
 
@@ -104,7 +104,7 @@ def nested(layout: Any) -> Any:
 )
 @pytest.mark.filterwarnings("ignore")  # ignores torch's own warnings
 def test_tensor_without_memory_raises(run: Any, call: str, make: Any, message: str) -> None:
-    """No member may read from address zero."""
+    """Members must not read from address zero."""
 
     def body(g: Any) -> Any:
         with pytest.raises(TypeError, match=message):

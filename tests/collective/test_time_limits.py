@@ -1,4 +1,4 @@
-"""Test that a timeout covers all steps of a call, and that a slow call without a timeout never fails."""
+"""Test that a timeout covers all steps of a call, and that a slow call without one never fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = ("_exchange", "_allgather_into", "_alltoall", "_reduce", "_spread", "sen
 
 
 def steps_of(g: Any, call: Calls) -> list[float]:
-    """Return the timeout that each step of a call gets if the call has 60 seconds."""
+    """Return the timeouts that the steps of a call get if the call has 60 seconds."""
     lefts: list[float] = []
 
     def noting(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def steps_of(g: Any, call: Calls) -> list[float]:
 
 @pytest.fixture
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the clock with one that advances at each reading."""
+    """Replace the clock with one that advances whenever it is read."""
     ticks = itertools.count(0.0, 0.001)
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
 
@@ -69,7 +69,7 @@ def test_all_steps_of_a_call_across_hosts_share_its_timeout(call: str) -> None:
 
 
 def shared(found: list[Any]) -> None:
-    """Check that the steps of each member share one timeout."""
+    """Check that all steps of each member share one timeout."""
     for lefts in raised(found):
         assert len(lefts) > 1
         assert lefts == sorted(lefts, reverse=True)
@@ -94,7 +94,7 @@ def test_timeout_includes_waiting_for_started_operations(run: Any) -> None:
 
 
 def test_split_across_hosts_waits_without_a_time_limit() -> None:
-    """Only connecting has a time limit, which starts once all members have agreed to connect."""
+    """Only the connecting has a time limit, which starts when all members have agreed to connect."""
 
     def split(g: Any, _: float) -> None:
         g.split(0).close()

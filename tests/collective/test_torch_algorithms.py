@@ -1,8 +1,8 @@
-"""Test torch.distributed's backends as algorithms of a group.
+"""Test the backends of torch.distributed as algorithms of a group.
 
 They must give the same results as the native algorithms, and a death during their operations must raise the
-usual error. CUDA tensors use NCCL, which needs devices. On a machine without devices, the choice of the
-backend is tested with a dummy backend and with tensors that have no memory.
+usual error. CUDA tensors use NCCL, which needs devices. Machines without devices test the choice of the
+backend with a dummy backend, and with tensors that have no memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ needs_cuda = pytest.mark.skipif(not DEVICES, reason="no CUDA device: run the tes
 
 @pytest.fixture(autouse=True, scope="module")
 def used_before(one_compute_thread: None) -> None:
-    """Create a store in advance, so that the resources that torch keeps do not look like leaks."""
+    """Create a store before the tests, so that resources which torch keeps do not look like leaks."""
     in_threads(2, lambda g: (by(g, "gloo"), g.allreduce(torch.ones(1))))
 
 
@@ -45,7 +45,7 @@ def by(g: Any, algorithm: str | None) -> None:
 
 
 def all_results(g: Any, make: Callable[[Any], Any]) -> list[Any]:
-    """Return the results of the operations on arrays that ``make`` converts from NumPy."""
+    """Return the results of all operations on arrays that ``make`` converts from NumPy."""
     x = make(np.arange(6 * g.size, dtype="f4").reshape(g.size, 6) * (g.rank + 1))
     found = [g.allreduce(make(x), op) for op in ("sum", "mean", "max", "prod")]
     out = make(x)
@@ -88,7 +88,7 @@ def fail() -> None:
 
 
 def replace_backend(g: Any, backend: RecordingBackend) -> None:
-    """Replace the member's gloo with ``backend``, but keep gloo's connections open."""
+    """Replace the member's gloo with ``backend``, but keep the connections of gloo open."""
     backend.before, g._backends["gloo"]._backend = g._backends["gloo"]._backend, backend
 
 
@@ -107,7 +107,7 @@ def test_gloo_matches_native_algorithms(run: Any) -> None:
 
 
 def test_gloo_algorithm_validates_out_before_the_operation(run: Any) -> None:
-    """Every algorithm checks ``out`` in the same way."""
+    """All algorithms check ``out`` in the same way."""
 
     def body(g: Any) -> Any:
         x = np.full(4, 1.5)
@@ -224,7 +224,7 @@ def test_mismatched_gloo_calls_raise_on_all_members(run: Any) -> None:
 
 
 def test_backend_failure_raises_on_all_members(run: Any) -> None:
-    """The backend may fail on one member only, while the others are waiting for that member."""
+    """The backend may fail on one member while the others wait for that member."""
 
     def body(g: Any) -> Any:
         by(g, "gloo")
@@ -288,7 +288,7 @@ def test_death_in_backend_raises_on_all_members(step: str) -> None:
 
 
 def test_member_interrupted_in_a_backend_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C interrupts the member, but its connections stay open, so the other backends notice nothing."""
+    """Ctrl-C interrupts the member, but its connections stay open, so other backends notice nothing."""
     monkeypatch.setattr(torch_algorithms, "GRACE", 0.05)
     read, write = os.pipe()
 
@@ -370,7 +370,7 @@ def test_unavailable_algorithm_raises_with_remedy(monkeypatch: pytest.MonkeyPatc
 
 
 def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor on the device uses the backend even if it was not selected; one in host memory does not."""
+    """A device tensor uses the backend even if it was not selected, and a host tensor does not."""
     made: list[RecordingBackend] = []
 
     def make(*_: Any) -> RecordingBackend:
@@ -402,7 +402,7 @@ def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.Monkey
 
 
 class Mpi(RecordingBackend):
-    """A backend that imitates mpirun's backend with a single process."""
+    """A backend that imitates mpirun's with a single process."""
 
     def rank(self) -> int:
         return 0

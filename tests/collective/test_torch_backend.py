@@ -46,7 +46,7 @@ def answers(programs: Template, backend: str, store: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def found(torch_programs: Template, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Return the results with gloo, with flowchan, and with flowchan on one simulated host for each rank."""
+    """Return the results with gloo, with flowchan, and with flowchan on one simulated host per rank."""
     folder = tmp_path_factory.mktemp("stores")
     backends = ("flowchan", "over hosts", "gloo")
     return {backend: answers(torch_programs, backend, folder / backend) for backend in backends}
@@ -81,7 +81,7 @@ except Exception as error:
 
 
 def test_death_in_ddp_raises_on_the_other_rank(torch_programs: Template, tmp_path: Path) -> None:
-    """Other backends hang in this case."""
+    """Other backends leave the other rank hanging."""
     ranks = [
         torch_programs.popen("-c", DEATH, rank, tmp_path / "store", stdout=subprocess.PIPE)
         for rank in range(2)
@@ -94,9 +94,9 @@ def test_death_in_ddp_raises_on_the_other_rank(torch_programs: Template, tmp_pat
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_groups_remove_their_keys_from_the_store(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the next group in the same store would read the last group's values.
+    """Otherwise, the next group in the same store would read the last group's values.
 
-    Groups that torchrun starts share one store.
+    All groups that torchrun starts share one store.
     """
     store, ranks = torch.distributed.HashStore(), {}
     monkeypatch.setattr(forming, "this_host", lambda: f"host {ranks[threading.get_ident()] % hosts}")
@@ -129,7 +129,7 @@ except Exception as error:
 
 
 def test_failed_rank_does_not_wait_for_started_operations(torch_programs: Template, tmp_path: Path) -> None:
-    """Otherwise the rank would wait for the other rank, which is waiting for it."""
+    """Otherwise, the rank would wait for the other rank, which is waiting for it."""
     ranks = [
         torch_programs.popen(
             *("-c", MISTAKE, rank, tmp_path / "store"),
@@ -161,7 +161,7 @@ for call in (lambda: dist.all_reduce(torch.ones(2)), dist.barrier):
 
 @pytest.mark.parametrize("named", ["cpu:flowchan,cuda:gloo", "cuda:gloo,cpu:flowchan"])
 def test_second_backend_raises(torch_programs: Template, named: str) -> None:
-    """torch would silently ignore the second backend."""
+    """torch alone would silently ignore the second backend."""
     program = torch_programs.popen("-c", OTHER_PROGRAM, named, stdout=subprocess.PIPE, text=True)
     lines = program.communicate(timeout=100)[0].splitlines()
     assert len(lines) >= 2
@@ -275,7 +275,7 @@ except TypeError as error:
 
 
 def test_thread_waits_for_the_device_of_a_tensor(torch_programs: Template) -> None:
-    """Groups do not support this device, so the program ends with that error."""
+    """Groups do not support this device, so the program ends with an error that says so."""
     program = torch_programs.popen("-c", ON_A_DEVICE, stdout=subprocess.PIPE, text=True)
     first, second = program.communicate(timeout=100)[0].splitlines()
     assert first == "finished meta"

@@ -1,4 +1,4 @@
-"""Test that torch knows the ``flowchan`` backend before flowchan is imported; first use imports it."""
+"""Test that torch knows the ``flowchan`` backend before flowchan is imported, and imports it on first use."""
 
 from __future__ import annotations
 

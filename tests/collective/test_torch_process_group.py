@@ -1,4 +1,4 @@
-"""Test a process group's other features that torch's users expect: limits, errors and events."""
+"""Test other features that torch's users expect of a process group: limits, errors and events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def failed(call):
 
 
 def lines_of_ranks(programs: Template, store: Path, program: str, size: int = 2) -> list[list[str]]:
-    """Return the lines that each rank of a program prints."""
+    """Return the lines that each rank of a program has printed."""
     ranks = [
         programs.popen(
             *("-c", START + textwrap.dedent(program), rank, store, size), stdout=subprocess.PIPE, text=True
@@ -60,7 +60,7 @@ DDP = """
 
 @pytest.mark.parametrize("width", [10, 300])
 def test_profiler_records_each_allreduce_of_ddp(width: int, torch_programs: Template, tmp_path: Path) -> None:
-    """The calling thread runs a small operation; another thread runs a large one."""
+    """A small operation runs in the calling thread, and a large one in another thread."""
     found = lines_of_ranks(torch_programs, tmp_path / "store", DDP.replace("WIDTH", str(width)))
     for lines in found:
         assert [line for line in lines if "USDT" not in line] == ["6 True", "True flowchan:barrier"]
@@ -114,7 +114,7 @@ def test_timeout_of_the_process_group_limits_operations(torch_programs: Template
 
 
 def test_default_timeout_of_torch_limits_no_operation(torch_programs: Template, tmp_path: Path) -> None:
-    """torch does not report whether the program passed this timeout, and a rank may be slow."""
+    """torch does not report whether the program set this timeout, and a rank may simply be slow."""
     program = """
         init()
         print(dist.group.WORLD._limit)

@@ -1,6 +1,6 @@
-"""Test data-parallel training whose members are killed at random times.
+"""Test data-parallel training while members are killed at random times.
 
-Each survivor has the exact parameters of each step, or raises an error that names the killed member.
+Each survivor has the exact parameters after each step, or raises an error that names the killed member.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def digest(tensors: Any) -> str:
 
 
 class Descent:
-    """Plain SGD. The optimizers of torch import half of torch in each process."""
+    """Plain SGD, because the optimizers of torch would import half of torch in each process."""
 
     def __init__(self, module: Any) -> None:
         self._parameters = list(module.parameters())
@@ -45,7 +45,7 @@ class Descent:
 
 
 def batches(module: Any, rank: int, count: int) -> Iterator[None]:
-    """Compute the gradients of ``count`` batches, one after another."""
+    """Compute the gradients of ``count`` batches in turn."""
     made = torch.Generator().manual_seed(rank)
     for _ in range(count):
         module.zero_grad()
@@ -87,7 +87,7 @@ def elastic_average(module: Any, optimizer: Any, group: Any) -> Iterator[str]:
 
 
 def train(kind: Any, rank: int, at: str, hosts: str, reports: Channel[Any]) -> None:
-    """Train as one member, and report the digest after each step, and the killed ranks at the end."""
+    """Train as one member. Report the digest after each step, and the killed ranks at the end."""
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
     optimizer = Descent(module)
@@ -103,9 +103,9 @@ def train(kind: Any, rank: int, at: str, hosts: str, reports: Channel[Any]) -> N
 
 
 def trained(kind: Any, hosts: str, victim: int, after: int) -> tuple[list[list[str]], list[Any]]:
-    """Run all members, and kill one after its number of reports, unless it ends before.
+    """Run all members, and kill the ``victim`` after ``after`` reports, unless it ends before that.
 
-    Return the digests of each member, and the killed ranks that each reported (None for the victim).
+    Return the digests of each member, and the killed ranks that it reported (None for the victim).
     """
     at, reports = free_address(), Channel[Any](across="processes")
     context = multiprocessing.get_context("fork")

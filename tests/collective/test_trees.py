@@ -1,4 +1,4 @@
-"""Test trees over a group's hosts: how they depend on the measured times, and how data is sent along them."""
+"""Test the trees over a group's hosts: how they follow from measured times, and how data passes through them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def depth(tree: Tree, host: int) -> int:
     return 0 if host == tree.root else 1 + depth(tree, tree.parent[host])
 
 
-# how quickly examples are generated depends on the machine
+# the machine decides how quickly examples are generated
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.integers(2, 9), st.booleans())
 def test_tree_connects_all_hosts_to_its_root(data: Any, hosts: int, small: bool) -> None:
@@ -98,7 +98,7 @@ def test_noise_does_not_change_the_tree() -> None:
 def test_each_pair_of_hosts_is_measured_once(hosts: int) -> None:
     lists = [list(meetings(hosts, host)) for host in range(hosts)]
     assert all(sorted(met) == [x for x in range(hosts) if x != host] for host, met in enumerate(lists))
-    # two hosts measure when each is next on the other's list; if no such pair existed, all would wait forever
+    # two hosts measure when each is the next on the other's list; without such a pair, all would wait forever
     while any(lists):
         pairs = {tuple(sorted((host, met[0]))) for host, met in enumerate(lists) if met}
         meeting = [(low, high) for low, high in pairs if lists[low][0] == high and lists[high][0] == low]
@@ -108,7 +108,7 @@ def test_each_pair_of_hosts_is_measured_once(hosts: int) -> None:
 
 
 def joined(hosts: int, slow: tuple[int, int] = (-1, -1), wire: Wire | None = None) -> list[Links]:
-    """Connect the leaders of ``hosts`` hosts, and the two ``slow`` ones through ``wire``."""
+    """Connect the leaders of ``hosts`` hosts. The connection of the two ``slow`` ones goes through ``wire``."""
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(hosts)]
     for low, high in itertools.combinations(range(hosts), 2):
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -187,7 +187,7 @@ def test_delay_to_a_late_host_is_not_underestimated() -> None:
 
 
 def test_data_is_forwarded_while_it_arrives() -> None:
-    """The middle host of a chain forwards the start of a message before the end has arrived."""
+    """The middle host of a chain forwards the start of a message before its end arrives."""
     table = {(0, 1): NEAR, (1, 2): NEAR, (0, 2): Times(10, 10)}
     links = joined(3)
     call, size = ("broadcast", 2, 0), 30_000_000
@@ -211,7 +211,7 @@ def test_data_is_forwarded_while_it_arrives() -> None:
 
 
 class Willing(socket.socket):
-    """A connection that accepts all bytes at once, as one with a large buffer would."""
+    """A connection that accepts all bytes at once, like one with a large buffer."""
 
     def sendmsg(self, parts: Iterable[Any], *_: Any) -> int:
         data = b"".join(parts)
@@ -242,7 +242,7 @@ SLOW = (0, 3)
 
 @pytest.fixture
 def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the measurement with a function that reports the connection ``SLOW`` as slow."""
+    """Replace the measurement with one that reports the connection ``SLOW`` as slow."""
 
     def measure(links: Links, timeout: float | None) -> None:
         hosts = len(links.sockets) + 1
@@ -339,7 +339,7 @@ def test_errors_in_tree_operations_raise_on_all_members() -> None:
 def test_timeout_names_the_late_host_and_no_waiting_host(
     links: list[Links], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 2 is late, and rank 1, which forwards the data from rank 2, is waiting for it."""
+    """Rank 2 is late. Rank 1, which forwards the data of rank 2, is only waiting for it."""
     monkeypatch.setattr(exchange, "STALLED", 0.1)
     table = {pair: Times(9.0, 9.0) for pair in all_alike(4, NEAR)} | {
         (0, 1): NEAR,

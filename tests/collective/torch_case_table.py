@@ -1,4 +1,4 @@
-"""Table of the cases in ``torch_cases.py``, and the tensors that the cases share."""
+"""The table of the cases in ``torch_cases.py``, and the tensors that these cases share."""
 
 from __future__ import annotations
 

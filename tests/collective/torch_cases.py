@@ -70,7 +70,7 @@ def all_gather() -> Any:
 
 @case
 def coalesced() -> Any:
-    """Gather one tensor for each rank, so that swapped indexes would show in the results."""
+    """Gather one tensor per rank, so that swapped indexes would show in the results."""
     given = [random_tensor(5, seed=number) for number in range(size())]
     found = [[torch.empty(5) for _ in given] for _ in range(size())]
     dist.all_gather_coalesced(found, given)
@@ -190,7 +190,7 @@ def receive_from_any_source() -> Any:
 
 @case
 def receive_from_any_source_while_receiving_from_one() -> Any:
-    """Each receive gets the messages with its tag in order, even if the other kind of receive read them."""
+    """Each receive gets the messages with its tag in order, even if the other kind of receive has read them."""
     tags = [7, 8, 8, 7, 7, 7, 8, 7, 8, 8] * 5
     if rank():
         for number, tag in enumerate(tags):

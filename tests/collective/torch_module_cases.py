@@ -1,4 +1,4 @@
-"""Cases for ``torch_cases.py`` that train a module with DDP, FSDP, tensor parallelism or pipelining."""
+"""Cases of ``torch_cases.py`` that train a module with DDP, FSDP, tensor parallelism or pipelining."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def ddp_join_with_uneven_inputs() -> Any:
 
 @case
 def ddp_join_divided_by_remaining_ranks() -> Any:
-    """In C++, DDP waits for work objects that Python has already dropped."""
+    """The C++ code of DDP waits for work objects that Python has already dropped."""
     net = DistributedDataParallel(nn.Linear(20, 5))
     with net.join(divide_by_initial_world_size=False):
         for step in range(1 + 2 * rank()):
@@ -176,7 +176,7 @@ def tensor_parallel() -> Any:
 
 @case
 def tensor_parallel_of_sequences() -> Any:
-    """Train an embedding, norms and a loss that are sharded over sequences and classes."""
+    """Train an embedding, norms and a loss that are sharded along sequences and classes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as tp
@@ -249,7 +249,7 @@ def state_of_rank_0() -> Any:
 
 @case
 def compiled() -> Any:
-    """Compile a function whose collectives become part of its graph."""
+    """Compile a function whose graph includes collectives."""
     group = dist.group.WORLD
 
     @torch.compile(backend="aot_eager", fullgraph=True)

@@ -1,6 +1,6 @@
 // Simulates turn-taking between two processes that compete for a ring. Each starts an operation as soon as it
-// can take the ring, and does other work in between for the given time in ns. Prints the number of runs of
-// operations, and the number of rests.
+// can take the ring, and does other work in between for the given time in ns. Prints how many runs the
+// operations formed, and how many rests the processes took.
 #include <cstdio>
 #include <cstdlib>
 

@@ -127,8 +127,8 @@ struct User {
         return {Side::Writer, this, session, 0, is_writer && writer.ordered && writer.keyed, writer.number};
     }
 
-    // Put a message like put_frame and put_large in puts.cpp. `item`: number of the input item that this is
-    // an output for.
+    // Put a message like put_frame and put_large in puts.cpp. `item`: number of the input item of this
+    // output.
     Step put(const Message& message, Deadline deadline = {}, const uint64_t* item = nullptr) {
         Frame frame;
         message.fill(frame);
