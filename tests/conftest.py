@@ -115,13 +115,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_longer(item: pytest.Item) -> bool:
-    """Return whether the option ``--long`` makes a difference to the test."""
+    """Return whether the test does more with the option ``--long``."""
     return item.get_closest_marker("long") is not None or "long_walk" in getattr(item, "fixturenames", ())
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let SIGUSR1 dump the stacks of this process and of every forked process, bypassing pytest's
-    capturing."""
+    """Let SIGUSR1 dump the stacks of this process and of every forked process, past pytest's capturing."""
     config.addinivalue_line("markers", "long: only with --long, as make soak runs it")
     config.addinivalue_line("markers", "alternative(value): only with one value of a test; all with --long")
     for marker in combinations.MARKERS:
@@ -163,7 +162,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
-    """Arm the watchdog for one test, in place of pytest-timeout's own timer."""
+    """Arm the watchdog for one test, instead of pytest-timeout's own timer."""
     watchdog = item.config.stash[WATCHDOG]
     if watchdog.begin(settings.timeout, lambda: end_hang(item, settings)):
         item.config.stash[HELD] = None
@@ -172,8 +171,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
 
 
 def end_hang(item: pytest.Item, settings: Any) -> None:
-    """Dump the stacks of every process in the test run, kill the children, and exit."""
-    stderr = item.config.stash[STDERR]  # pytest captures the usual stderr
+    """Dump the stacks of all processes in the test run, kill the children, and exit."""
+    stderr = item.config.stash[STDERR]  # pytest captures the usual standard error
     parents = [psutil.Process(), *map(psutil.Process, OurTemplate.pids)]
     children = [child for parent in parents for child in parent.children(recursive=True)]
     for child in children:
@@ -181,7 +180,7 @@ def end_hang(item: pytest.Item, settings: Any) -> None:
         if catches(child.pid, signal.SIGUSR1):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(signal.SIGUSR1)
-            threading.Event().wait(0.5)  # one at a time, so that the dumps do not mix
+            threading.Event().wait(0.5)  # in turn, so that the dumps do not mix
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
@@ -191,7 +190,7 @@ def end_hang(item: pytest.Item, settings: Any) -> None:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Return whether a process handles the signal; otherwise the signal would end the process."""
+    """Return whether a process handles the signal; if not, the signal would end it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -202,7 +201,7 @@ def catches(pid: int, signum: int) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start the separate program that forks a test's peers, before the check for leftovers begins."""
+    """Start the program that forks a test's peers, before the check for leftovers begins."""
     fixtures, module = getattr(item, "fixturenames", ()), getattr(item, "module", None)
     if "spawn_peer" in fixtures or hasattr(module, "HostPeer") or hasattr(module, "PEERS"):
         LaunchedElsewhere.begin()
@@ -211,8 +210,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End that program and the fork servers before the tests in the next file, which may list all
-    processes."""
+    """End that program and the fork servers before the next file, whose tests may list all processes."""
     if nextitem is None or nextitem.path != item.path:
         LaunchedElsewhere.end()
         if seeds_of_agents():
@@ -221,9 +219,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def return_free_memory() -> None:
-    """Return memory that is free inside the C library's heaps to the kernel.
+    """Return free memory from the heaps of the C library to the kernel.
 
-    Every fork copies the page tables of this process, so forks take longer the more memory it keeps.
+    A fork copies the page tables of this process, so it takes longer the more memory the process keeps.
     """
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # only glibc has it
@@ -232,14 +230,16 @@ def return_free_memory() -> None:
 
 @pytest.fixture(scope="session")
 def long_walk(pytestconfig: pytest.Config) -> bool:
-    """Return whether a test should do more. ``make soak`` runs the tests that use this and those marked
-    ``long``."""
+    """Return whether a test should do more.
+
+    ``make soak`` runs the tests that use this and those marked ``long``.
+    """
     return bool(pytestconfig.getoption("--long"))
 
 
 @pytest.fixture
 def by_fork() -> Iterator[None]:
-    """Set the start method to fork, for tests that replace parts of the worker before the fork."""
+    """Set the start method to fork, for tests that replace parts of a worker before the fork."""
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("fork", force=True)
     yield
@@ -258,7 +258,7 @@ def impatient() -> Iterator[None]:
 
 @pytest.fixture
 def no_agent_stays() -> Iterator[None]:
-    """Check that a test's agents have exited by the end of the test."""
+    """Check that a test's agents have exited when it ends."""
     yield
     from hosted import agents  # imported here, because only some tests need it
 
@@ -267,8 +267,10 @@ def no_agent_stays() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def torch_programs(pytestconfig: pytest.Config) -> Iterator[Template]:
-    """Provide the template that runs a file's programs with torch. It starts before the check for
-    leftovers."""
+    """Provide the template that runs a file's programs with torch.
+
+    It starts before the check for leftovers begins.
+    """
     shared = pytestconfig.getoption("--torch-programs")
     template = OurTemplate(bytes.fromhex(shared)) if shared else Template(*TORCH)
     yield template
@@ -278,7 +280,9 @@ def torch_programs(pytestconfig: pytest.Config) -> Iterator[Template]:
 @pytest.fixture(scope="module")
 def forked_programs() -> Iterator[None]:
     """Start the programs of scripts.py with flowchan already imported, which saves most of their start time.
-    This is for files that do not test how a program starts."""
+
+    Use this in files that do not test how a program starts.
+    """
     with scripts.forked():
         yield
 
@@ -311,7 +315,7 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     stash = request.config.stash
     before, stash[HELD] = stash.get(HELD, None) or holdings(), None
     yield
-    # these resources are released at the end of the file
+    # these resources live until the end of the file
     lasting = {"two_nodes", "watched_run"} & {*request.fixturenames}
     if lasting or not request.node.stash.get(PASSED, False):
         return
@@ -319,7 +323,7 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     if not leftovers(before, after):
         stash[HELD] = after
         return
-    gc.collect()  # an exception kept by pytest.raises forms a cycle that holds the test's locals
+    gc.collect()  # an exception that pytest.raises keeps forms a cycle, which holds the test's locals
     with contextlib.suppress(AssertionError):  # the check below reports anything that has not ended
         # A joined thread's task ends a moment after the join, and a channel server checks dropped channels
         # later.
@@ -334,7 +338,7 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def described(held: str) -> str:
-    """Add the state and the command of a process that is left behind."""
+    """Add the state and the command of a leftover process."""
     with contextlib.suppress(psutil.Error):
         if held.startswith("process "):
             process = psutil.Process(int(held.split()[1]))
@@ -344,15 +348,17 @@ def described(held: str) -> str:
 
 
 def holdings() -> set[str]:
-    """Describe the resources that this process holds, in readable words. This takes a fraction of a
-    millisecond."""
+    """Describe what this process holds in readable words. This takes a fraction of a millisecond."""
     tasks = {f"thread {task}" for task in os.listdir("/proc/self/task")}
     return tasks | descriptors() | mappings() | children()
 
 
 def leftovers(before: set[str], after: set[str] | None = None) -> set[str]:
-    """Return the resources that this process has acquired since ``before``. The threads of Polars' allocator,
-    which start at any time and stay, and the helpers shared by all processes do not count."""
+    """Return what this process has acquired since ``before``.
+
+    Two things do not count: the helpers that all processes share, and the threads of Polars' allocator, which
+    start at any time and stay.
+    """
     acquired = (after or holdings()) - before
     if not acquired:
         return acquired
@@ -363,7 +369,7 @@ def leftovers(before: set[str], after: set[str] | None = None) -> set[str]:
 def helpers_of_all() -> tuple[str, ...]:
     """Return the prefixes that describe the shared helpers and their pipes.
 
-    The forkserver is among them, because it is the default from Python 3.14 on.
+    The forkserver is among them, because Python uses it by default from 3.14 on.
     """
     server, tracker = forkserver._forkserver, resource_tracker._resource_tracker  # type: ignore[attr-defined]
     pids, pipes = [server._forkserver_pid, tracker._pid], [server._forkserver_alive_fd, tracker._fd]
@@ -377,13 +383,13 @@ def helpers_of_all() -> tuple[str, ...]:
 
 
 def seeds_of_agents() -> list[Any]:
-    """Return the fork servers of ``local``, if this process has used ``local``."""
+    """Return the fork servers of ``local``, if this process has any."""
     forked = sys.modules.get("flowchan.hosts.providers.forked_agents")
     return forked.seeds() if forked else []
 
 
 def dropped() -> bool:
-    """Return whether a channel server still has to check a dropped channel."""
+    """Return whether a channel server has yet to check a dropped channel."""
     servers = sys.modules.get("flowchan.remote.channel_server")
     return servers is not None and any(server._dropped for server in servers._servers.values())
 
@@ -408,14 +414,14 @@ def descriptors() -> set[str]:
     for number in os.listdir("/proc/self/fd"):
         try:
             found.add(f"descriptor {number} ({os.readlink(f'/proc/self/fd/{number}')})")
-        except OSError:  # the descriptor that lists the folder itself
+        except OSError:  # the descriptor with which the folder is listed
             continue
     return found
 
 
 def mappings() -> set[str]:
     maps = Path("/proc/self/maps").read_bytes()
-    if b"memfd:" not in maps:  # the usual case; skips parsing hundreds of lines
+    if b"memfd:" not in maps:  # usually true, and saves parsing hundreds of lines
         return set()
     lines = os.fsdecode(maps).splitlines()
     return {f"mapping {line.split()[0]} ({line.split()[-1]})" for line in lines if "memfd:" in line}
@@ -427,7 +433,7 @@ def children() -> set[str]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Let the watchdog limit the exit of this process, because no further test begins."""
+    """Let the watchdog limit this process's exit, because no further test begins."""
     session.config.stash[WATCHDOG].close()
 
 

@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _impatient() -> Iterator[None]:
-    """Shorten the peer timeout. A dead remote process is detected after 1.5 times this timeout."""
+    """Shorten the peer timeout. A dead remote process is detected after 1.5 times that time."""
     serve(peer_timeout=5)
     yield
     serve()
@@ -62,15 +62,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def parameter(transport: Transport, kind: str) -> Any:
-    """Return the parameter for a pair. A test has its remote peers in processes or on hosts; both start
-    slowly."""
+    """Return the parameter for a pair of transport and peer.
+
+    Remote peers run in processes or on hosts, never in both, because both start slowly.
+    """
     remote = "host" in transport.peers and kind != "thread"
     marks = [pytest.mark.alternative(kind)] if remote else []
     return pytest.param(transport, kind, id=f"{transport.name}-{kind}", marks=marks)
 
 
 class Factory:
-    """Creates channels of one transport, and keeps track of them."""
+    """Creates channels of one transport and keeps track of them."""
 
     def __init__(self, transport: Transport) -> None:
         self._medium = transport
@@ -99,8 +101,10 @@ def make(transport: Transport) -> Iterator[Factory]:
 
 @pytest.fixture
 def spawn_peer(make: Factory, peer_kind: str) -> Iterator[Callable[..., Peer]]:
-    """Yield ``spawn_peer(function, *args)``, which starts a peer. End the peers that a failed test left
-    behind."""
+    """Yield ``spawn_peer(function, *args)``, which starts a peer.
+
+    Peers that a failed test leaves behind are ended.
+    """
     peers: list[Peer] = []
 
     def spawn(function: Callable[..., Any], *args: Any) -> Peer:
@@ -119,7 +123,7 @@ def spawn_peer(make: Factory, peer_kind: str) -> Iterator[Callable[..., Peer]]:
 
 @pytest.fixture
 def make_gate() -> Iterator[Callable[[int], Gate]]:
-    """Yield ``make_gate(n)``, which makes a barrier that holds n peers until the test opens it."""
+    """Yield ``make_gate(n)``, which makes a barrier for n peers that the test opens."""
     gates: list[Gate] = []
 
     def make(peers: int) -> Gate:

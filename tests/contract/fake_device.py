@@ -1,9 +1,9 @@
-"""A fake device made of shared files, to test the protocol for device tensors on machines without a GPU.
+"""A fake device made of shared files, which tests the protocol for device tensors without a GPU.
 
 Its memory is a memfd. Other processes map the memfd through the owner's ``/proc/<pid>/fd``, which works only
-while the owner is alive. Each process has one stream per device. Enqueued work runs immediately, unless the
-test is holding the stream, or the stream is waiting for an event. Held work continues at the next call that
-checks it. Every relevant call is counted.
+while the owner is alive. Each process has one stream per device. Enqueued work runs at once, unless the test
+holds the stream or the stream waits for an event. Held work continues at the next call that checks it. All
+relevant calls are counted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Memory:
 
 
 class Event:
-    """An event, stored as two shared numbers: how often it was recorded, and the last completed record."""
+    """An event as two shared numbers: how often it was recorded, and the last completed record."""
 
     def __init__(self, numbers: Any, memory: Memory | None = None) -> None:
         self.numbers, self.memory = numbers, memory
@@ -91,7 +91,7 @@ class FakeTensor:
         FAKE.stream(self.device).add(lambda: self.array.fill(value))
 
     def numpy(self) -> Any:
-        """Wait for the device, as a host read would, and return the array."""
+        """Wait for the device, like a read by the host, and return the array."""
         FAKE.wait_for(self.device)
         return self.array
 
@@ -115,7 +115,7 @@ class FakeDevice:
 
     @contextmanager
     def held(self, device: str = "fake-A") -> Iterator[None]:
-        """Hold back work that is enqueued within the block, until the block ends."""
+        """Hold back the work that is enqueued in the block, until the block ends."""
         self.stream(device).held = True
         yield
         self.stream(device).held = False
@@ -220,7 +220,7 @@ class FakeDevice:
 
 
 def kept() -> int:
-    """Return the number of items that keep blocks in this process."""
+    """Return how many items keep blocks in this process."""
     transfer._state.sweep()
     return sum(len(channel.blocks) for channel in transfer._state.kept.values())
 

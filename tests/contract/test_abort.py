@@ -1,4 +1,4 @@
-"""C6: abort breaks a channel, discards the items inside, and reports the cause to all users."""
+"""C6: abort breaks a channel, discards its items, and reports the cause to all users."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CALLS = {
 
 
 class TooLate(Exception):
-    """An item type that supports weak references."""
+    """An item that supports weak references."""
 
 
 def cause_seen(call, ch):
     """Return the cause that a peer sees.
 
-    It must be read in the peer, because an exception's ``__cause__`` is not sent to another process.
+    The peer must read it, because an exception's ``__cause__`` is not sent to another process.
     """
     try:
         call(ch)
@@ -46,7 +46,7 @@ def beginning_of_cause_seen(ch):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_every_call_after_abort_raises_broken_from_the_cause(make, call):
-    """C6: this includes a second call, and does not depend on whether items were inside."""
+    """C6: this includes a second call, and applies with or without items inside."""
     ch = make()
     ch.put("discarded")
     ch.abort(ValueError("bad wind"))
@@ -61,7 +61,7 @@ def test_every_call_after_abort_raises_broken_from_the_cause(make, call):
 @pytest.mark.each_value
 @pytest.mark.parametrize("call", CALLS)
 def test_peer_gets_the_same_abort_cause(make, spawn_peer, call):
-    """C6: the cause also reaches another process or thread."""
+    """C6: the cause reaches users in other processes and threads."""
     ch = make()
     ch.abort(ValueError("bad wind"))
     assert spawn_peer(cause_seen, CALLS[call], ch).result() == (ValueError, "bad wind")
@@ -89,7 +89,7 @@ def test_every_waiting_writer_raises_broken_from_the_cause(make, spawn_peer, cal
 
 
 def test_put_many_interrupted_by_abort_raises_broken(make, spawn_peer):
-    """C6: the items that the call had put are discarded, so the error does not count them."""
+    """C6: the items of the call are discarded, so the error does not count them."""
     ch = make(2)
     peer = spawn_peer(cause_seen, lambda ch: ch.put_many(range(5)), ch)
     wait_blocked(ch, writers=1)
@@ -129,7 +129,7 @@ def test_abort_without_a_cause_raises_plain_broken(make, spawn_peer):
 
 
 def test_unpicklable_cause_still_breaks_the_channel(make, spawn_peer):
-    """C6: abort never fails. At least the text of the cause reaches every user."""
+    """C6: abort never fails. The text of the cause, at least, reaches every user."""
     ch = make()
     ch.abort(ValueError("held a lock", threading.Lock()))
 
@@ -146,7 +146,7 @@ def test_unpicklable_cause_still_breaks_the_channel(make, spawn_peer):
 @pytest.mark.each_value
 @pytest.mark.parametrize("size", [100, 1 << 20, 17 << 20])
 def test_large_cause_arrives_as_exception_or_text(make, spawn_peer, size):
-    """C6: the cause arrives as an exception, or as text if it is too large for the channel's memory."""
+    """C6: a cause that is too large for the channel's memory arrives as text."""
     ch = make(max_bytes=1 << 16)
     peer = spawn_peer(beginning_of_cause_seen, ch)
     wait_blocked(ch, readers=1)
@@ -157,7 +157,7 @@ def test_large_cause_arrives_as_exception_or_text(make, spawn_peer, size):
 
 
 def test_the_first_abort_sets_the_cause(make):
-    """C6: later aborts are usually consequences of the first."""
+    """C6: later aborts are usually consequences of the first one."""
     ch = make()
     ch.abort(ValueError("first"))
     ch.abort(ValueError("second"))
@@ -167,7 +167,7 @@ def test_the_first_abort_sets_the_cause(make):
 
 
 def test_abort_after_close_breaks_a_channel_that_is_not_drained(make):
-    """C6: the items inside are lost, so the end must not look clean."""
+    """C6: items inside are lost, so the end must not look clean."""
     ch = make()
     ch.put_many([1, 2])
     ch.close()
@@ -179,7 +179,7 @@ def test_abort_after_close_breaks_a_channel_that_is_not_drained(make):
 
 
 def test_abort_of_a_drained_channel_has_no_effect(make):
-    """C6: a drained channel cannot change, so a later cause is not kept."""
+    """C6: nothing changes a drained channel, so a later cause is ignored."""
     ch = make()
     ch.close()
     assert ch.drained
@@ -219,7 +219,7 @@ class Item:
 
 
 def test_abort_frees_the_discarded_items():
-    """C6, C12: discarded items are freed."""
+    """C6, C12."""
     ch = Channel(across="threads")
     item = Item()
     reference = weakref.ref(item)

@@ -1,4 +1,4 @@
-"""Arrays, tensors and memory views are written once into shared memory and read in place."""
+"""Arrays, tensors and memory views are written to shared memory once and read in place."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_c13_tensors_of_every_kind_arrive_equal(make, name):
 
 @pytest.mark.copying
 def test_c13_a_tensor_within_an_autograd_graph_raises(make):
-    """The graph cannot be sent. The error names the remedy, and the channel is unchanged."""
+    """The graph cannot be sent. The error names the remedy, and the channel stays unchanged."""
     ch = make(1)
     with pytest.raises(TypeError, match=r"autograd graph.*send tensor\.detach\(\)"):
         ch.put({"loss": torch.ones(3, requires_grad=True) * 2})
@@ -112,7 +112,7 @@ def test_nested_arrays_and_tensors_arrive(make):
     "bytes_like", [b"x" * LARGE, bytearray(b"x" * LARGE), memoryview(b"x" * LARGE), memoryview(b"")]
 )
 def test_bytes_like_objects_keep_their_type(make, bytes_like):
-    """Bytes own their memory, so they are copied. A memory view of bytes is read in place."""
+    """Bytes own their memory, so they are copied; a memory view of bytes is read in place."""
     ch = make(1)
     ch.put(bytes_like)
     arrived = ch.get()
@@ -151,7 +151,7 @@ def test_c13_memory_view_with_unsupported_format_raises(make, dtype):
 
 @pytest.mark.copying
 def test_c13_a_memory_view_of_pairs_raises(make):
-    """Each letter of the format is supported, but not their combination."""
+    """Each letter of the format alone is supported, but not the combination."""
     ch = make(1)
     pairs = pytest.importorskip("_testbuffer").ndarray([(1, 2), (3, 4)], shape=[2], format="bB")
     with pytest.raises(TypeError, match=r"format of a memoryview .* got 'bB'"):
@@ -170,7 +170,7 @@ def _freed() -> torch.Tensor:
     "make_tensor", [_freed, lambda: torch._efficientzerotensor(LARGE)], ids=["freed", "never there"]
 )
 def test_tensor_without_memory_arrives_or_raises(make, make_tensor):
-    """The tensor must either arrive as it would with pickle, or raise."""
+    """The tensor must arrive as with pickle, or raise."""
     ch = make(2)
     with contextlib.suppress(TypeError, NotImplementedError, RuntimeError):
         ch.put(make_tensor())
@@ -221,7 +221,7 @@ def test_writes_to_a_received_tensor_stay_private(make):
 
 @pytest.mark.copying
 def test_memory_block_is_freed_with_its_last_view(make):
-    """A slice of the array, or another array made from it, also keeps the block."""
+    """A slice of the array, or an array made from it, keeps the block as well."""
     ch = make(1)
     ch.put((np.arange(LARGE), torch.arange(LARGE)))
     arrived = ch.get()
@@ -238,7 +238,7 @@ def test_memory_block_is_freed_with_its_last_view(make):
 
 @pytest.mark.copying
 def test_blocks_are_reused_for_later_items(make):
-    """C2: a long stream of large items uses no more memory than a few of these items."""
+    """C2: a long stream of large items needs no more memory than a few of them."""
     ch = make(1, max_bytes=3 * 8 * LARGE)
     for number in range(100):
         ch.put(np.full(LARGE, number))
@@ -248,7 +248,7 @@ def test_blocks_are_reused_for_later_items(make):
 
 @pytest.mark.copying
 def test_views_stay_valid_after_port_and_channel_are_gone(make):
-    """If a reader keeps a finished item, its data does not change."""
+    """The data of a finished item that a reader keeps does not change."""
     ch = make(4)
     kept = []
     with ch.writer() as out, ch.reader() as reader:
@@ -264,7 +264,7 @@ def test_views_stay_valid_after_port_and_channel_are_gone(make):
 
 @pytest.mark.copying
 def test_reader_that_keeps_all_arrays_does_not_block_writers(make):
-    """When the kept arrays would fill the memory, new arrays arrive as copies."""
+    """Before the kept arrays fill the memory, new arrays arrive as copies."""
     ch = make(4, max_bytes=4 * 8 * LARGE)
     kept = []
     for number in range(30):
@@ -278,7 +278,7 @@ def test_reader_that_keeps_all_arrays_does_not_block_writers(make):
 
 @pytest.mark.copying
 def test_items_of_different_sizes_fit_between_blocks_in_use(make):
-    """Free memory is divided into blocks again, even if blocks in between are still in use.
+    """Free memory is divided into blocks again, even between blocks that are still in use.
 
     The channel always has room for the largest item.
     """
@@ -297,7 +297,7 @@ def test_items_of_different_sizes_fit_between_blocks_in_use(make):
 
 @pytest.mark.copying
 def test_put_without_room_names_the_processes_that_hold_memory(make):
-    """If a put finds no room, its error reports what fills the channel, and which processes keep blocks."""
+    """The error reports what fills the channel, and which processes keep blocks."""
     ch = make(2, max_bytes=10 * 8 * LARGE)
     ch.put(np.zeros(LARGE))
     kept = ch.get()
@@ -322,7 +322,7 @@ def test_c11_memory_blocks_of_a_killed_process_are_freed(make, spawn_peer, port)
     peer.kill()
     peer.join()
     ch.close()
-    items = list(ch)  # includes the item of the process that died
+    items = list(ch)  # including the item of the process that died
     assert len(items) == (2 if port else 1)
     del items
     wait_until(lambda: ch.stats().holders == (), what=ch.stats)
@@ -353,7 +353,7 @@ def test_forked_child_keeps_views_after_its_parent_has_ended(make, spawn_peer):
     parent = spawn_peer(_fork_and_end, ch, requests, answers)
     assert answers.get() == 5 * LARGE
     assert parent.join() == 0
-    ch.stats()  # this call detects dead processes
+    ch.stats()  # detects the dead process
     for _ in range(10):
         ch.put(np.full(LARGE, 6))
         assert ch.get()[0] == 6
@@ -364,7 +364,7 @@ def test_forked_child_keeps_views_after_its_parent_has_ended(make, spawn_peer):
 
 @pytest.mark.other_process
 def test_forked_child_keeps_the_views_of_its_parent(make, spawn_peer):
-    """The parent may release its view, and the channel may continue, but the child's view must not change."""
+    """The child's view must not change, even after the parent releases its view and the channel continues."""
     ch, requests, answers = make(1), make(1), make(1)
     ch.put(np.full(LARGE, 5))
     arrived = ch.get()
@@ -390,7 +390,7 @@ def _put_tensors(ch: Channel, count: int) -> None:
     for number in range(count):
         ch.put(torch.full((LARGE,), number))
     ch.flush()
-    os._exit(0)  # exits without any cleanup
+    os._exit(0)  # exits without cleanup
 
 
 @pytest.mark.other_process

@@ -1,7 +1,8 @@
 """C9 for asyncio: ``aput``, ``aget`` and ``async for`` on channels and ports of every transport.
 
-A cancelled call has taken and put nothing, a wait occupies no thread, and the event loop keeps running. These
-tests cannot measure whether a blocked await uses CPU time; it sleeps in the same call as ``select``.
+A cancelled call has neither taken nor put an item. A wait occupies no thread, and the event loop keeps
+running. These tests cannot measure whether a blocked await uses CPU time, but it sleeps in the same call as
+``select``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flowchan.channel import awaiting
 
 
 def run(coroutine):
-    """Run a coroutine in a new loop, with a time limit."""
+    """Run a coroutine in a new loop with a time limit."""
 
     async def limited():
         return await asyncio.wait_for(coroutine, WAIT_LIMIT_S)
@@ -31,13 +32,13 @@ def run(coroutine):
 
 
 async def until(condition):
-    """Wait for a condition while the loop keeps running."""
+    """Wait for a condition without stopping the loop."""
     while not condition():
         await asyncio.sleep(0)
 
 
 async def blocked(channel, readers=0, writers=0):
-    """Wait until these numbers of readers and writers are waiting in the channel."""
+    """Wait until this many readers and writers wait for the channel."""
 
     def reached():
         stats = channel.stats()
@@ -125,7 +126,7 @@ def test_coroutines_pass_items_through_a_full_channel(make):
 
 
 def test_ports_can_be_awaited_like_channels(make):
-    """C5, C9: the last writer's exit ends the loop, and an item is leased until the next one is requested."""
+    """C5, C9: the last writer's exit ends the loop, and an item stays leased until the next request."""
 
     async def main():
         ch = make(1)
@@ -275,7 +276,7 @@ def test_timeout_around_aget_takes_no_item(make):
 
 
 def test_cancelled_call_that_was_woken_wakes_the_next_reader(make):
-    """C8, C9: an item has woken the cancelled call, so another reader must get the item."""
+    """C8, C9: an item has woken the cancelled call, so it must reach another reader."""
 
     async def main():
         for _ in range(50):
@@ -312,7 +313,7 @@ def test_cancelled_call_passes_its_wake_up_to_a_thread(make):
 
 
 def test_many_cancelled_agets_lose_no_item(make, spawn_peer):
-    """C9: readers are cancelled repeatedly while items are put, and every item must arrive exactly once."""
+    """C9: every item must arrive exactly once, although readers are cancelled during the puts."""
     ch, writers, each = make(4), 2, 700
     taken = []
 
@@ -342,7 +343,7 @@ def test_many_cancelled_agets_lose_no_item(make, spawn_peer):
 
 
 def test_many_cancelled_aputs_put_each_item_once(make):
-    """C9: a cancelled call reports correctly whether it has put its item."""
+    """C9: a cancelled call tells correctly whether it has put its item."""
     ch, put = make(2), []
 
     async def write(number):
@@ -388,11 +389,11 @@ def test_500_concurrent_waits_use_few_threads(make):
         assert Counter(await asyncio.gather(*tasks)) == dict.fromkeys(range(100), 5)
         return threads
 
-    assert run(main()) <= 4  # each thread handles 127 waits
+    assert run(main()) <= 4  # one thread for every 127 waits
 
 
 def test_two_event_loops_wait_on_the_same_channel(make):
-    """C8, C9: each loop has its own thread."""
+    """C8, C9: each loop runs in its own thread."""
     ch, items = make(2), 400
 
     def read():
@@ -416,7 +417,7 @@ def test_two_event_loops_wait_on_the_same_channel(make):
 
 
 def test_event_loop_may_be_closed_while_a_call_waits(make):
-    """C8, C9: when the loop's thread ends, its waiters are removed, and other readers get the item."""
+    """C8, C9: the end of the loop's thread removes its waiters, and other readers get the item."""
     ch = make()
     loop = asyncio.new_event_loop()
     task = loop.create_task(ch.aget())
@@ -430,7 +431,7 @@ def test_event_loop_may_be_closed_while_a_call_waits(make):
 
 
 def test_closed_event_loop_is_freed(make):
-    """C9, C12: flowchan keeps no reference to a closed loop, even if calls were waiting in it."""
+    """C9, C12: flowchan keeps no reference to a closed loop, even if calls waited in it."""
     ch = make()
 
     async def main():
@@ -450,7 +451,7 @@ def test_closed_event_loop_is_freed(make):
 
 
 def test_watcher_thread_ends_when_idle(make, monkeypatch):
-    """C12: a later wait starts the thread again."""
+    """C12: a later wait restarts the thread."""
     monkeypatch.setattr(awaiting.Watcher, "IDLE", 0.0)
 
     async def main():
@@ -466,7 +467,7 @@ def test_watcher_thread_ends_when_idle(make, monkeypatch):
 
 
 def test_forked_child_awaits_in_a_new_event_loop():
-    """C9: the parent's loop is waiting when the process forks."""
+    """C9: the process forks while its own loop is waiting."""
     ch, answer = Channel(across="processes"), Channel(across="processes")
 
     def child():

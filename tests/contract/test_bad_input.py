@@ -1,6 +1,7 @@
 """Invalid arguments raise an error that names the argument, its value and the allowed values.
 
-C13: an item that cannot be serialised raises in put. The error names the part, and the channel is unchanged.
+C13: an item that cannot be serialised raises in put. The error names the part, and the channel stays
+unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def test_error_of_capacity_0_names_an_alternative(make):
 
 
 def test_capacity_none_between_processes_raises():
-    """C2: between processes, items use shared memory."""
+    """C2: between processes, items need shared memory."""
     ch = Channel(None)
     assert repr(ch) == "<Channel(None, across='threads') open, 0 inside>"
     for number in range(100_000):
@@ -51,7 +52,7 @@ def test_capacity_none_between_processes_raises():
 
 
 def test_capacity_beyond_the_limit_raises(make):
-    """The error has the usual format; it is not an OverflowError."""
+    """The error has the usual format, unlike an OverflowError."""
     with pytest.raises(ValueError, match="capacity"):
         make(1 << 70)
 
@@ -73,7 +74,7 @@ def test_max_bytes_must_be_a_positive_int(make, max_bytes):
 @pytest.mark.parametrize("timeout", [-1, -0.001, math.nan, "1", True])
 @pytest.mark.parametrize("call", ["put", "put_many", "get", "get_many"])
 def test_timeout_must_be_a_non_negative_number(make, call, timeout):
-    """The error does not depend on whether the call would wait, and the channel is unchanged."""
+    """The error comes whether or not the call would wait, and the channel stays unchanged."""
     ch = make(2)
     ch.put("inside")
     calls = {
@@ -109,7 +110,7 @@ def test_unknown_keyword_argument_raises(make):
 
 
 def test_put_many_raises_the_error_from_its_iterable(make):
-    """The items that were put earlier remain, and the channel still works."""
+    """Items that were put earlier remain, and the channel still works."""
     ch = make()
 
     def broken():
@@ -172,7 +173,7 @@ def holder_of_a_lock():
     ids=["itself", "attribute", "attribute within", "key", "nested", "captured", "generator"],
 )
 def test_put_of_an_unpicklable_item_names_the_part(make, item, part):
-    """C13: this holds for every method that puts, and the channel is unchanged."""
+    """C13: this applies to every method that puts, and the channel stays unchanged."""
     ch = make(2)
     ch.put("before")
     for put in (ch.put, ch.put_nowait, lambda item: ch.put_many([item])):
@@ -211,7 +212,7 @@ def fail_to_build():
 
 @pytest.mark.copying
 def test_error_raised_by_pickling_an_item_is_chained(make):
-    """C13: the put raises the user's exception or an exception that is chained to it."""
+    """C13: the put raises the user's exception, or one that is chained to it."""
     ch = make()
     with pytest.raises(Exception, match="no way to write me down"):
         ch.put(FailsToPickle())
@@ -232,7 +233,7 @@ def test_item_that_cannot_be_unpickled_raises_in_get_once(make):
 
 @pytest.mark.copying
 def test_failed_put_does_not_wake_readers_or_block_writers(make, spawn_peer):
-    """C13: a waiting reader continues to wait."""
+    """C13: a waiting reader keeps waiting."""
     ch = make()
     peer = spawn_peer(ch.get)
     wait_blocked(ch, readers=1)
@@ -244,7 +245,7 @@ def test_failed_put_does_not_wake_readers_or_block_writers(make, spawn_peer):
 
 
 def test_any_object_can_be_an_item_between_threads():
-    """C13: nothing is serialised, because the object itself is passed."""
+    """C13: the object itself is passed, so nothing is serialised."""
     ch = Channel(across="threads")
     lock = threading.Lock()
     ch.put(lock)

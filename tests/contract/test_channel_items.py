@@ -1,6 +1,6 @@
-"""C14: a channel can be put into another channel whose transport does not reach farther.
+"""C14: a channel can be put into another channel, unless that one reaches farther.
 
-Channels that were dropped and items that were never read are freed.
+Dropped channels and unread items are freed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flowchan import Channel, Drained
 
 
 def test_a_channel_received_through_a_channel_is_the_same_channel(make):
-    """C14: items put into the received channel can be taken from the original one."""
+    """C14: the original channel delivers items that were put into the received one."""
     carrier, sent = make(1), make(3)
     carrier.put(sent)
     arrived = carrier.get()
@@ -31,7 +31,7 @@ def test_a_channel_received_through_a_channel_is_the_same_channel(make):
 
 
 def test_a_peer_can_reply_through_a_received_channel(make, spawn_peer):
-    """C14: a peer sends its reply through a channel that was part of the request."""
+    """C14: the request contains the channel for the reply."""
     requests = make()
 
     def serve():
@@ -50,7 +50,7 @@ def test_a_peer_can_reply_through_a_received_channel(make, spawn_peer):
 
 @pytest.mark.not_hosts("the channel's owner ends as soon as it has received the items")
 def test_channel_made_by_a_peer_works_after_it_was_sent(make, spawn_peer, transport):
-    """C14: a channel that another process made works in both directions."""
+    """C14: a channel made by another process works in both directions."""
     carrier = make(1)
 
     def offer():
@@ -77,7 +77,7 @@ def test_peer_closes_a_sent_channel_while_the_sender_waits(make, spawn_peer):
 
 
 def test_channels_can_be_nested_in_items(make):
-    """C14: a channel can be inside tuples, lists and dicts."""
+    """C14: a channel may be inside tuples, lists and dicts."""
     carrier, sent = make(), make()
     carrier.put({"replies": [sent, sent], "pair": (sent, 1)})
     item = carrier.get()
@@ -112,7 +112,7 @@ def test_channel_passes_through_many_processes(make, spawn_peer):
 
 @pytest.mark.copying
 def test_a_threads_channel_cannot_be_sent_to_another_process(make):
-    """C14: a put into a channel that reaches farther raises, names the item, and has no other effect."""
+    """C14: the put raises, names the item, and has no other effect."""
     carrier = make()
     for item in (Channel(across="threads"), {"reply": Channel(across="threads")}):
         with pytest.raises((TypeError, ValueError), match="threads") as caught:
@@ -139,7 +139,7 @@ def test_channel_can_be_an_item_of_itself(make):
 
 
 class Cause(Exception):
-    """An item type that supports weak references."""
+    """An item that supports weak references."""
 
 
 class Item:
@@ -147,7 +147,7 @@ class Item:
 
 
 def test_items_of_a_dropped_channel_are_freed():
-    """The last reference to a channel also frees its items."""
+    """The last reference to a channel frees its items too."""
     ch = Channel(across="threads")
     item = Item()
     reference = weakref.ref(item)
@@ -158,7 +158,7 @@ def test_items_of_a_dropped_channel_are_freed():
 
 
 def test_channel_keeps_no_reference_to_a_received_item():
-    """This is tested for ``threads`` channels."""
+    """This concerns ``threads`` channels."""
     ch = Channel(across="threads")
     item = Item()
     reference = weakref.ref(item)
@@ -204,7 +204,7 @@ def test_channels_in_dropped_unread_items_leave_no_open_descriptor(transport):
 
 
 def test_destructor_of_a_discarded_item_may_use_the_channel():
-    """A ``threads`` channel holds no lock while the destructor of a discarded item runs."""
+    """While such a destructor runs, a ``threads`` channel holds no lock."""
     ch = Channel(across="threads")
     seen = []
 

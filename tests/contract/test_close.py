@@ -27,7 +27,7 @@ def test_a_new_channel_is_open(make):
 
 
 def test_close_may_be_called_any_number_of_times(make, spawn_peer):
-    """C3: any user may close the channel, and no call raises."""
+    """C3: any user may close the channel, and no close raises."""
     ch = make()
     ch.close()
     ch.close()
@@ -38,7 +38,7 @@ def test_close_may_be_called_any_number_of_times(make, spawn_peer):
 
 @pytest.mark.parametrize("put", PUTS)
 def test_put_after_close_raises_closed_and_puts_nothing(make, put):
-    """C3: the error is plain ``Closed``. Only readers get its subclass Drained."""
+    """C3: writers get plain ``Closed``; only readers get its subclass Drained."""
     ch = make()
     ch.put("before")
     ch.close()
@@ -86,7 +86,7 @@ def test_a_waiting_put_wakes_and_raises_closed(make, spawn_peer):
 
 
 def test_waiting_put_many_reports_its_count_when_the_channel_closes(make, spawn_peer):
-    """C3: the error counts the items that were put, and these remain readable."""
+    """C3: the error counts the items that were put, which remain readable."""
     ch = make(2)
     peer = spawn_peer(ch.put_many, list(range(5)))
     wait_blocked(ch, writers=1)
@@ -111,7 +111,7 @@ def test_a_waiting_put_many_that_had_put_nothing_raises_closed(make, spawn_peer)
 
 
 def test_items_put_before_the_close_stay_readable(make, spawn_peer):
-    """C3: readers in any process can read these items."""
+    """C3: readers in any process can read them."""
     ch = make()
     ch.put_many(range(10))
     ch.close()
@@ -144,7 +144,7 @@ def test_waiting_iterations_end_when_the_channel_closes(make, spawn_peer):
 
 
 def test_close_wakes_waiting_readers_and_writers(make, spawn_peer):
-    """C3: one peer's close wakes readers of an empty channel and writers of a full channel."""
+    """C3: one close wakes readers of an empty channel and writers of a full one."""
     empty, full = make(1), make(1)
     full.put(0)
     reader = spawn_peer(empty.get)
@@ -179,7 +179,7 @@ def test_get_on_a_drained_channel_always_raises_at_once(make, get):
 
 
 def test_reading_the_last_item_succeeds(make):
-    """C4: only the next read raises."""
+    """C4: only the read after that raises."""
     ch = make()
     ch.put("last")
     ch.close()
@@ -191,7 +191,7 @@ def test_reading_the_last_item_succeeds(make):
 
 
 def test_get_many_returns_the_last_items_before_raising_drained(make):
-    """C4: the call raises Drained only if no item is left to return."""
+    """C4: the call raises Drained only when no item is left."""
     ch = make()
     ch.put_many([1, 2])
     ch.close()
@@ -201,7 +201,7 @@ def test_get_many_returns_the_last_items_before_raising_drained(make):
 
 
 def test_iteration_ends_when_drained(make):
-    """C4: a second iteration ends at once."""
+    """C4: iterating again ends at once."""
     ch = make()
     ch.put_many(range(4))
     ch.close()

@@ -1,4 +1,4 @@
-"""Test what happens when senders of device tensors end, with and without a run, on a fake device."""
+"""Test what happens when senders of device tensors end, in a run and without one, on a fake device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_c12_producer_that_exits_after_its_put_loses_no_item(make, spawn_peer):
 
 @pytest.mark.other_process
 def test_error_names_the_producer_that_exited_abruptly_and_the_remedy(make, spawn_peer, monkeypatch):
-    """This does not depend on whether the producer's memory was opened earlier."""
+    """This applies whether or not the producer's memory was opened before."""
     ch = make(64)
     peer = spawn_peer(_put_and_leave, ch, 2)
     pid = peer._process.pid
@@ -121,7 +121,7 @@ def test_exit_does_not_wait_for_tensors_without_readers():
 
 
 def test_exit_stops_waiting_at_its_time_limit_and_reports_losses():
-    """Another process has the channel but does not read."""
+    """Another process has the channel but never reads it."""
     more = (
         "import os, signal, threading, time\n"
         "if (child := os.fork()) == 0:\n"
@@ -150,7 +150,7 @@ def _doubled(tensor: FakeTensor) -> FakeTensor:
 
 
 def _killing(tensor: FakeTensor) -> Any:
-    """Change the received tensor, and kill this process, but only the first time."""
+    """Change the received tensor and, the first time only, kill this process."""
     number = int(tensor.numpy()[0])
     tensor.fill(-1)
     if number == 30 and (marker := Path(os.environ["MARKER"])).exists():
@@ -173,7 +173,7 @@ def test_stages_in_processes_forward_tensors(tmp_path, monkeypatch):
 
 
 def test_workers_of_a_stopped_run_exit_without_waiting(monkeypatch, capfd):
-    """If the channel has no reader, tensors need no memory, even if other processes have the channel."""
+    """If the channel has no reader, its tensors need no memory, even if other processes have it open."""
     monkeypatch.setenv("FLOWCHAN_CUDA_EXIT_WAIT", "1")
     graph = Graph("early")
     first = graph.source(range(1000)).map(_made, on="process").take(3).collect()
@@ -203,7 +203,7 @@ def _runs(pid: int) -> bool:
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_device_tensors_of_killed_worker_survive_only_in_host_memory(tmp_path, monkeypatch, switch):
-    """The run must report the loss, and must never continue without the tensors."""
+    """The run must report the loss, and must not continue without the tensors."""
     monkeypatch.setenv("MARKER", str(tmp_path / "marker"))
     monkeypatch.setenv("FLOWCHAN_CUDA_IPC", switch)
     graph = Graph("killed")
@@ -222,7 +222,7 @@ COUNT = 150
 
 
 def _put_at_random(ch: Channel, seed: int) -> None:
-    """Put tensors of all sizes from two threads, and stop the stream frequently."""
+    """Put tensors of all sizes from two threads, stopping the stream often."""
 
     stream = FAKE.stream("fake-A")
 
@@ -239,7 +239,7 @@ def _put_at_random(ch: Channel, seed: int) -> None:
             item = name, FakeTensor(np.full(size, name)), FakeTensor([name], "fake-B")
             try:
                 ch.put(item, timeout=0.05)
-            except Full:  # the readers that could make room are waiting for our stream
+            except Full:  # the readers that could make room wait for our stream
                 go_on()
                 ch.put(item)
             if chance.random() < 0.5:
@@ -292,7 +292,7 @@ def _use_and_return(ch: Channel, back: Channel) -> int:
 def test_forked_child_has_its_own_arenas_and_opens_the_parents(make, spawn_peer):
     ch, back = make(2), make(2)
     ch.put(FakeTensor(np.zeros(10)))
-    peer = spawn_peer(_use_and_return, ch, back)  # now the parent already has an arena
+    peer = spawn_peer(_use_and_return, ch, back)  # by now, the parent has an arena
     assert back.get().numpy().tolist() == [1] * 10
     assert peer.result() == 1
     assert kept() == 0

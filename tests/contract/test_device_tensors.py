@@ -1,4 +1,4 @@
-"""Test how device tensors are transferred: by handle, in order, and as copies, on a fake device."""
+"""Test how device tensors travel on a fake device: by handle, in order, and as copies."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_nested_tensors_from_two_devices_are_transferred(make, spawn_peer):
 
 
 def test_many_tensors_share_one_allocation(make):
-    """torch-ipc sent the base of the allocation along with every tensor in it."""
+    """Torch-ipc also sent the base of the allocation with every tensor."""
     ch = make(64)
     for number in range(50):
         ch.put(FakeTensor(np.full(10 * number + 1, number, "u1")))
@@ -115,13 +115,13 @@ def test_c11_sender_does_not_see_writes_by_the_receiver(make):
 def _put_held(ch: Channel, got: Channel) -> None:
     with FAKE.held():
         ch.put(FakeTensor(np.full(1000, 5)))
-        got.get()  # the receiver has the item, but the copy has not been made yet
+        got.get()  # the receiver has the item, but the copy is still pending
     assert FAKE.counts["finish"] == 0
 
 
 @pytest.mark.other_process
 def test_receiver_stream_waits_for_the_senders_event(make, spawn_peer):
-    """The receiver gets its tensor early, but starts working on the tensor only once the data is ready."""
+    """The receiver gets its tensor early, but its work on it waits for the data."""
     ch, got = make(1), make(1)
     peer = spawn_peer(_put_held, ch, got)
     arrived = ch.get()
@@ -152,7 +152,7 @@ def test_receiver_opens_memory_once_for_many_tensors_without_waiting(make, spawn
     ch.close()
     total, peer_end = answers.get()
     assert total == 999 * 500
-    assert peer_end["open"] == 1  # tensors of 1 MB share an arena of 64 MB
+    assert peer_end["open"] == 1  # tensors of 1 MB share one arena of 64 MB
     assert peer_end["open event"] <= 4 * transfer.EVERY_FEW
     assert peer_end["copy out"] == 1000
     assert not {"close", "finish", "from host"} & peer_end.keys()
@@ -185,7 +185,7 @@ def test_blocks_are_reused_once_their_items_are_gone(make):
     assert kept() == 25
     reader = ch.reader()
     reader.get()
-    assert kept() == 25  # the item is leased, so it may return to the channel
+    assert kept() == 25  # the item is leased, so it may yet return to the channel
     reader.close()
     assert kept() == 24
     for _ in range(24):
@@ -203,7 +203,7 @@ def test_every_put_uses_a_block_and_every_get_releases_it(make):
     ch.put_nowait(FakeTensor(np.ones(10)))
     ch.put_many(FakeTensor(np.ones(10)) for _ in range(3))
     out.put(FakeTensor(np.ones(10)))
-    out.put((FakeTensor(np.ones(10)), b"x" * MB))  # too large to be written under the lock
+    out.put((FakeTensor(np.ones(10)), b"x" * MB))  # too large to be copied under the lock
     select([], puts=[(ch, FakeTensor(np.ones(10)))])
     asyncio.run(ch.aput(FakeTensor(np.ones(10))))
     assert kept() == 9
@@ -238,14 +238,14 @@ def test_failed_put_uses_no_block(make):
 
 
 def test_block_is_not_reused_before_its_write_has_finished(make):
-    """The item is gone, but the copy into its block has not been made yet."""
+    """The item is gone, but the copy into its block is still pending."""
     ch = make(1)
     with FAKE.held():
         with pytest.raises(TypeError, match="can't send"):
             ch.put((FakeTensor(np.zeros(10)), threading.Lock()))
         ch.put(FakeTensor(np.ones(10)))
         pool = transfer._state.pools["fake"]
-        assert len(pool._back) >= 2  # put tries pickle first, and then cloudpickle
+        assert len(pool._back) >= 2  # put tries pickle first and then cloudpickle
     assert (ch.get().numpy() == 1).all()
     assert kept() == 0
     pool._collect()
@@ -272,7 +272,7 @@ def test_unreferenced_channel_releases_its_blocks(make):
 
 @pytest.mark.other_process
 def test_second_reader_of_an_item_copies_the_item_at_once(make, spawn_peer):
-    """The first reader's copy has not been made yet, so that reader still holds the item."""
+    """The first reader's copy is still pending, so that reader still holds the item."""
     ch, got = make(1), make(2)
     peer = spawn_peer(_put_held, ch, got)
     first, second = ch.reader(), ch.reader()
@@ -287,7 +287,7 @@ def test_second_reader_of_an_item_copies_the_item_at_once(make, spawn_peer):
     second.close()
 
     def has_ended() -> bool:
-        merge_counts()  # the thread that watches copies may drop the last reference to a copy
+        merge_counts()  # the thread that watches copies may drop a copy's last reference
         return not peer.running()
 
     wait_until(has_ended)
@@ -306,7 +306,7 @@ def _take_and_stay(ch: Channel, taken: Channel, port: bool) -> None:
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.parametrize("copied", [False, True])
 def test_c11_item_and_memory_of_a_killed_receiver_are_returned(make, spawn_peer, port, copied):
-    """A leased item is delivered again, even if its copy was made. An unleased item's block is free."""
+    """A leased item is delivered again even if its copy was made; the block of an unleased item is free."""
     ch, taken = make(4), make(4)
     with FAKE.held():
         ch.put(FakeTensor(np.full(10, 3)))

@@ -1,4 +1,4 @@
-"""C13: device tensors reach another host through host memory, and arrive on the device with the same number.
+"""C13: device tensors reach another host through host memory, on the device with the same number.
 
 The tests use fake devices (``fake_device``).
 """
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 def through_the_host():
-    """Return this process's counts of copies to and from host memory, and of device allocations."""
+    """Return how often this process copied to and from host memory, and how often it allocated device memory."""
     return FAKE.counts["to host"], FAKE.counts["from host"], FAKE.counts["allocate"]
 
 
@@ -91,7 +91,7 @@ class Doubled:
 
 
 def test_stages_on_hosts_forward_device_tensors(monkeypatch):
-    """Tensors go to an agent, from there to a second agent, and back to the program."""
+    """Tensors go to one agent, then to another, and back to the program."""
     monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if "/tests" in path))
     graph, pool = Graph("devices"), local(2)
     made = graph.source(range(1, 6)).map(lambda n: FakeTensor(np.arange(n * 10_000), "fake-B"))
@@ -116,7 +116,7 @@ VIEWS = {
 
 
 def remote_channel(server, function):
-    """Run a client on a host that has two devices."""
+    """Run a client on a host with two devices."""
     address, secret = server.address, server.secret
 
     def work():

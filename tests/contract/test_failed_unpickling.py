@@ -1,4 +1,4 @@
-"""C1, C9: if an item cannot be unpickled, now or ever, no other item is lost."""
+"""C1, C9: an item that cannot be unpickled, now or ever, causes no other item to be lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowchan import Channel, Drained, select
 
 pytestmark = pytest.mark.copying
 
-LARGE = 50_000  # size in bytes of an item that is copied or viewed without holding the lock
+LARGE = 50_000  # bytes; such an item is copied or viewed without the lock
 
 
 class NeverArrives:
@@ -62,7 +62,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_next_call_raises_the_error_of_the_unreadable_item(make, call):
-    """C1: the error is raised before later items are returned, and before Drained."""
+    """C1: the error comes before later items, and before Drained."""
     ch = make(8)
     ch.put_many([1, NeverArrives()])
     ch.close()
@@ -74,7 +74,7 @@ def test_next_call_raises_the_error_of_the_unreadable_item(make, call):
 
 
 class Once:
-    """An item that raises ``error`` the first time it is unpickled, and succeeds the second time."""
+    """An item whose first unpickling raises ``error`` and whose second succeeds."""
 
     error: BaseException | None = None
 
@@ -101,7 +101,7 @@ NOT_NOW += [(OSError, number, "") for number in (errno.EMFILE, errno.ENFILE, err
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("port", [False, True])
 def test_item_that_cannot_be_received_now_is_put_back(make, error, kind, port):
-    """C9: the item becomes the next item again, for any reader, even in a full channel."""
+    """C9: the item is again the next one, for any reader, even in a full channel."""
     ch = make(3)
     size, buffer = KINDS[kind]
     ch.put_many([Once(size, buffer), "behind", "last"])
@@ -117,7 +117,7 @@ def test_item_that_cannot_be_received_now_is_put_back(make, error, kind, port):
 
 
 def test_item_that_was_put_back_precedes_later_items(make, spawn_peer):
-    """C1, C2: the channel may exceed its capacity. A writer that took the free place does not wait."""
+    """C1, C2: the channel may exceed its capacity. The writer that took the free place does not wait."""
     ch = make(1)
     ch.put(Once())
     writer = spawn_peer(ch.put_many, ["second", "third"])
@@ -130,7 +130,7 @@ def test_item_that_was_put_back_precedes_later_items(make, spawn_peer):
 
 
 def test_only_the_failed_item_of_a_batch_is_put_back(make):
-    """C1: the earlier items of the batch are returned."""
+    """C1: the call returns the earlier items of the batch."""
     ch = make(8)
     ch.put_many([1, 2, Once(), 4])
     end = ch.reader()
@@ -157,7 +157,7 @@ def test_ctrl_c_in_get_many_reports_the_items_already_taken(make):
 
 def interrupted():
     os.kill(os.getpid(), signal.SIGINT)
-    for _ in range(1000):  # gives the handler a chance to run between two iterations
+    for _ in range(1000):  # lets the handler run between two iterations
         pass
     return "never"
 
@@ -177,7 +177,7 @@ def test_ctrl_c_while_unpickling_takes_nothing(make):
 
 
 def open_all():
-    """Open descriptors until the process reaches its limit."""
+    """Open descriptors up to the limit of the process."""
     while True:
         try:
             yield os.open("/dev/null", os.O_RDONLY)
@@ -188,7 +188,7 @@ def open_all():
 @pytest.mark.other_process
 @pytest.mark.not_hosts("receiving needs a connection, which is retried for a while")
 def test_channel_can_be_received_after_a_shortage_of_descriptors(make, spawn_peer, transport):
-    """C14: the error reports the shortage and a remedy, and the item stays in its channel."""
+    """C14: the error names the shortage and a remedy, and the item stays in its channel."""
     carrier = make()
 
     def receive():
@@ -205,7 +205,7 @@ def test_channel_can_be_received_after_a_shortage_of_descriptors(make, spawn_pee
         return carrier.get().get()
 
     peer = spawn_peer(receive)
-    sent = transport.make()  # made after the peer started, so the peer has not inherited it
+    sent = transport.make()  # made after the peer's start, so that the peer has not inherited it
     sent.put("inside")
     carrier.put(sent)
     assert peer.result() == "inside"

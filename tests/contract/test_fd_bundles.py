@@ -1,4 +1,4 @@
-"""C14: a channel that is put into a ``processes`` channel outlives its sender."""
+"""C14: a channel inside a ``processes`` channel outlives its sender."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.copying
 
 
 def put_new(carrier, make, *more):
-    """Put a new channel that contains an item, and drop every reference to it in this process."""
+    """Put a new channel with an item inside, and drop all references to the new channel in this process."""
     sent = make(4)
     sent.put_many(["inside", 2])
     carrier.put((sent, *more) if more else sent)
 
 
 def test_a_channel_dropped_by_its_sender_is_received(make, transport):
-    """C14: the sender can also be the receiver."""
+    """C14: the sender may also be the receiver."""
     carrier = make()
     put_new(carrier, transport.make)
     gc.collect()
@@ -43,7 +43,7 @@ def test_a_channel_dropped_by_its_sender_is_received(make, transport):
 @pytest.mark.other_process
 @pytest.mark.not_hosts("a channel ends with its owner, the process that made it")
 def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, transport, size):
-    """C14: besides the channel, the item contains small or large data."""
+    """C14: besides the channel, the item has small or large data."""
     carrier = make()
 
     def send_and_stay():
@@ -63,14 +63,14 @@ def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, tra
 
 @pytest.mark.other_process
 def test_channel_in_an_item_reaches_receivers_after_the_first_died(make, spawn_peer, transport):
-    """C14: the first receiver dies while it leases the item. The second port was open before the put."""
+    """C14: the first receiver dies with the item on lease. The second port was open before the put."""
     dies_with_it_in_hand(make, spawn_peer, transport, keeps=True)
 
 
 @pytest.mark.other_process
 @pytest.mark.not_hosts("the owner knows that the channel has arrived, but not whether its item is finished")
 def test_later_receiver_gets_the_item_that_the_first_receiver_dropped(make, spawn_peer, transport):
-    """C14: the first receiver had not finished the item."""
+    """C14: the first receiver has not finished the item."""
     dies_with_it_in_hand(make, spawn_peer, transport, keeps=False)
 
 
@@ -91,7 +91,7 @@ def dies_with_it_in_hand(make, spawn_peer, transport, keeps):
             answers.put(channel.get_many(4))
 
     put_new(carrier, transport.make)
-    stays = carrier.reader()  # keeps the carrier open when the other reader dies
+    stays = carrier.reader()  # keeps the carrier open after the other reader's death
     first = spawn_peer(take_and_stay)
     wait_stats(carrier, leased=1)
     second = spawn_peer(answer)
@@ -107,7 +107,7 @@ def dies_with_it_in_hand(make, spawn_peer, transport, keeps):
 
 @pytest.mark.other_process
 def test_nested_channels_pass_through_several_receivers(make, spawn_peer, transport):
-    """C14: each receiver can pass the channel on, even through the channel that it has received."""
+    """C14: each receiver can pass on the channel, even through that same channel."""
     hops = [make() for _ in range(3)]
     outer = transport.make(2)
     put_new(outer, transport.make)
@@ -120,8 +120,7 @@ def test_nested_channels_pass_through_several_receivers(make, spawn_peer, transp
 
 @pytest.mark.not_hosts("an item carries addresses instead of descriptors")
 def test_item_with_many_channels_arrives(make, transport):
-    """C14: a kernel message can carry a limited number of channels. Putting more raises an error with the
-    limit."""
+    """C14: a kernel message carries a limited number of channels. More of them raise an error with the limit."""
     carrier = make()
     carrier.put([transport.make(2) for _ in range(126)])
     many = carrier.get()
@@ -136,8 +135,7 @@ def test_item_with_many_channels_arrives(make, transport):
 
 @pytest.mark.not_hosts("an item carries addresses instead of descriptors")
 def test_put_of_channels_beyond_the_kernel_limit_raises(make, transport):
-    """C14: the kernel keeps a limited number of descriptors per channel. After the error the channel still
-    works."""
+    """C14: the kernel keeps a limited number of descriptors per channel, which still works after the error."""
     carrier, sent = make(100_000), transport.make(2)
     with pytest.raises(ChannelError, match="receive some items first") as caught:
         carrier.put_many(itertools.repeat(sent))
@@ -151,7 +149,7 @@ def test_put_of_channels_beyond_the_kernel_limit_raises(make, transport):
 
 
 def parcels(channel):
-    """Return whether the channel's kernel queue contains descriptors."""
+    """Return whether the kernel's queue for the channel contains descriptors."""
     with socket.socket(fileno=os.dup(channel._socket)) as queue:
         try:
             return bool(queue.recv(16, socket.MSG_PEEK | socket.MSG_DONTWAIT))
@@ -164,7 +162,7 @@ def parcels(channel):
 def test_kernel_releases_descriptors_with_the_received_item(make, transport, port):
     """C12: the kernel drops its copies of the descriptors once the item is received.
 
-    A port keeps the last descriptors until its next item.
+    A port keeps the last ones until its next item.
     """
     carrier = make()
     for _ in range(3):
@@ -184,7 +182,7 @@ def test_kernel_releases_descriptors_with_the_received_item(make, transport, por
 
 @pytest.mark.not_hosts("an item carries addresses instead of descriptors")
 def test_descriptors_from_an_unfinished_put_are_released(make, transport):
-    """C12: the descriptors were sent for a put that was then not completed, so they belong to no item."""
+    """C12: the descriptors were sent for a put that was not completed, so no item has them."""
     carrier = make()
     with socket.socket(fileno=os.dup(carrier._socket)) as queue:
         socket.send_fds(queue, [struct.pack("QQ", 12345, 2)], [carrier._fd, carrier._socket])
@@ -195,7 +193,7 @@ def test_descriptors_from_an_unfinished_put_are_released(make, transport):
 
 
 def test_stage_port_receives_channels(make, transport):
-    """C14: a port receives leased items one at a time, and as a batch."""
+    """C14: a port gets its leased items singly or as a batch."""
     carrier = make()
     for _ in range(4):
         put_new(carrier, transport.make)
@@ -206,7 +204,7 @@ def test_stage_port_receives_channels(make, transport):
 
 
 def test_receiver_without_free_descriptors_leaves_the_item_in_the_channel(make, transport):
-    """C14: the receiver gets the item once it has free descriptors."""
+    """C14: the receiver gets the item when it has descriptors free."""
     carrier = make()
     put_new(carrier, transport.make)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -227,7 +225,7 @@ def test_receiver_without_free_descriptors_leaves_the_item_in_the_channel(make, 
 
 
 def test_channels_in_packed_bytes_arrive_while_the_sender_keeps_them(make, transport):
-    """C14: bytes do not carry descriptors, so the sender must keep the channels."""
+    """C14: bytes carry no descriptors, so the sender must keep the channels."""
     carrier, sent = make(), transport.make(2)
     carrier.put([pack(sent), pickle.dumps(sent)])
     packed, pickled = carrier.get()
@@ -238,7 +236,7 @@ def test_channels_in_packed_bytes_arrive_while_the_sender_keeps_them(make, trans
 @pytest.mark.other_process
 @pytest.mark.not_hosts("a channel's address is sent instead of a descriptor")
 def test_put_of_a_channel_reports_why_a_socket_is_unavailable(make, spawn_peer):
-    """C14: everything else works on a system that does not support such sockets."""
+    """C14: everything else works on a system without such sockets."""
     carrier = make()
 
     def child():

@@ -1,4 +1,4 @@
-"""C1 and C2: items leave in FIFO order, and a channel never contains more than its bounds allow."""
+"""C1 and C2: items leave in FIFO order, and a channel never exceeds its limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowchan import Channel, Closed, Empty, Full
 
 
 def test_one_item_goes_in_and_comes_out(make):
-    """C1: the channel is empty afterwards."""
+    """C1: afterwards, the channel is empty."""
     ch = make(1)
     ch.put(7)
     assert ch.get() == 7
@@ -28,7 +28,7 @@ def test_items_are_received_in_the_order_of_their_puts(make):
 
 
 def test_mixed_single_and_batch_calls_keep_the_order(make):
-    """C1: all methods that put share one order, and so do all methods that get."""
+    """C1: all methods that put share one order, and so do all that get."""
     ch = make(16)
     ch.put(0)
     ch.put_many([1, 2, 3])
@@ -43,7 +43,7 @@ def test_mixed_single_and_batch_calls_keep_the_order(make):
 
 
 def test_order_is_kept_while_the_ring_wraps_around(make):
-    """C1: sizes vary, so that items use every part of the channel's memory."""
+    """C1: the sizes vary, so that items use every part of the channel's memory."""
     ch = make(3)
     sent = [bytes([i % 251]) * (i % 97) for i in range(2_000)]
     received = []
@@ -121,7 +121,7 @@ def test_channel_defaults_to_threads():
 
 @pytest.mark.parametrize("number", range(3))
 def test_channel_without_capacity_has_its_transport_default(number):
-    """C2: an item copied into shared memory costs more room than a reference, so fewer fit by default."""
+    """C2: an item in shared memory costs more than a reference, so the default capacity is lower."""
     across, capacity = (("threads", 4096), ("processes", 64), ("hosts", 64))[number]
     ch = Channel(across=across)
     assert ch.capacity == capacity
@@ -136,7 +136,7 @@ def test_across_returns_the_transport(make, transport):
 
 
 def test_put_waits_while_the_channel_is_full(make, spawn_peer):
-    """C2: the put continues as soon as the channel has room, and not earlier."""
+    """C2: the put continues when there is room, and not earlier."""
     ch = make(2)
     ch.put_many([0, 1])
     peer = spawn_peer(ch.put, 2)
@@ -148,7 +148,7 @@ def test_put_waits_while_the_channel_is_full(make, spawn_peer):
 
 
 def test_put_many_beyond_the_capacity_waits_for_room(make, spawn_peer):
-    """C2: it never contains more than ``capacity`` items, and all items are put in the end."""
+    """C2: the channel never has more than ``capacity`` items, and all items get in eventually."""
     ch = make(4)
     peer = spawn_peer(ch.put_many, list(range(100)))
     received = []
@@ -161,7 +161,7 @@ def test_put_many_beyond_the_capacity_waits_for_room(make, spawn_peer):
 
 @pytest.mark.one_machine("a remote program counts in its own copy of the variable")
 def test_put_many_draws_no_more_items_than_fit(make, spawn_peer):
-    """C2: the iterable may be endless. At most one item is drawn too early, and it waits for room."""
+    """C2: the iterable may be endless. At most one item is drawn early, and it waits for room."""
     ch = make(3)
     drawn = 0
 
@@ -244,7 +244,7 @@ def test_put_waits_while_the_channel_contains_max_bytes(make, spawn_peer):
 
 @pytest.mark.copying
 def test_item_much_larger_than_the_other_items_arrives(make, spawn_peer):
-    """C2: ``max_bytes`` limits the size of an item; the memory that the channel has now does not."""
+    """C2: ``max_bytes`` limits an item's size, and the memory in use at the moment does not."""
     ch = make(2)
     large = os.urandom(1 << 20) * 24
     peer = spawn_peer(lambda: [len(item) if len(item) < 10 else item == large for item in ch])
@@ -254,7 +254,7 @@ def test_item_much_larger_than_the_other_items_arrives(make, spawn_peer):
 
 
 def test_fast_writer_never_exceeds_the_capacity(make, spawn_peer):
-    """C2: a writer that is faster than its reader never has more than ``capacity`` items inside."""
+    """C2: although the writer is faster than its reader."""
     ch = make(5)
 
     def write():

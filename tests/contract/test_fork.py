@@ -1,6 +1,6 @@
-"""Fork safety: in a forked child, a channel works, or raises at once and gives the reason.
+"""Fork safety: in a forked child, a channel works, or raises at once and says why.
 
-This must not depend on the use of the channel by other threads at the time of the fork.
+This must not depend on how other threads use the channel during the fork.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ FORKS = 10
 
 
 def in_child(function: Callable[[], object]) -> int:
-    """Call the function in a forked child, and return the child's exit code: 0 if the function returned
-    true."""
+    """Call the function in a forked child.
+
+    Return the child's exit code, which is 0 if the function returned true.
+    """
     pid = os.fork()
     if pid == 0:
         code = 3
@@ -36,7 +38,7 @@ def in_child(function: Callable[[], object]) -> int:
 
 @pytest.mark.copying
 def test_channel_works_after_forks_while_threads_use_it(make):
-    """Threads in the parent put and get without a pause, so most forks happen while locks are held.
+    """The parent's threads put and get without a pause, so most forks happen while locks are held.
 
     No item is lost or repeated.
     """
@@ -72,8 +74,7 @@ def test_channel_works_after_forks_while_threads_use_it(make):
 
 
 def test_threads_channel_raises_at_once_in_a_forked_child():
-    """The channel's lock may be held by a thread that does not exist in the child, so no call may wait for
-    it."""
+    """The channel's lock may be held by a thread that the child does not have, so no call may wait for it."""
     ch: Channel[int] = Channel(4)
     reader, writer = ch.reader(), ch.writer()
     stop = threading.Event()
@@ -120,7 +121,7 @@ def test_threads_channel_raises_at_once_in_a_forked_child():
 
 
 def test_child_that_drops_inherited_objects_does_not_disturb_its_parent(make):
-    """The child's exit runs every destructor, while other threads' locks are held as they were at the fork.
+    """The child's exit runs all destructors, with locks held as they were at the fork.
 
     Ports and items still belong to the parent.
     """
@@ -159,7 +160,7 @@ def test_child_that_drops_inherited_objects_does_not_disturb_its_parent(make):
 
 @pytest.mark.copying
 def test_waiting_forked_child_is_woken(make):
-    """The parent also has waiting calls when it forks."""
+    """The parent also has waiting calls at the fork."""
     ch, answer = make(), make()
     waiting = ThreadPeer(ch.get)
     wait_blocked(ch, readers=1)
@@ -172,7 +173,7 @@ def test_waiting_forked_child_is_woken(make):
 
 @pytest.mark.copying
 def test_port_used_in_a_forked_child_moves_to_the_child(make):
-    """When the child dies, the items that the port leased return."""
+    """When the child dies, the items that its port leased return."""
     ch = make()
     ch.put("item")
     reader = ch.reader()
@@ -197,7 +198,7 @@ def test_grandchild_uses_the_channel(make):
 
 
 def test_child_forked_during_a_run_does_not_affect_the_run():
-    """The child neither delays nor ends the run, and can itself run other graphs."""
+    """The child neither delays nor ends the run, and can run other graphs."""
     numbers: Channel[int] = Channel(across="processes")
     graph = Graph("forked")
     source = graph.input()

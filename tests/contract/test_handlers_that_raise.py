@@ -1,4 +1,4 @@
-"""C9: an exception from a signal handler, for example a time limit, ends a call in any state.
+"""C9: an exception from a signal handler, such as a time limit, ends a call in any state.
 
 The call loses no item.
 """
@@ -45,13 +45,13 @@ def end_of_time(value):
     if left:
         left.pop()
         os.kill(os.getpid(), signal.SIGUSR1)
-        for _ in range(1000):  # gives the handler a chance to run between two iterations
+        for _ in range(1000):  # lets the handler run between two iterations
             pass
     return value
 
 
 class Received:
-    """An item that raises the signal while it is unpickled."""
+    """An item whose unpickling raises the signal."""
 
     def __init__(self, value):
         self.value = value
@@ -61,7 +61,7 @@ class Received:
 
 
 class Sent:
-    """An item that raises the signal while it is pickled."""
+    """An item whose pickling raises the signal."""
 
     def __init__(self, value):
         self.value = value
@@ -100,7 +100,7 @@ def test_interrupted_get_many_returns_the_items_already_taken(make, handler):
 
 
 def test_interrupted_put_puts_nothing(make, handler):
-    """The put does not retry with cloudpickle, as it would after a failure of pickle."""
+    """The put does not retry with cloudpickle, as it would if pickle had failed."""
     ch = make()
     with pytest.raises(TimeIsUp) as caught:
         ch.put_many([1, Sent("second")])

@@ -1,6 +1,6 @@
 """C9: Ctrl-C ends any blocked call in the main thread.
 
-A script blocks in a call, its second thread reports that, and the test then sends the signal.
+A script blocks in a call, its second thread reports that, and the test sends the signal.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _finds_the_tests(monkeypatch):
 
 
 def run_until_blocked(**parts):
-    """Start the script, and return once its main thread is blocked in the call."""
+    """Start the script, and return when its main thread is blocked in the call."""
     script = start("-c", SCRIPT.format(**parts))
     assert script.stdout is not None
     assert script.stdout.readline() == "blocked\n"
@@ -51,7 +51,7 @@ def run_until_blocked(**parts):
 
 
 def answer_after(script, signum):
-    """Send the signal, and return the output of the script, which must exit with code 0."""
+    """Send the signal, and return the script's output. The script must exit with code 0."""
     script.send_signal(signum)
     answer, errors = script.communicate()
     assert script.returncode == 0, errors
@@ -60,7 +60,7 @@ def answer_after(script, signum):
 
 @pytest.mark.parametrize("call", READS)
 def test_ctrl_c_interrupts_a_waiting_reader(transport, call):
-    """C9: afterwards no call is waiting, and the channel works as before."""
+    """C9: afterwards, no call waits, and the channel works as before."""
     after = "ch.put('next'); print(ch.get())" if "reader()" not in call else "print('next')"
     script = run_until_blocked(across=transport.across, side="readers", prepare="", call=call, after=after)
     assert answer_after(script, signal.SIGINT) == "interrupted 0 0 0\nnext\n"
@@ -68,7 +68,7 @@ def test_ctrl_c_interrupts_a_waiting_reader(transport, call):
 
 @pytest.mark.parametrize("call", WRITES)
 def test_ctrl_c_interrupts_a_waiting_writer(transport, call):
-    """C9: the item was not put, no call is waiting, and the channel works as before."""
+    """C9: the item was not put, no call waits, and the channel works as before."""
     after = "print(ch.get_many(5))"
     script = run_until_blocked(
         across=transport.across, side="writers", prepare="ch.put(1)", call=call, after=after
@@ -77,7 +77,7 @@ def test_ctrl_c_interrupts_a_waiting_writer(transport, call):
 
 
 def test_call_keeps_waiting_after_a_signal_handler_has_returned(transport):
-    """C9: the call continues to wait after the handler has returned. Here the handler puts the item."""
+    """C9: the call resumes its wait when the handler has returned. Here, the handler puts the item."""
     prepare = "signal.signal(signal.SIGUSR1, lambda *_: ch.put_nowait('from the handler'))"
     script = run_until_blocked(
         across=transport.across, side="readers", prepare=prepare, call="ch.get()", after=""
@@ -86,7 +86,7 @@ def test_call_keeps_waiting_after_a_signal_handler_has_returned(transport):
 
 
 def test_handler_may_close_the_channel_of_the_waiting_call(transport):
-    """C9, C3: no lock is held while a handler is running."""
+    """C9, C3: no lock is held while a handler runs."""
     prepare = "signal.signal(signal.SIGUSR1, lambda *_: ch.close())"
     script = run_until_blocked(
         across=transport.across, side="readers", prepare=prepare, call="list(ch)", after=""
@@ -95,7 +95,7 @@ def test_handler_may_close_the_channel_of_the_waiting_call(transport):
 
 
 def test_handler_exception_propagates_from_the_call(transport):
-    """C9: the call behaves like other blocked calls in Python."""
+    """C9: as in any blocked call of Python."""
     prepare = "ch.put(1)\nsignal.signal(signal.SIGUSR1, lambda *_: 1 / 0)"
     call = "[error for error in [None] if catch(lambda: ch.put(2))]"
     catch = """

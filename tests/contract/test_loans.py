@@ -1,4 +1,4 @@
-"""Loans: a writer fills the channel's memory in place and then puts it."""
+"""Loans: a writer fills memory of the channel in place and then puts it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_loan_is_filled_in_place_and_put(make):
 
 @pytest.mark.copying
 def test_a_loan_is_not_copied(make):
-    """The reader sees the same memory that the writer filled."""
+    """The reader sees the very memory that the writer filled."""
     ch = make(2)
     array = ch.loan(LARGE, "uint8")
     array[:] = 1
@@ -93,7 +93,7 @@ def test_a_loan_cannot_be_changed_after_its_put(make):
 
 @pytest.mark.copying
 def test_several_loans_and_a_slice_of_a_loan_arrive(make):
-    """Each item uses one loan in place. All other arrays in the item are copied."""
+    """Each item uses one loan in place. Its other arrays are copied."""
     ch = make(2)
     first, second = ch.loan(LARGE, "uint8"), ch.loan(LARGE, "uint8")
     first[:], second[:] = 1, 2
@@ -115,7 +115,7 @@ def test_dropping_a_loan_returns_its_memory(make):
 
 
 def test_loan_uses_no_capacity_and_does_not_delay_drained(make):
-    """C2, C3, C4: only a put counts. A loan that was never put does not keep a reader waiting."""
+    """C2, C3, C4: only a put counts, so a loan that is never put keeps no reader waiting."""
     ch = make(1)
     array = ch.loan(LARGE, "uint8")
     ch.put("first")
@@ -181,7 +181,7 @@ def test_c13_invalid_loan_arguments_raise(make, shape, dtype, error, message):
 
 @pytest.mark.copying
 def test_loan_put_for_a_leased_item_is_copied_and_reusable(make):
-    """An output that belongs to a leased item is copied, so the loan is not used up."""
+    """An output for a leased item is copied, so the loan can be used again."""
     source, target = make(2), make(2)
     source.put(1)
     with source.reader() as reader, target.writer() as out:
@@ -189,7 +189,7 @@ def test_loan_put_for_a_leased_item_is_copied_and_reusable(make):
         array = out.loan(LARGE, "uint8")
         array[:] = reader.get()
         out.put(array)
-        array[:] = 9  # the program still has the loan
+        array[:] = 9  # the program still owns the loan
         assert (target.get() == 1).all()
 
 
@@ -216,7 +216,7 @@ def test_c11_memory_lent_to_a_killed_process_is_freed(make, spawn_peer):
     ch.close()
     with pytest.raises(Closed):
         ch.get()
-    with ch.reader():  # opening a port detects dead processes
+    with ch.reader():  # detects dead processes
         wait_until(lambda: ch.stats().holders == (), what=ch.stats)
 
 

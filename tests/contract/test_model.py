@@ -1,4 +1,4 @@
-"""C1 to C7, C15: random calls give the same results on a channel and on a simple model of it."""
+"""C1 to C7, C15: random calls have the same results on a channel and on a simple model of it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ITEMS = st.one_of(
 
 
 class Model:
-    """A model of the contract: a deque and some counters.
+    """The contract as a deque and some counters.
 
-    One user makes all calls, so no call waits. ``hands`` is the number of items that each reading port has
-    taken and not finished.
+    One user makes all calls, so no call waits. ``hands`` has, for each reading port, the number of items that
+    the port took and has not finished.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -44,7 +44,7 @@ class Model:
         return self.closed and not self.broken and not self.inside and not any(self.hands)
 
     def put_many(self, items: list[Any]) -> None:
-        """Put the items that fit; if not all fit, raise an error with ``items_put``."""
+        """Put the items that fit. If some do not, raise an error with ``items_put``."""
         if self.broken:
             raise counted(Broken(), 0)
         if self.closed:
@@ -57,7 +57,7 @@ class Model:
 
     def get_many(self, most: int, port: int | None = None) -> list[Any]:
         if port is not None and not self.broken:
-            self.hands[port] = 0  # a request for more items finishes the leased ones
+            self.hands[port] = 0  # requesting more items finishes the leased ones
         if self.broken:
             raise Broken
         if not self.inside:
@@ -92,7 +92,7 @@ def counted(error: ChannelError, items_put: int) -> ChannelError:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """Return the result of a call, or the type of the channel error that it raised."""
+    """Return a call's result, or the type of the channel error that it raised."""
     try:
         return call()
     except ChannelError as error:
@@ -108,7 +108,7 @@ def count_of(call: Callable[[], Any]) -> Any:
 
 
 class Machine(RuleBasedStateMachine):
-    """Makes the same calls to a channel and to its model."""
+    """Makes the same calls on a channel and on its model."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         super().__init__()

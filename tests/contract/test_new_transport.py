@@ -1,4 +1,4 @@
-"""A new transport needs only one entry in the factory, and then the whole contract suite runs on it."""
+"""A new transport needs only an entry in the factory for the contract suite to run on it."""
 
 from __future__ import annotations
 

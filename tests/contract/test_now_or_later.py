@@ -47,7 +47,7 @@ def test_full_can_be_caught_as_standard_exceptions(make, standard):
 
 
 def test_empty_and_full_are_not_subclasses_of_closed(make):
-    """C7: being empty or full now differs from being closed."""
+    """C7: Closed is permanent, while Empty and Full describe only this moment."""
     with pytest.raises(Empty) as caught:
         make().get_nowait()
     assert not isinstance(caught.value, Closed)
@@ -107,7 +107,7 @@ def test_timeout_none_waits_without_limit(make, spawn_peer):
 
 @pytest.mark.parametrize("timeout", [1_000_000, 1e12])
 def test_a_very_long_timeout_is_accepted(make, spawn_peer, timeout):
-    """C7: this includes numbers of seconds that are too large for the clock."""
+    """C7: this includes times that are too long for the clock."""
     ch = make(1)
     reader = spawn_peer(lambda: ch.get(timeout=timeout))
     wait_blocked(ch, readers=1)
@@ -131,7 +131,7 @@ def test_item_that_arrives_within_the_timeout_is_returned(make, spawn_peer):
 
 
 def test_expired_timeout_leaves_no_waiter(make, spawn_peer):
-    """C7: a call that has timed out does not take the next item's wake-up from another reader."""
+    """C7: a call that has timed out takes no wake-up away from another reader."""
     ch = make(1)
 
     def give_up():
@@ -148,7 +148,7 @@ def test_expired_timeout_leaves_no_waiter(make, spawn_peer):
 
 
 def test_reader_that_times_out_takes_no_item(make, spawn_peer):
-    """C7, C8: many short timeouts race with puts, and each item is still received once."""
+    """C7, C8: many short timeouts race with puts, and each item still arrives once."""
     ch = make(1)
 
     def impatient():

@@ -1,4 +1,4 @@
-"""C15: a channel can be inspected at any time, without changing it."""
+"""C15: any user can inspect a channel at any time, without changing it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_counts_of_a_new_channel_are_zero(make):
 
 
 def test_len_counts_items_from_zero_to_capacity(make):
-    """C15: len returns the number of items inside."""
+    """C15: len counts the items inside."""
     ch = make(3)
     for count in range(3):
         assert len(ch) == count == ch.stats().inside
@@ -38,7 +38,7 @@ def test_len_counts_items_from_zero_to_capacity(make):
 
 
 def test_stats_count_items_in_and_out(make):
-    """C15: this holds for all methods that put and get."""
+    """C15: all methods that put and get count."""
     ch = make()
     ch.put(1)
     ch.put_nowait(2)
@@ -97,7 +97,7 @@ def test_waiting_readers_and_writers_are_counted(make, spawn_peer):
 
 
 def test_all_peers_see_the_same_counts(make, spawn_peer):
-    """C15: each side's counts include the calls of the other side."""
+    """C15: each side counts the calls of the other side as well."""
     ch = make()
     ch.put_many(range(5))
 
@@ -122,7 +122,7 @@ def test_stats_can_be_read_while_a_call_waits(make, spawn_peer):
 
 
 def test_stats_returns_a_frozen_value(make):
-    """C15: later changes of the channel do not affect the value, and it cannot be changed."""
+    """C15: the value cannot be changed, and later changes of the channel do not affect it."""
     ch = make()
     stats = ch.stats()
     ch.put(1)

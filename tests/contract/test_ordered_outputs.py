@@ -1,4 +1,4 @@
-"""Parked outputs of an ordered stage: they are as safe as other items, but not yet available."""
+"""Parked outputs of an ordered stage are as safe as other items, but not yet available."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowchan import Channel, Closed, Drained, Graph, In
 
 
 def workers(items, results):
-    """Return the ports of three workers, which have leased items 0, 1 and 2."""
+    """Return the ports of three workers, which have items 0, 1 and 2 on lease."""
     items.put_many(range(3))
     readers, writers = [items.reader() for _ in range(3)], [results.writer() for _ in range(3)]
     for reader, writer in zip(readers, writers, strict=True):
@@ -20,7 +20,7 @@ def workers(items, results):
 
 @pytest.mark.not_hosts("across hosts, the workers of a graph use their own channels")
 def test_items_waiting_for_earlier_ones_can_be_read_after_close(make):
-    """C3, C4: the items are read in order, and then the channel is drained."""
+    """C3, C4: readers get the items in order, and then the channel is drained."""
     readers, writers = workers(make(), results := make())
     writers[2].put("two")
     writers[1].put("one")

@@ -1,6 +1,6 @@
-"""C5: if a process ends without closing its port, the port counts as closed.
+"""C5: when a process ends without closing its port, the port counts as closed.
 
-If the port was a writer, the channel's end is not clean. Users that only poll notice this too.
+If the port was a writer, the end of the channel is not clean. Even users that only poll notice this.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def put_until_closed(ch):
 
 
 def read_to_the_end(ch):
-    """Return the items that were read, and the error that ended the reading."""
+    """Return all items, and the error that ended the reading."""
     items = []
     try:
         while True:
@@ -36,7 +36,7 @@ def read_to_the_end(ch):
 
 
 def cut_off_by(error, pid):
-    """Return whether this is the error that reports the death of a writer's process."""
+    """Return whether this is the error for the death of a writer's process."""
     return type(error) is Broken and type(error.__cause__) is WorkerDied and error.__cause__.pid == pid
 
 
@@ -59,7 +59,7 @@ def open_reader_and_stay(ch):
 
 @pytest.mark.other_process
 def test_process_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
-    """C5: the process exits normally, and its items can be read."""
+    """C5: the process exits normally, and its items stay readable."""
     ch = make()
     kept = []
 
@@ -98,7 +98,7 @@ def test_os_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
 
 @pytest.mark.other_process
 def test_killing_the_last_writer_breaks_the_channel(make, spawn_peer):
-    """C5: the process is not yet reaped after SIGKILL. Every later call raises the same error."""
+    """C5: the killed process is not yet reaped. Every later call raises the same error."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -140,8 +140,7 @@ def test_killing_the_last_writer_wakes_waiting_readers(make, spawn_peer):
 
 @pytest.mark.other_process
 def test_other_writers_continue_after_one_writer_dies(make, spawn_peer):
-    """C5: the number of writers stays correct, all items can be read, and the last error reports the
-    death."""
+    """C5: the writer count stays correct, all items can be read, and the last error reports the death."""
     ch = make()
     out = ch.writer()
     peer = spawn_peer(open_writer_and_stay, ch)
@@ -163,7 +162,7 @@ def test_other_writers_continue_after_one_writer_dies(make, spawn_peer):
 @pytest.mark.other_process
 @pytest.mark.one_machine("the death is not detected until the peer timeout expires")
 def test_channel_closed_after_a_writers_death_still_ends_broken(make, spawn_peer):
-    """C5: the channel is closed before any call has detected the death."""
+    """C5: the channel is closed before any call has noticed the death."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
