@@ -325,7 +325,7 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     gc.collect()  # an exception that pytest.raises keeps forms a cycle, which holds the test's locals
     with contextlib.suppress(AssertionError):  # the check below reports anything that has not ended
-        # A joined thread's task ends a moment after the join, and a channel server checks dropped channels
+        # The task of a joined thread ends a moment after the join. A channel server checks dropped channels
         # later.
         wait_until(
             lambda: not any(remaining.startswith(ENDING) for remaining in leftovers(before)) and not dropped()

@@ -205,7 +205,7 @@ def test_abort_after_a_writers_death_keeps_the_first_cause(make, spawn_peer):
 @pytest.mark.other_process
 @pytest.mark.one_machine("a port can be passed only to processes on its machine")
 def test_port_used_in_a_child_belongs_to_the_child(make, spawn_peer):
-    """C5: it is still one port, and only the child can close it."""
+    """C5: the port is still one port, and only the child can close it."""
     ch = make()
     out = ch.writer()
 
@@ -225,7 +225,7 @@ def test_port_used_in_a_child_belongs_to_the_child(make, spawn_peer):
 @pytest.mark.other_process
 @pytest.mark.parametrize("poll", ["get_nowait", "get, timeout", "select", "aget", "broken", "closed"])
 def test_reader_that_only_polls_notices_a_writers_death(make, spawn_peer, poll):
-    """C5: the reader never makes a call that waits for long."""
+    """C5: the reader makes no call that waits for long."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -257,7 +257,7 @@ def test_reader_that_only_polls_notices_a_writers_death(make, spawn_peer, poll):
 
 @pytest.mark.other_process
 def test_await_on_several_channels_notices_a_writers_death(make, spawn_peer):
-    """C5, C9: the coroutines share one thread that sleeps for them, and other events keep waking it."""
+    """C5, C9: one thread sleeps for all coroutines, and other events keep waking it."""
     ch, busy = make(), Channel()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -289,7 +289,7 @@ def test_await_on_several_channels_notices_a_writers_death(make, spawn_peer):
 @pytest.mark.other_process
 @pytest.mark.one_machine("the writer would poll until the peer timeout expires")
 def test_put_nowait_notices_the_last_readers_death(make, spawn_peer):
-    """C5: otherwise the writer would put items that are never read."""
+    """C5: otherwise, the writer would put items that no reader gets."""
     ch = make(10**6)
     peer = spawn_peer(open_reader_and_stay, ch)
     wait_stats(ch, readers=1)
@@ -301,7 +301,7 @@ def test_put_nowait_notices_the_last_readers_death(make, spawn_peer):
 
 @pytest.mark.other_process
 def test_killing_the_last_reader_closes_the_channel(make, spawn_peer):
-    """C5: a writer that is filling the channel gets Closed and does not wait forever."""
+    """C5: a writer that fills the channel gets Closed instead of waiting forever."""
     ch = make(2)
     peer = spawn_peer(open_reader_and_stay, ch)
     wait_stats(ch, readers=1)
@@ -328,7 +328,7 @@ def test_killing_the_last_reader_wakes_waiting_writers(make, spawn_peer):
 @pytest.mark.other_process
 @pytest.mark.one_machine("a remote reader gets one item in advance")
 def test_items_leased_by_a_killed_reader_return(make, spawn_peer):
-    """C4, C5: the items return to the front, in order, as if the reader had never existed."""
+    """C4, C5: the items return to the front, in order, as if the reader had not existed."""
     ch = make()
     ch.put_many(range(4))
     ch.close()

@@ -1,4 +1,4 @@
-"""C5: a channel closes when its last writer or its last reader closes, however that port is closed.
+"""C5: a channel closes with its last writer or its last reader, however that port is closed.
 
 test_port_deaths.py tests processes that end without closing their ports.
 """
@@ -23,7 +23,7 @@ def put_until_closed(ch):
 
 
 def test_ports_put_and_get_like_the_channel(make):
-    """C5: a port has the methods for its side, which raise the same errors."""
+    """C5: a port has the methods for its side, with the same errors."""
     ch = make(2)
     out, into = ch.writer(), ch.reader()
     with pytest.raises(Empty):
@@ -47,7 +47,7 @@ def test_ports_put_and_get_like_the_channel(make):
 
 
 def test_closing_the_last_writer_closes_the_channel(make):
-    """C5: the channel stays open when earlier writers close."""
+    """C5: while other writers remain, the channel stays open."""
     ch = make()
     first, second = ch.writer(), ch.writer()
     first.put(1)
@@ -60,7 +60,7 @@ def test_closing_the_last_writer_closes_the_channel(make):
 
 
 def test_closing_the_last_reader_closes_the_channel(make):
-    """C5: puts then raise Closed. The exits of earlier readers have no effect."""
+    """C5: puts then raise Closed. While other readers remain, nothing changes."""
     ch = make()
     first, second = ch.reader(), ch.reader()
     first.close()
@@ -85,7 +85,7 @@ def test_port_closed_twice_is_counted_once(make):
 
 
 def test_closed_port_of_an_open_channel_rejects_calls(make):
-    """C5: the error reports wrong use of the port, not the state of the channel."""
+    """C5: the error is about the misuse of the port, not about the channel's state."""
     ch = make()
     out, other_out, into, other_in = ch.writer(), ch.writer(), ch.reader(), ch.reader()
     ch.put(1)
@@ -100,7 +100,7 @@ def test_closed_port_of_an_open_channel_rejects_calls(make):
 
 
 def test_leaving_the_with_block_closes_the_port(make):
-    """C5: this does not depend on whether the block raises."""
+    """C5: this applies whether or not the block raises."""
     ch = make()
     with ch.writer() as out, ch.reader() as into:
         out.put(1)
@@ -120,7 +120,7 @@ def test_leaving_the_with_block_closes_the_port(make):
 
 
 def test_dropping_a_port_closes_it(make):
-    """C5: dropping the last reference to a port also closes it."""
+    """C5: dropping a port's last reference closes it."""
     ch = make()
     out = ch.writer()
     out.put(1)
@@ -135,7 +135,7 @@ def test_dropping_a_port_closes_it(make):
 
 
 def test_channel_without_ports_does_not_close(make):
-    """C5: plain put and get need no port, and do not close the channel."""
+    """C5: plain put and get need no port and never close the channel."""
     ch = make()
     ch.put(1)
     ch.get()
@@ -154,7 +154,7 @@ def test_stats_count_the_ports(make):
 
 
 def test_the_last_writers_exit_wakes_waiting_readers(make, spawn_peer):
-    """C5: waiting readers see that the channel is closed."""
+    """C5: the waiting readers learn that the channel is closed."""
     ch = make()
     out = ch.writer()
     peers = [spawn_peer(list, ch) for _ in range(2)]
@@ -164,7 +164,7 @@ def test_the_last_writers_exit_wakes_waiting_readers(make, spawn_peer):
 
 
 def test_the_last_readers_exit_wakes_waiting_writers(make, spawn_peer):
-    """C5: waiting writers see that their items would not be read."""
+    """C5: the waiting writers learn that no reader will get their items."""
     ch = make(1)
     into = ch.reader()
     ch.put("inside")
@@ -177,7 +177,7 @@ def test_the_last_readers_exit_wakes_waiting_writers(make, spawn_peer):
 
 
 def test_channel_closes_when_the_last_of_several_writers_exits(make, spawn_peer, make_gate):
-    """C5: the writers are in several peers."""
+    """C5: the writers are in different peers."""
     ch = make()
     gate = make_gate(3)
 
@@ -197,7 +197,7 @@ def test_channel_closes_when_the_last_of_several_writers_exits(make, spawn_peer,
 
 @pytest.mark.one_machine("items in transit to a closing reader may return after later items")
 def test_writer_stops_when_all_readers_have_closed(make, spawn_peer, make_gate):
-    """C5: the writer's endless loop ends with Closed after the last reader has closed."""
+    """C5: Closed ends the writer's endless loop."""
     ch = make(4)
     gate = make_gate(2)
 
@@ -227,7 +227,7 @@ def test_a_port_on_a_broken_channel_raises_broken(make):
 
 
 def test_leased_item_keeps_the_channel_from_being_drained(make, spawn_peer):
-    """C4: a reading port leases an item until its next request or its exit, so the item may still return."""
+    """C4: a port leases an item until its next request or its exit, so the item may still return."""
     ch = make()
     ch.put("in hand")
     into = ch.reader()
@@ -246,7 +246,7 @@ def test_leased_item_keeps_the_channel_from_being_drained(make, spawn_peer):
 
 
 def test_closing_a_reading_port_finishes_its_item(make):
-    """C4: when a reader closes its port, the items that it holds count as finished."""
+    """C4: the leased items of a reader that closes its port count as finished."""
     ch = make()
     ch.put_many([1, 2, 3])
     ch.close()
@@ -259,7 +259,7 @@ def test_closing_a_reading_port_finishes_its_item(make):
 
 
 def test_iteration_over_a_reading_port_ends_when_drained(make):
-    """C5: iterating over a port is like iterating over its channel."""
+    """C5: a port is iterated like its channel."""
     ch = make()
     ch.put_many(range(5))
     ch.close()
@@ -268,7 +268,7 @@ def test_iteration_over_a_reading_port_ends_when_drained(make):
 
 
 def test_reader_closed_by_an_exception_returns_its_items(make):
-    """C4, C5: the reader had not finished its items."""
+    """C4, C5: the reader has not finished its items."""
     ch = make()
     ch.put_many([1, 2, 3])
 

@@ -1,4 +1,4 @@
-"""C1: items that readers return leave the channel in the order of their puts, in every history."""
+"""C1: items that readers return keep the order of their puts, in every history of calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGE = 50_000
 
 
 class Item:
-    """An item that calls ``on_arrival``, if it is set, when it is unpickled."""
+    """An item whose unpickling calls ``on_arrival``, if that is set."""
 
     on_arrival: Callable[[], None] | None = None
 
@@ -50,7 +50,7 @@ def on_arrival(call: Callable[[], None]) -> Iterator[None]:
 
 
 def fail(reader: Any) -> None:
-    """Make the reader return its items by closing it with an exception."""
+    """Close the reader with an exception, so that it returns its items."""
     with pytest.raises(ZeroDivisionError), reader:
         raise ZeroDivisionError
 
@@ -67,7 +67,7 @@ READER = st.integers(0, 2)
 
 
 class Machine(RuleBasedStateMachine):
-    """One user with a channel and three readers. The items are numbered in the order of their puts."""
+    """One user with a channel and three readers. The items have the numbers of their puts."""
 
     def __init__(self, make: Callable[[int], Any], copies: bool) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ class Machine(RuleBasedStateMachine):
         self.channel = self.make(capacity)
         self.capacity = capacity
         self.readers = [self.channel.reader() for _ in range(3)]
-        self.leased: list[list[int]] = [[], [], []]  # the items of each reader, in the order of its gets
-        # This port stays open until the end, because closing the last one would close the channel.
+        self.leased: list[list[int]] = [[], [], []]  # each reader's items, in the order of its gets
+        # This port stays open to the end, because the channel closes with the last one.
         self.writer = self.channel.writer()
 
     @precondition(lambda self: len(self.inside) < self.capacity)
@@ -121,7 +121,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.copies and self.inside)
     @rule(reader=READER, through_port=st.booleans(), other=READER)
     def interrupt_get(self, reader: int, through_port: bool, other: int) -> None:
-        """Interrupt a get while it unpickles an item, after another reader has returned its items."""
+        """Interrupt a get that is unpickling an item, after another reader has returned its items."""
         port = self.readers[reader] if through_port else self.channel
         if through_port:
             self.leased[reader] = []
@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
             interrupt()
 
         with on_arrival(arrive_late), suppress(KeyboardInterrupt):
-            assert port.get_nowait() == first  # a plain number is not unpickled
+            assert port.get_nowait() == first  # a plain number needs no unpickling
             self.inside.remove(first)
             if through_port:
                 self.leased[reader] = [first]
@@ -161,7 +161,7 @@ def test_returned_items_leave_in_order_of_puts(transport, long_walk):
 
 
 def test_reader_returns_item_that_another_reader_had_returned(make):
-    """C1: the last reader holds item 3 before item 1."""
+    """C1: the last reader has item 3 before item 1."""
     ch = make()
     ch.put_many([1, 2, 3, 4])
     with ch.reader() as other:

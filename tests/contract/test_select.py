@@ -1,4 +1,4 @@
-"""C10: ``select`` completes exactly one of several operations, fairly, over any mix of transports."""
+"""C10: ``select`` does exactly one of several operations, fairly, with any mix of transports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REMOTE_MIXES = [[REMOTE], [TRANSPORTS[0], REMOTE]] if native.is_compiled() else 
 
 
 def hold(reply, over):
-    """Own channels on behalf of a test in another process."""
+    """In another process, own channels for a test."""
     own = Channel(across="hosts")
     reply.put(own)
     with contextlib.suppress(Drained):
@@ -30,9 +30,9 @@ def hold(reply, over):
 
 @pytest.fixture(scope="module", autouse=True)
 def remote_channel():
-    """Yield a channel that another process owns; the channel can create more channels.
+    """Yield a channel that another process owns, and that can make more of them.
 
-    Its connection is open and in use before a test counts processes or threads.
+    Its connection is already in use when a test starts to count processes or threads.
     """
     if not native.is_compiled():
         yield None
@@ -55,8 +55,10 @@ def name(mix):
 
 @pytest.fixture(params=[*MIXES, *REMOTE_MIXES], ids=name)
 def several(request, remote_channel):
-    """Return ``several(n, capacity)``, which makes n channels of one transport, or of two transports in
-    turn."""
+    """Return ``several(n, capacity)``, which makes n channels.
+
+    They have one transport, or two in turn.
+    """
 
     def make(n, capacity=64):
         transports = itertools.islice(itertools.cycle(request.param), n)
@@ -69,9 +71,10 @@ def several(request, remote_channel):
 
 @pytest.fixture(params=MIXES, ids=name)
 def several_local(request):
-    """Return the same function as ``several``, but without remote channels.
+    """Return the same function as ``several``, without remote channels.
 
-    Other tests cover ports of remote channels. With a hundred remote channels, a connection uses more memory.
+    Other tests cover ports of remote channels. A hundred remote channels would make a connection use more
+    memory.
     """
 
     def make(n, capacity=64):
@@ -81,7 +84,7 @@ def several_local(request):
 
 
 def counts(channels):
-    """Return how many operations the channels have completed. Each select must add exactly one."""
+    """Return how many operations the channels have completed. Each select must add one."""
     return sum(ch.stats().items_in + ch.stats().items_out for ch in channels)
 
 
@@ -104,7 +107,7 @@ def test_select_puts_into_the_channel_with_room(several):
 
 
 def test_select_does_exactly_one_of_many_possible_operations(several):
-    """C10: several gets and puts are possible at the same time."""
+    """C10: several gets and puts are possible at once."""
     channels = several(6)
     for ch in channels[:3]:
         ch.put_many(range(10))
@@ -130,7 +133,7 @@ def test_none_is_an_item_like_any_other(several):
 
 
 def test_ports_are_selected_like_channels(several_local):
-    """C5, C10: an item taken through a port is leased until the next request."""
+    """C5, C10: the port leases its item until its next request."""
     a, b = several_local(2)
     reader, writer = a.reader(), b.writer()
     a.put_many([1, 2])
@@ -160,7 +163,7 @@ def test_select_names_an_argument_of_the_wrong_type(gets):
 
 
 def test_select_rejects_puts_that_are_not_pairs():
-    """C10: iterating over a channel would wait for its items."""
+    """C10: iterating over a channel would wait for items."""
     for puts in (ch := Channel(4), [ch], [(ch, 1, 2)], [3]):
         with pytest.raises(TypeError, match="select: puts must be"):
             select(puts=puts)
@@ -217,7 +220,7 @@ def test_select_waits_on_128_channels(several_local):
 
 @pytest.mark.parametrize("timeout", [0, 0.02])
 def test_select_that_times_out_does_nothing(several, timeout):
-    """C7, C10: the error is both an Empty and a Full, so either ``except`` clause catches it."""
+    """C7, C10: the error is both an Empty and a Full, so either ``except`` clause works."""
     a, b = several(2, capacity=1)
     b.put("old")
     for kind in (NothingReady, Empty, Full, TimeoutError):
@@ -259,7 +262,7 @@ def test_select_gets_items_left_in_a_closed_channel(several):
 
 
 def test_select_that_puts_into_a_closed_channel_raises_closed(several):
-    """C3, C10: the caller has made a mistake, even if other operations may become possible later."""
+    """C3, C10: this is the caller's mistake, even if other operations may become possible later."""
     a, b = several(2)
     b.close()
     with pytest.raises(Closed):
@@ -277,7 +280,7 @@ def test_select_on_a_broken_channel_raises_broken_from_its_cause(several):
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Drained), ("abort", Broken)])
 def test_waiting_select_is_woken_by_close_or_abort(several, end, raised):
-    """C3, C6, C10: close ends the call only if no other operation is left. Abort ends it at once."""
+    """C3, C6, C10: close ends the call only if no other operation is left; abort ends it at once."""
     a, b = several(2)
     a.close()
     waiting = ThreadPeer(select, [a, b])
@@ -331,7 +334,7 @@ def test_closing_a_port_ends_a_select_that_waits_on_it(several_local):
 
 
 def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
-    """C8, C10: a waiting reader must not sleep while an item that the select did not take is available."""
+    """C8, C10: a waiting reader must not sleep while there is an item that the select did not take."""
     for _ in range(30):
         a, b = several(2)
         plain = ThreadPeer(a.get)
@@ -352,7 +355,7 @@ def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
 
 
 def test_ready_channels_are_chosen_about_equally_often(several):
-    """C10: out of 900 choices, each of three channels gets 300, within eight standard deviations."""
+    """C10: each of three channels gets 300 of 900 choices, within eight standard deviations."""
     channels = several(3, capacity=1_000)
     for ch in channels:
         ch.put_many(range(900))
@@ -364,7 +367,7 @@ def test_ready_channels_are_chosen_about_equally_often(several):
 @pytest.mark.each_value
 @pytest.mark.parametrize("before", [2, 8])
 def test_empty_channels_do_not_bias_the_choice(several, before):
-    """C10: of 900 choices, the two ready channels get 450 each, within eight standard deviations."""
+    """C10: each of two ready channels gets 450 of 900 choices, within eight standard deviations."""
     channels = several(before + 2, capacity=1_000)
     for ch in channels[before:]:
         ch.put_many(range(900))
@@ -373,8 +376,7 @@ def test_empty_channels_do_not_bias_the_choice(several, before):
 
 
 def test_nonblocking_select_finds_an_item_that_moves_between_channels(several, make_gate, long_walk):
-    """C10: at any moment, exactly one of two channels has an item. Checking one channel after the other must
-    not miss it."""
+    """C10: exactly one of two channels has an item at any moment. Checking them in turn must not miss it."""
     first, second = channels = several(2)
     first.put("item")
     gate = make_gate(1)
@@ -409,7 +411,7 @@ def test_gets_and_puts_are_chosen_about_equally_often(several):
 
 
 def test_many_concurrent_selects_take_each_item_once(several, long_walk):
-    """C8, C10: selects that read and selects that write share channels, and every item is accounted for."""
+    """C8, C10: selects that read and selects that write share channels, and no item is lost."""
     channels, each, parties = several(3, capacity=2), 600 if long_walk else 200, 4
 
     def write(number):

@@ -1,4 +1,4 @@
-"""C10: ``select(ready=...)`` chooses a channel on which a get would not wait, without taking the item."""
+"""C10: ``select(ready=...)`` returns a channel on which a get would not wait, and leaves the item there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowchan import Broken, Channel, NothingReady, Selected, select
 
 
 def moved(channel):
-    """Return how many items have been put and taken."""
+    """Return how many items were put, and how many were taken."""
     stats = channel.stats()
     return stats.items_in, stats.items_out
 
@@ -27,7 +27,7 @@ def test_select_ready_leaves_the_item_in_the_channel(make):
 
 
 def test_drained_channel_is_ready_unless_an_item_is_leased(make):
-    """C4, C10: while an item is leased, the channel is not drained."""
+    """C4, C10: a channel with a leased item is not drained."""
     ch = make(1)
     keep, reader = ch.reader(), ch.reader()
     ch.put(1)
@@ -42,7 +42,7 @@ def test_drained_channel_is_ready_unless_an_item_is_leased(make):
 
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
 def test_closing_a_channel_ends_all_selects_on_ready(kind):
-    """C3, C10: some selects are waiting for items, others for room."""
+    """C3, C10: some selects wait for items, others for room."""
     across = "threads" if kind is ThreadPeer else "processes"
     work, full, stop = Channel(across=across), Channel(1, across=across), Channel(1, across=across)
     full.put("old")
@@ -59,7 +59,7 @@ def test_closing_a_channel_ends_all_selects_on_ready(kind):
 
 
 def test_select_on_ready_leaves_the_item_to_a_reader(make):
-    """C8, C10: a reader must not sleep while an item that selects have seen and not taken is available."""
+    """C8, C10: a reader must not sleep while there is an item that selects have seen but not taken."""
     for _ in range(30):
         ch = make(1)
         looking = [ThreadPeer(lambda ch=ch: select(ready=[ch])) for _ in range(2)]
@@ -68,7 +68,7 @@ def test_select_on_ready_leaves_the_item_to_a_reader(make):
         wait_blocked(ch, readers=3)
         ch.put("item")
         assert plain.result() == "item"
-        ch.close()  # one of the selects may have missed the item before it was taken
+        ch.close()  # a select may have missed the item before it was taken
         for looker in looking:
             looker.result()
         assert no_waiters(ch)
@@ -86,7 +86,7 @@ def test_select_on_ready_raises_broken_from_its_cause(make):
 
 
 def test_select_accepts_only_a_list_of_channels_as_ready(make):
-    """C10: a port's next get would finish its leased item, and iterating over a channel takes items."""
+    """C10: the next get of a port would finish its leased item, and iterating over a channel takes items."""
     ch = make(1)
     with ch.reader() as reader:
         for wrong in (ch, [reader], reader, ["channel"]):

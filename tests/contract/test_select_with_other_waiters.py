@@ -21,7 +21,7 @@ from flowchan import Channel, Drained, NothingReady, Selected, select
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_put_by_another_thread_or_process_wakes_a_select(kind, chosen):
-    """C8, C10: another thread puts an item, or another process if the transport allows that."""
+    """C8, C10: another thread puts the item, or another process if the transport allows that."""
     channels = [Channel(across="processes"), Channel(across="threads" if kind is ThreadPeer else "processes")]
     waiting = ThreadPeer(select, channels)
     for ch in channels:
@@ -51,7 +51,7 @@ def test_get_by_another_thread_wakes_a_select_that_puts(kind):
 
 @pytest.mark.parametrize("across", [pytest.param(one.across, id=one.name) for one in TRANSPORTS])
 def test_ctrl_c_interrupts_a_waiting_select(across):
-    """C9, C10: no operation was done, no call is waiting, and the channels work as before."""
+    """C9, C10: no operation was done, no call waits, and the channels work as before."""
     text = f"""
 import threading
 from support.waiting import no_waiters, wait_blocked
@@ -84,7 +84,7 @@ except KeyboardInterrupt:
 
 
 def test_selects_and_plain_gets_share_items_across_processes():
-    """C8, C10: processes and threads put items, and selects with timeouts share them with plain readers."""
+    """C8, C10: processes and threads put items, which selects with timeouts share with plain readers."""
     shared, local = Channel(3, across="processes"), Channel(3)
     each = 500
 
@@ -112,7 +112,7 @@ def test_selects_and_plain_gets_share_items_across_processes():
 
 
 def test_process_killed_in_select_does_not_count_as_waiter():
-    """C10, C11: the killed process uses up no wake-up, and no longer counts as a waiter."""
+    """C10, C11: the dead process uses up no wake-up, and is not counted as a waiter."""
     a, b = Channel(across="processes"), Channel(across="processes")
     peer = ProcessPeer(select, [a, b])
     wait_blocked(a, readers=1)

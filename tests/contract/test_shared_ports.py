@@ -1,4 +1,4 @@
-"""Threads that share a port of a ``processes`` channel get and put whole items."""
+"""Threads that share a port of a ``processes`` channel put and get intact items."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowchan import ChannelError
 
 @pytest.mark.copying
 def test_threads_that_share_a_port_get_intact_items(make):
-    """Each get finishes the previous item, but no thread may read memory that has been reused."""
+    """Although each get finishes the previous item, no thread may read reused memory."""
     ch = make(4)
     reader = ch.reader()
     wrong, seen = [], []

@@ -1,4 +1,4 @@
-"""C1, C3, C4, C5, C8, C14: many users start together at a barrier, and their totals must be exact."""
+"""C1, C3, C4, C5, C8, C14: many users start at a barrier, and their totals must be exact."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from support.waiting import wait_until
 from flowchan import Closed, Drained
 
 SHAPES = {"spsc": (1, 1), "mpsc": (4, 1), "spmc": (1, 4), "mpmc": (4, 4)}
-ITEMS, FEWER = 8_000, 1_600  # total number over all writers: with --long, and without
+ITEMS, FEWER = 8_000, 1_600  # items of all writers together, with --long and without
 
 
 def write(ch, gate, number, count, how):
-    """Put (number, 0), (number, 1), … through a port. The gate opens once all writers have a port."""
+    """Put (number, 0), (number, 1), … through a port. All writers open their ports before the gate opens."""
     with ch.writer() as out:
         gate.arrive()
         if how == "many":
@@ -27,9 +27,9 @@ def write(ch, gate, number, count, how):
 
 
 def read(ch, gate, how, in_order=True):
-    """Take all items. Return the number of items from each writer, and the sum of the items.
+    """Take all items. Return the number of items per writer, and the sum of all items.
 
-    Unless ``in_order`` is false, the order of each writer's items is checked.
+    Unless ``in_order`` is false, check the order of each writer's items.
     """
     last: Counter[int] = Counter()
     counts: Counter[int] = Counter()
@@ -63,9 +63,10 @@ def into_batches(into):
 def test_every_item_is_received_once_in_its_writers_order(
     make, spawn_peer, make_gate, peer_kind, shape, capacity, how, long_walk
 ):
-    """C1, C4, C5, C8: a channel with capacity 1 wakes a user for each item; a large channel rarely does.
+    """C1, C4, C5, C8: with capacity 1, every item wakes a user; with a large capacity, few do.
 
-    If the channel has several remote readers, an item recalled from one reader may arrive after later items.
+    If several remote readers share the channel, an item recalled from one of them may arrive after later
+    items.
     """
     writers, readers = SHAPES[shape]
     items = ITEMS if long_walk else FEWER
@@ -94,7 +95,7 @@ def test_every_item_is_received_once_in_its_writers_order(
 
 @pytest.mark.copying
 def test_items_of_every_size_keep_their_content(make, spawn_peer, make_gate):
-    """C1: several writers put items with sizes from 0 bytes to many times the channel's memory."""
+    """C1: several writers put items of 0 bytes up to many times the channel's memory."""
     ch = make(16)
     gate = make_gate(3)
     sizes = [0, 1, 100, 4_096, 70_000, 3, 1_000_000, 17, 65_536]
@@ -119,7 +120,7 @@ def test_items_of_every_size_keep_their_content(make, spawn_peer, make_gate):
 
 
 def test_many_channels_pass_through_channels(make, spawn_peer, make_gate, transport):
-    """C14: different users make, send, fill, close and drain channels many times."""
+    """C14: different users keep making, sending, filling, closing and draining channels."""
     rounds, items = 20, 25
     requests = make(4)
     gate = make_gate(3)
@@ -145,7 +146,7 @@ def test_many_channels_pass_through_channels(make, spawn_peer, make_gate, transp
 
 
 def test_chain_of_channels_drains_after_its_first_channel_closes(make, spawn_peer):
-    """C1, C4, C5: a chain of small channels drains when its first one closes."""
+    """C1, C4, C5: all channels in the chain are small."""
     stages, items = 5, 400
     chain = [make(2) for _ in range(stages + 1)]
 
@@ -162,7 +163,7 @@ def test_chain_of_channels_drains_after_its_first_channel_closes(make, spawn_pee
 
 
 def test_close_during_puts_and_gets_loses_no_item(make, spawn_peer, make_gate, long_walk):
-    """C3, C4: all items put before the close are read, and all other puts raise Closed."""
+    """C3, C4: readers get all items from before the close, and all later puts raise Closed."""
     for _ in range(10 if long_walk else 2):
         ch = make(4)
         gate = make_gate(4)

@@ -1,4 +1,4 @@
-"""A value that another process receives is an equal copy of the same type. Threads get the object itself."""
+"""Another process receives a value as an equal copy of the same type. Threads receive the object itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Record:
 
 
 class Text(str):
-    """A subclass of a built-in type, which must arrive as the subclass."""
+    """A subclass of a built-in type, which must arrive as such."""
 
 
 class Whole(int):
@@ -48,8 +48,10 @@ class Pair(tuple):
 
 
 def same(sent: Any, arrived: Any) -> bool:
-    """Return whether two values and all their parts are equal and have the same type. Floats are compared by
-    bits."""
+    """Return whether two values and all their parts are equal and of the same type.
+
+    Floats are compared bit by bit.
+    """
     if type(sent) is not type(arrived):
         return False
     if isinstance(sent, float):
@@ -154,7 +156,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_values_arrive_as_they_were_sent(make, group):
-    """Each value is sent alone."""
+    """Each value is sent separately."""
     ch = make(1)
     for sent in GROUPS[group]:
         ch.put(sent)
@@ -199,7 +201,7 @@ def test_bools_and_ints_arrive_with_their_types(make):
 
 
 def test_object_used_twice_in_an_item_arrives_as_one(make):
-    """Two references to one mutable object in an item arrive as references to one object, as with pickle."""
+    """Two references to a mutable object stay references to one object, as with pickle."""
     shared = [1]
     ch = make()
     ch.put({"first": shared, "second": shared})
@@ -217,7 +219,7 @@ def test_item_that_contains_itself_arrives(make):
 
 
 def test_tuple_that_contains_itself_through_a_list_arrives(make):
-    """Small tuples of built-ins have a direct encoding, which must reject this tuple."""
+    """Small tuples of built-ins have a direct encoding, which must reject this one."""
     ch = make()
     inner: list[Any] = []
     loop = (inner,)
@@ -238,7 +240,7 @@ def test_deeply_nested_tuple_raises_a_readable_error(make):
         ch.put(deep)
     assert len(str(caught.value)) < 2_000
     assert len(ch) == 0
-    # unpack the tuple from the outside, because freeing it at once could overflow the interpreter's stack
+    # unpack the tuple from outside: freeing it at once could overflow the interpreter's stack
     while deep:
         deep = deep[0]
 
@@ -266,7 +268,7 @@ def test_local_functions_arrive(make, spawn_peer):
 
 @pytest.mark.copying
 def test_item_between_processes_is_a_copy(make):
-    """Changing the object after the put must not change the item."""
+    """A change of the object after the put must not change the item."""
     ch = make()
     sent, array, raw = [1, 2], np.arange(100_000), bytearray(b"abc" * 50_000)
     ch.put_many([sent, array, raw])
@@ -281,7 +283,7 @@ def test_item_between_processes_is_a_copy(make):
 
 @pytest.mark.copying
 def test_received_array_stays_unchanged(make):
-    """The array is read-only, and does not change when the channel is used further or ends."""
+    """The array is read-only, and stays the same while the channel is used or ends."""
     ch = make(2)
     ch.put(np.arange(200_000))
     arrived = ch.get()
@@ -322,10 +324,10 @@ VALUES = st.recursive(
 
 
 def test_random_nested_values_arrive_as_they_were_sent(transport, long_walk):
-    """The values are nested small built-ins, sent one at a time and in batches."""
+    """Small built-in values are nested at random, and sent singly and in batches."""
     examples = 150 if long_walk else 20
 
-    slow = [HealthCheck.too_slow]  # the machine may be slow, so do not check the speed
+    slow = [HealthCheck.too_slow]  # the machine may be slow, so ignore the speed
 
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=slow)
     @given(values=st.lists(VALUES, min_size=1, max_size=8))

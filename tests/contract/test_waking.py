@@ -1,4 +1,4 @@
-"""C8: k items wake k waiting readers, no reader sleeps while an item is available, and no reader starves."""
+"""C8: k items wake k waiting readers, no reader sleeps next to an available item, and none starves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ K = 4
 
 
 def test_each_item_wakes_one_reader(make, spawn_peer):
-    """C8: the other readers continue to wait."""
+    """C8: the other readers keep waiting."""
     ch, done = make(), make()
     peers = [spawn_peer(lambda: done.put(ch.get())) for _ in range(K)]
     wait_blocked(ch, readers=K)
@@ -24,7 +24,7 @@ def test_each_item_wakes_one_reader(make, spawn_peer):
 
 
 def test_k_consecutive_puts_wake_k_readers(make, spawn_peer):
-    """C8: no reader runs between these single puts."""
+    """C8: between these single puts, no reader runs."""
     ch = make()
     peers = [spawn_peer(ch.get) for _ in range(K)]
     wait_blocked(ch, readers=K)
@@ -93,7 +93,7 @@ def test_get_of_a_large_item_wakes_writers_of_small_items(make, spawn_peer):
 
 
 def test_readers_and_writers_alternate_at_capacity_1(make, spawn_peer):
-    """C8: every item needs a wake-up on each side, and no wake-up is lost."""
+    """C8: every item needs a wake-up on each side, and none is lost."""
     ch = make(1)
 
     def write():
@@ -112,9 +112,9 @@ def test_readers_and_writers_alternate_at_capacity_1(make, spawn_peer):
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_no_reader_starves(make, spawn_peer, batch):
-    """C8: each of several readers gets an item, although the others keep taking items.
+    """C8: each of several readers gets an item, although the others keep taking them.
 
-    The test ends when every reader has got one.
+    The test ends when every reader has one.
     """
     ch, served = make(2), make()
 
@@ -138,9 +138,9 @@ def test_no_reader_starves(make, spawn_peer, batch):
 
 
 def test_no_writer_starves(make, spawn_peer):
-    """C8: each of several writers puts an item, although the others keep putting items.
+    """C8: each of several writers puts an item, although the others keep putting them.
 
-    The test ends once 50 items from every writer have been read.
+    The test ends when 50 items of every writer have been read.
     """
     ch = make(2)
 
@@ -161,7 +161,7 @@ def test_no_writer_starves(make, spawn_peer):
 
 
 def test_get_after_a_users_own_put_never_blocks(make, spawn_peer, make_gate):
-    """C1, C8: after its own put, a peer always finds an item, so it never waits for another peer."""
+    """C1, C8: a peer that has just put an item always finds one, so it never waits for another peer."""
     peers, rounds = 4, 150
     ch = make(peers)
     gate = make_gate(peers)
@@ -182,7 +182,7 @@ def test_get_after_a_users_own_put_never_blocks(make, spawn_peer, make_gate):
 
 @pytest.mark.one_machine("the test would start forty programs")
 def test_reader_does_not_sleep_while_an_item_is_available(make, spawn_peer, make_gate):
-    """C8: this holds for items from any writer, and for any order of the wake-ups."""
+    """C8: this applies to items of any writer, and to any order of wake-ups."""
     ch = make(1)
     for _ in range(10):
         gate = make_gate(2)
@@ -205,7 +205,7 @@ def test_counts_of_waiting_users_return_to_zero(make, spawn_peer):
 
 
 def test_large_item_waiting_for_room_does_not_delay_small_items(make, spawn_peer):
-    """C8: a large item waits for room that it never gets, and wakes repeatedly. Small items overtake it."""
+    """C8: the large item waits in vain, waking repeatedly, while small items overtake it."""
     ch = make(100, max_bytes=100_000)
     ch.put_many([bytes(1_000)] * 20)
     large = spawn_peer(ch.put, bytes(90_000))

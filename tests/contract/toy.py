@@ -1,6 +1,6 @@
 """A toy transport, which shows that a new transport needs one entry and nothing else.
 
-Its channels belong to one process, but every item goes through the codec, as it would between hosts. Run the
+Its channels stay in one process, but every item goes through the codec, as it would between hosts. Run the
 contract on it with ``pytest -p toy -k toy tests/contract``.
 """
 

@@ -1,4 +1,4 @@
-"""Transports on which the contract suite runs. A new transport needs only one more entry here."""
+"""The transports on which the contract suite runs. A new transport needs only an entry here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Transport:
     """A transport under test.
 
     ``make(capacity=64, **options)`` makes a channel, as ``across`` does in a user's program. ``peers`` lists
-    where a test may start its peer ("thread", "process", "host"). ``copies`` states whether items arrive as
-    copies, and ``devices`` whether device memory is supported.
+    where a test may start its peer ("thread", "process", "host"). ``copies`` tells whether items arrive as
+    copies, and ``devices`` whether the transport supports device memory.
     """
 
     name: str

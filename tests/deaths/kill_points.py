@@ -1,4 +1,4 @@
-"""Points in the user's code where the crash tests kill a worker."""
+"""Points in user code where the crash tests kill a worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowchan import Channel, Closed, Run, StageStats
 
 
 class Deaths:
-    """Kill the calling process with SIGKILL the first ``times`` times that a worker reaches a point."""
+    """Kills the calling process with SIGKILL the first ``times`` times that a worker reaches a point."""
 
     def __init__(self, *points: object, times: int = 1) -> None:
         self.total = len(points) * times
@@ -31,5 +31,5 @@ class Deaths:
 
 
 def stage_of(run: Run, name: str) -> StageStats:
-    """Return the current statistics of one stage."""
+    """Return the current statistics of a stage."""
     return next(stage for stage in run.stats().stages if stage.name == name)

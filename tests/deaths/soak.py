@@ -2,9 +2,9 @@
 
     python -m tests.deaths.soak --minutes 10 --seed 1
 
-The seed and the number determine each graph, so ``--seed S --graph N`` repeats a failed graph, but the kills
-come at other times. Items are numbers with a payload. Every stage is a function of its item, so the correct
-output is known. A run that makes no progress for ``STALL`` seconds counts as a hang.
+Seed and number determine each graph. ``--seed S --graph N`` therefore repeats a failed graph, although the
+kills come at other times. Items are numbers with a payload. Every stage is a function of its item, so the
+correct output is known. A run without progress for ``STALL`` seconds counts as a hang.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Item = tuple[int, bytes]
 def payload_of(number: int) -> bytes:
     """Return an empty payload for most numbers.
 
-    Every ninth number has a payload that fills a block in shared memory; every 50th has a large payload.
+    Every ninth number has a payload that fills a block in shared memory, and every 50th has a large one.
     """
     return bytes(number % 251 for _ in range(1)) * (
         20_000 if number % 50 == 3 else 500 if number % 9 == 1 else 0
@@ -78,7 +78,7 @@ def key(item: Item) -> int:
 
 @dataclass(frozen=True)
 class Together:
-    """The items that one round of an allreduce has combined."""
+    """The items combined by one round of an allreduce."""
 
     items: tuple[Item, ...]
 
@@ -97,7 +97,7 @@ def parted(rounds: Reduced) -> tuple[Item, ...]:
 
 
 def slow(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Add some work to the function, so that many deaths happen while an item is processed."""
+    """Let the function take longer, so that many workers die while processing an item."""
 
     def work(item: Any) -> Any:
         until = time.perf_counter() + 0.000_5
@@ -120,11 +120,11 @@ class Case:
     expected: list[Item]
     ordered: bool
     text: str
-    # number of items to take: the first ones of an ordered stream, or any items of another stream
+    # how many items to take: the first ones of an ordered stream, or any of another
     most: int | None
 
     def wanted(self, found: list[Item]) -> list[Item]:
-        """Return the correct output that comes closest to ``found``."""
+        """Return the correct output that is closest to ``found``."""
         if self.most is None or self.ordered:
             return self.expected[: self.most]
         chosen = Counter(found) & Counter(self.expected)
@@ -133,7 +133,7 @@ class Case:
 
 
 def case(seed: int, number: int) -> Case:
-    """Build the graph with this number."""
+    """Build the graph number ``number``."""
     chance = random.Random(f"{seed} {number}")
     graph = Graph(f"soak{number}")
     count = chance.choice([0, 1, 50, 400, 1500])
@@ -224,12 +224,12 @@ class Totals:
 
 
 def soak(seconds: float, seed: int, first: int = 0, last: int | None = None) -> Totals:
-    """Run graphs one at a time until the time is up; the last graph runs to its end."""
+    """Run graphs in turn until the time is up. The last graph runs to its end."""
     totals = Totals()
     end = time.monotonic() + seconds
     number = first
-    # The soak needs deaths in quick succession, so the pauses after them are short. Random kills may hit a
-    # worker several times before it starts working, so the limit on such deaths is lifted.
+    # The soak needs deaths in quick succession, so the pauses after them are short. A random kill may hit a
+    # worker before it starts working, so the limit on such deaths is lifted.
     with patch.object(decisions, "LONGEST_PAUSE", 0.01), patch.object(decisions, "HOPELESS", ENDLESS):
         while time.monotonic() < end and (last is None or number <= last):
             chance = random.Random(f"{seed} {number} kills")
@@ -239,7 +239,7 @@ def soak(seconds: float, seed: int, first: int = 0, last: int | None = None) -> 
 
 
 def one(case: Case, chance: random.Random, totals: Totals, name: str, end: float) -> None:
-    """Run one graph, kill its worker processes until ``end``, and add the result to the totals."""
+    """Run one graph, killing its worker processes until ``end``, and add the result to the totals."""
 
     def fail(what: str) -> None:
         totals.failures.append(f"{name}: {what}\n  {case.text}")
@@ -290,17 +290,17 @@ def one(case: Case, chance: random.Random, totals: Totals, name: str, end: float
 
 
 def kill_one(run: Run, chance: random.Random) -> bool:
-    """Kill one of the run's worker processes with SIGKILL; return False if the run has none."""
+    """Kill one of the run's worker processes with SIGKILL. Return False if the run has none."""
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # the supervisor is replacing a worker
         processes = list(run._crew.local.processes.values())
         if processes:
-            chance.choice(processes).kill()  # killing a process that is already dead has no effect
+            chance.choice(processes).kill()  # killing a dead process has no effect
             return True
     return False
 
 
 def progress(run: Run) -> int:
-    """Return a number that grows while the run makes progress: the items put, read and finished."""
+    """Return the number of items put, read and finished, which grows while the run makes progress."""
     stats = [channel.stats() for channel in run._ports.channels.values()]
     return sum(stat.items_in + stat.items_out - stat.leased for stat in stats)
 

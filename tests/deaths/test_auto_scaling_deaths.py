@@ -1,4 +1,4 @@
-"""Test that auto-scaling does not lose, repeat or reorder items, even if workers are killed."""
+"""Test that auto-scaling never loses, repeats or reorders items, even when workers are killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _method(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=[0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])
 def rng(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> random.Random:
-    """Return a random generator, which also makes the scaling decisions after each short window."""
+    """Return a random generator. Scaling decisions come after short windows and use it as well."""
     rng = random.Random(request.param)
 
     def choose(scaler: Scaler, stats: RunStats, *_: Any) -> Chosen:
@@ -85,7 +85,7 @@ def checked(run: Run, found: list[int], seen: Channel[int], repeats: bool) -> No
     assert found == [item for item in expected if item % 2 == 0]
     odds = Counter(item for item in expected if item % 2)
     put = Counter(seen)
-    # the side effect of a sink may happen twice if the worker that runs the sink dies
+    # a sink's side effect may happen twice if its worker dies
     assert put.keys() == odds.keys() if repeats else put == odds
     assert run.decisions()
 

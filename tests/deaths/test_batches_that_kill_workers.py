@@ -1,4 +1,4 @@
-"""Test R10 for batches: only the members that kill their workers fail, and the others have results."""
+"""Test R10 for batches: only members that kill their workers fail, and the others get results."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_batch_with_max_deaths_of_1_fails_as_a_whole() -> None:
 
 
 def test_later_batch_is_not_suspected_after_an_idle_worker_died() -> None:
-    """An idle worker dies, and its replacement must not link this death to an earlier batch."""
+    """The replacement of an idle worker must not blame that worker's death on an earlier batch."""
     deaths = Deaths("first", times=2)
 
     def fragile(numbers: list[int]) -> list[int]:
@@ -227,7 +227,7 @@ def test_async_callable_class_gets_suspect_items_one_at_a_time() -> None:
 def test_random_kills_neither_lose_nor_repeat_a_batch_item(
     ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kills are so frequent that some hit a worker between putting a batch's failures and its result."""
+    """Kills are so frequent that some fall between the put of a batch's failures and that of its result."""
     monkeypatch.setattr(decisions, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(decisions, "LONGEST_PAUSE", 0.002)
     monkeypatch.setattr(decisions, "HOPELESS", 10**6)  # a worker may be killed before it starts working

@@ -1,6 +1,6 @@
 """Test R10: an item is blamed only for deaths of single workers in user code.
 
-The report gives the cause of each death.
+The report names the cause of each death.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def workers_of(run: Any) -> list[psutil.Process]:
 
 @pytest.mark.usefixtures("by_fork")
 def test_random_kills_outside_of_user_code_blame_no_item() -> None:
-    """Only a death in user code counts, not a death while a finished output waits for room.
+    """Only a death in user code counts, and not one while a finished output waits for room.
 
-    The program reads the results slowly, so the workers are waiting for room most of the time.
+    The program reads the results slowly, so the workers mostly wait for room.
     """
     kills, items = 15, 500
     graph = Graph("kills")
@@ -65,7 +65,7 @@ def test_random_kills_outside_of_user_code_blame_no_item() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("by_fork")
 def test_1_000_random_kills_with_default_options_blame_no_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All options have their defaults, except the limits on restarting a worker that keeps dying."""
+    """All options have defaults, except the limits on restarting a worker that keeps dying."""
     kills, ended = 1_000, threading.Event()
     monkeypatch.setattr(decisions, "LONGEST_PAUSE", 0.01)
     monkeypatch.setattr(decisions, "HOPELESS", kills)  # a worker may be killed before it starts working
@@ -108,7 +108,7 @@ def test_error_for_a_poison_item_reports_every_workers_death() -> None:
 
 
 def test_service_survives_any_number_of_poison_requests() -> None:
-    """A worker has 10 restarts by default, and each poison request kills three workers."""
+    """By default, a worker has 10 restarts, and each poison request kills three workers."""
 
     async def main(run: Run) -> None:
         for _ in range(2):
@@ -129,7 +129,7 @@ def test_service_survives_any_number_of_poison_requests() -> None:
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
 def test_suspect_item_is_retried_by_only_one_worker(ordered: bool) -> None:
-    """While the first worker's processes die, the second worker must be able to finish all other items."""
+    """While the first worker's processes die, the second worker must finish all other items."""
     others: Channel[int] = Channel(100, across="processes")
     graph = Graph("suspects")
     pids: Channel[int] = Channel(100, across="processes")
@@ -137,7 +137,7 @@ def test_suspect_item_is_retried_by_only_one_worker(ordered: bool) -> None:
     def work(item: int) -> int:
         if item == 0:
             pids.put(os.getpid())
-            if len(others) < 40:  # wait until the other worker has finished all other items
+            if len(others) < 40:  # wait until the other worker has finished the other items
                 wait_until(lambda: len(others) >= 40)
             os.kill(os.getpid(), signal.SIGKILL)
         others.put(item)
@@ -152,7 +152,7 @@ def test_suspect_item_is_retried_by_only_one_worker(ordered: bool) -> None:
 
 
 class Killer:
-    """An object that kills the process that unpickles it, unless that process created it."""
+    """An object that kills any process that unpickles it, except its creator."""
 
     def __reduce__(self) -> Any:
         return _kill_others, (os.getpid(),)

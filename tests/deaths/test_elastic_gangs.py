@@ -1,6 +1,6 @@
 """Test R11: when a worker of an elastic gang dies, the others continue in their processes.
 
-The gang is smaller until a replacement has joined.
+Until a replacement joins, the gang is smaller.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def add(a: Any, b: Any) -> Any:
 
 
 def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
-    """The user's object must keep its state, and all members of a group must have the same bits."""
+    """The user's object keeps its state, and all members of a group have the same bits."""
     fewer: Channel[None] = Channel(across="processes")
     whole: Channel[None] = Channel(across="processes")
     deaths = Deaths(5)
@@ -42,7 +42,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
 
         def __call__(self, numbers: In[int], group: Group, out: Out[tuple[Any, ...]]) -> None:
             self.sizes.append(group.size)
-            group.broadcast(self.sum)  # broadcast by a member that has the sum, even if other members are new
+            group.broadcast(self.sum)  # sent by a member with the sum, even if other members are new
             for number in numbers:
                 self.deaths.at(number)
                 total, n = group.allreduce_with(np.array([0.1 * number]), add)
@@ -78,7 +78,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_elastic_gang_puts_each_output_once(workers: int) -> None:
-    """An item that several workers have started again must also have its outputs once."""
+    """This includes an item that several workers have started again."""
     points = [(item, k) for item, k in ((0, 0), (7, 1), (7, 2), (8, 1), (20, 2), (29, 0))]
     deaths = Deaths(*points)
 

@@ -1,4 +1,4 @@
-"""Test C11 and R4: if SIGKILL ends workers at a chosen point, no item is lost, repeated or reordered."""
+"""Test C11 and R4: when SIGKILL ends workers at a chosen point, no item is lost, repeated or reordered."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_c11_kills_in_every_stage_lose_and_repeat_nothing(workers: int, ordered:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_c11_allreduce_uses_each_output_in_exactly_one_round(workers: int) -> None:
-    """Only the replacement gets a dead worker's item, because no channel has all of the item's outputs."""
+    """Only the replacement gets the dead worker's item, because no channel has all of its outputs."""
     deaths = Deaths((0, 0), (7, 1), (8, 2), (20, 3), (30, 0), (30, 1), (ITEMS - 1, 3))
 
     def work(item: int) -> Iterator[str]:
@@ -201,7 +201,7 @@ def test_c11_allreduce_uses_each_output_in_exactly_one_round(workers: int) -> No
 
 
 def test_c11_allreduce_worker_killed_between_outputs_repeats_nothing() -> None:
-    """The worker dies in flowchan's own code, so its item is not suspect. Only the replacement gets it."""
+    """The worker dies in flowchan's own code, so its item is not suspect, but only the replacement gets it."""
     graph = Graph("c11")
     worked = graph.source(range(20), capacity=1).flat_map(
         lambda item: [f"{item}.{number} " for number in range(5)],
@@ -334,10 +334,10 @@ def test_r4_deaths_while_processing_items_do_not_count_as_restarts() -> None:
 
 
 def kill_one(run: Run, name: str) -> None:
-    """Kill the process of a stage's first worker once it exists, and wait until this is noticed."""
+    """Kill the first worker of a stage as soon as its process exists, and wait until this is noticed."""
 
     def running() -> list[WorkerProcess]:
-        with contextlib.suppress(RuntimeError, ValueError):  # a worker is being replaced just now
+        with contextlib.suppress(RuntimeError, ValueError):  # a worker is just being replaced
             processes = run._crew.local.processes.items()
             return [p for id, p in processes if (id.stage, id.number) == (name, 1) and not p.ended()]
         return []
@@ -375,7 +375,7 @@ def test_c11_worker_killed_while_waiting_for_room_loses_nothing() -> None:
 
 
 def test_r4_idle_worker_may_use_all_its_restarts() -> None:
-    """A worker may die often without a leased item; this does not mean that it cannot start."""
+    """A worker that often dies without a leased item is not one that cannot start."""
     graph = Graph("idle")
     numbers = graph.input()
     out = numbers.map(abs, on="process", name="work").collect()

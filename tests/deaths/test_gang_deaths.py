@@ -1,4 +1,4 @@
-"""Test R11: when a worker of a gang dies, all workers restart together with their current items."""
+"""Test R11: when a worker of a gang dies, all its workers restart together with their current items."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add(a: int, b: int) -> int:
 
 
 def test_death_restarts_the_gang_with_its_current_items() -> None:
-    """Each item must have one output, and no worker is blamed for the deaths of others."""
+    """Each item has one output, and no worker is blamed for the deaths of others."""
     deaths = Deaths(3, 11, 12, 29)
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:

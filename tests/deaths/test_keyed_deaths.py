@@ -1,4 +1,4 @@
-"""Test that keyed stages keep their order and their states exactly when workers are killed."""
+"""Test that keyed stages keep their order and exact states when workers are killed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_each_output_of_a_keyed_stage_appears_once(spread: int, ordered: bool) -
 
 
 def kill_at_random(item: int, seed: int) -> None:
-    """Kill this process at one of about a thousand calls. A repeated call may be hit again."""
+    """Kill this process at one of about a thousand calls. A repeated call may be the next victim."""
     if random.Random(f"{seed} {item} {worker().incarnation}").random() < 0.001:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -90,7 +90,7 @@ def add(item: tuple[int, int], state: KeyedState[int]) -> tuple[int, int]:
 
 
 def test_counter_per_key_is_exact_despite_kills_at_arbitrary_instructions() -> None:
-    """Kill workers from outside, also while they write a record, put an output or end a lease."""
+    """Kill workers from outside, even while they write a record, put an output or end a lease."""
     graph, chance, kills = Graph(), random.Random(0), 0
 
     def paced() -> Iterator[tuple[int, int]]:
@@ -181,7 +181,7 @@ def test_log_with_outdated_records_is_copied(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(1_000):
         assert add_at(keyed, number, number % 3) == number // 3 + 1
         sizes.append(sum(os.fstat(file.fd).st_size for file in log.files))
-        if number % 100 == 99:  # a replacement finds the same states after any number of copies
+        if number % 100 == 99:  # a replacement finds the same states, however often they were copied
             keyed = states(log, number + 1)
     assert max(sizes) < 1_200
 

@@ -1,4 +1,4 @@
-"""Test that items addressed to a worker arrive once, even if the worker or the sender is killed."""
+"""Test that items for one worker arrive once, even if the worker or the sender is killed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_item_for_a_remote_worker_goes_to_its_replacement() -> None:
 
 
 def test_worker_does_not_skip_outputs_that_another_worker_has_put() -> None:
-    """Each of two workers puts an output for its second item, and the first of them dies after its put."""
+    """Each of two workers puts an output for its second item. The first one dies right after its put."""
     restarted: Channel[None] = Channel(1, across="processes")
     put: Channel[None] = Channel(1, across="processes")
 

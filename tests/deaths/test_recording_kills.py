@@ -1,4 +1,4 @@
-"""Test recordings by runs with killed workers, and by killed programs."""
+"""Test the recordings of runs with killed workers, and of killed programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test R14: a program that is killed at random points and resumed completes the effects of every item."""
+"""Test R14: a program that is killed at random points and resumed has all effects of every item."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test R13: if workers are killed while their stage is scaled, no item is lost, repeated or reordered."""
+"""Test R13: when workers die while their stage is scaled, no item is lost, repeated or reordered."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ def test_kills_during_random_scaling_lose_nothing(seed: int, ordered: bool) -> N
 
 @pytest.mark.parametrize("operator", ["map", "filter"])
 def test_first_worker_can_die_after_a_second_was_added(operator: str) -> None:
-    """The dead worker did not record its turns, so its replacement must determine which turns were
-    finished."""
+    """The dead worker did not record its turns, so its replacement must find out which ones were finished."""
     deaths, gate = Deaths(50), Gate()
 
     def work(item: int) -> Any:

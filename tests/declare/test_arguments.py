@@ -1,4 +1,4 @@
-"""Test that wrong arguments of operators raise at once, with errors that name the allowed values."""
+"""Test that wrong arguments of operators raise at once, and that the errors name the allowed values."""
 
 from __future__ import annotations
 

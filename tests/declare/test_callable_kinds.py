@@ -51,7 +51,7 @@ class Inherits(Model):
 
 
 class Item:
-    """Class without a ``__call__``: the class itself is called."""
+    """A class without ``__call__``, so the class itself is called."""
 
     def __init__(self, item: int) -> None: ...
 

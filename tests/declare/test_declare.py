@@ -1,4 +1,4 @@
-"""Test the declaration of a graph: the recorded stages, and the arguments that operators reject at once."""
+"""Test the declaration of a graph: the recorded stages, and the arguments that operators reject."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-# used in annotations that are strings
+# for annotations that are strings
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar  # noqa: F401
 
 import pytest

@@ -27,7 +27,7 @@ def pairs() -> Iterator[tuple[int, str]]:
 
 
 def channels(graph: Blueprint, writer: str) -> list[tuple[Any, ...]]:
-    """Return the name, ports and worker numbers of each channel that a stage writes."""
+    """Return the name, ports and worker numbers of each channel that a stage writes to."""
     return [
         (edge.name, edge.writing_end, edge.reader_port and edge.reading_end, edge.worker, edge.to_worker)
         for edge in graph.edges

@@ -1,4 +1,4 @@
-"""Test that declared stages and placements are values that can be pickled."""
+"""Test that declared stages and placements are values, which can be pickled."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_only_process_and_hosts_placements_use_separate_processes() -> None:
     "module", ["annotations", "auto_workers", "keyed", "operators", "options", "placements", "values"]
 )
 def test_value_of_a_declared_graph_cannot_be_changed(module: str) -> None:
-    """Several runs may share a graph, and each sends its stages to other processes."""
+    """Several runs may share a graph, and each run sends its stages to other processes."""
     found = vars(importlib.import_module(f"flowchan.declare.{module}")).values()
     kinds = [one for one in found if isinstance(one, type) and dataclasses.is_dataclass(one)]
     assert kinds

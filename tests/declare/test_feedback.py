@@ -1,4 +1,4 @@
-"""Test declared feedbacks, the only edges that may lead back in a graph, and the rules that check them."""
+"""Test declared feedbacks, the only edges that may form a loop in a graph, and their rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def step(item: int) -> int:
 
 
 def looped(graph: Blueprint) -> tuple[Feedback, Stream]:
-    """Return a feedback that has no writer yet, and the stream to be fed into it."""
+    """Return a feedback without a writer, and the stream to feed into it."""
     again = graph.feedback("again")
     work, done = graph.stage(steer, graph.source(range(3)), again)
     done.sink(print)

@@ -1,4 +1,4 @@
-"""Test what the methods of a graph declare: sources, merged streams, broadcast values and records."""
+"""Test the declarations of a graph's methods: sources, merged streams, broadcast values and records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def later() -> AsyncIterator[int]:
 
 
 class Indexed:
-    """Sequence of the old protocol: it has ``__getitem__`` but no ``__iter__``."""
+    """A sequence of the old protocol, with ``__getitem__`` but no ``__iter__``."""
 
     def __getitem__(self, index: int) -> int:
         if index > 2:

@@ -1,4 +1,4 @@
-"""Test that a misspelt option raises at once. The error names the operator and the closest option."""
+"""Test that a misspelt option raises at once, with the operator and the closest option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test ``Graph.to_networkx``: the declared graph as a graph of networkx."""
+"""Test ``Graph.to_networkx``, which converts a declared graph to one of networkx."""
 
 from __future__ import annotations
 

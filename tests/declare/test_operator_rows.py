@@ -1,4 +1,4 @@
-"""Test what the table of operators says about labels, counts and the properties of each operator."""
+"""Test the table of operators: the label, count and properties of each one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test where ``record`` inserts its stage, and that loops and services keep their places in the graph."""
+"""Test where ``record`` inserts its stage, and that loops and services stay in their positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test which options of windows, joins and keyed stages a declaration accepts, and what it records."""
+"""Test which options declarations of windows, joins and keyed stages accept and record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowchan.declare.stream import Stream
 
 
 def own(stream: Stream[Any]) -> dict[str, Any]:
-    """Return the options that only the operator of this stream has."""
+    """Return the options that are specific to this stream's operator."""
     return dict(stream.graph.stage_named(stream.stage).options)
 
 

@@ -31,9 +31,9 @@ PRINTS = re.compile(r"# → (.*)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Fenced block on a page.
+    """A fenced block on a page.
 
-    ``line`` is the number of lines on the page before the block's text. ``file`` is the name of the file to
+    ``line`` is how many lines of the page precede the block's text. ``file`` is the name of the file to
     write, or ``None``. ``expected`` is the expected output, or ``None``.
     """
 
@@ -45,7 +45,7 @@ class Block:
 
 
 def is_stated(printed: str, expected: str) -> bool:
-    """Return whether a block printed the output that the page states."""
+    """Return whether the block printed the output that the page states."""
     pattern = re.escape(expected).replace(re.escape("...\n"), ".*\n")
     return re.fullmatch(pattern, printed) is not None
 
@@ -67,7 +67,7 @@ def blocks(markdown: str) -> Iterator[Block]:
 def run_python(block: Block, path: str, main: ModuleType) -> None:
     if block.file:
         Path(block.file).write_text(block.text)
-    # Empty lines come first, so that tracebacks show line numbers of the Markdown file.
+    # Begin with empty lines, so that tracebacks show line numbers of the Markdown file.
     exec(compile("\n" * block.line + block.text, path, "exec"), vars(main))
 
 
@@ -78,7 +78,7 @@ def run_commands(block: Block) -> None:
 
 
 def printed_by(action: Callable[[], None]) -> str:
-    """Return what an action, its threads and its child processes print to standard output."""
+    """Return what an action, with its threads and child processes, prints to standard output."""
     sys.stdout.flush()
     before = os.dup(1)
     with tempfile.TemporaryFile("w+") as captured:
@@ -94,7 +94,7 @@ def printed_by(action: Callable[[], None]) -> str:
 
 
 def run_page(path: str) -> None:
-    # A block must not see the names of this module or of other blocks, so each block gets a new ``__main__``.
+    # A block must not see names of this module or of other blocks, so each one gets a new ``__main__``.
     ours = sys.modules["__main__"]
     for block in blocks(Path(path).read_text()):
         if block.language not in ("python", "sh"):
@@ -115,7 +115,7 @@ def run_page(path: str) -> None:
 def main() -> None:
     pages = sys.argv[1:]
     del sys.argv[1:]
-    sys.path.insert(0, "")  # blocks import files that earlier blocks have written
+    sys.path.insert(0, "")  # blocks may import files that earlier blocks have written
     for page in pages:
         run_page(page)
 

@@ -1,4 +1,4 @@
-"""Test that the two pages with benchmark figures match the stored figures."""
+"""Test that the figures on the two benchmark pages match the stored ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that every code block in the README and the docs runs and prints the stated output.
+"""Test that all code blocks in the README and the docs run and print the stated output.
 
 ``execute.py`` describes the rules. Other tests check links, pictures, the reference and troubleshooting.
 """
@@ -93,8 +93,7 @@ def test_page_with_failing_code_or_wrong_output_is_rejected(
 
 
 def test_samples_that_start_processes_have_a_main_guard() -> None:
-    """New processes of spawn and forkserver import the script, but a notebook has none that they could
-    import."""
+    """Processes started by spawn and forkserver import the script, and cannot import a notebook."""
     unguarded = [
         f"{page.name}:{block.line}"
         for page in ALL
@@ -122,15 +121,15 @@ def test_targets_of_links_and_pictures_exist() -> None:
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
-    """Return the anchors on a page: ``<a id>``, and those that GitHub and the site create for headings."""
+    """Return the anchors of a page: ``<a id>``, and those that GitHub and the site create for headings."""
     text = FENCE.sub("", page.read_text())
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    kept = re.findall(r"<a id=\"([\w-]+)\">", text)  # these keep old links to renamed headings valid
+    kept = re.findall(r"<a id=\"([\w-]+)\">", text)  # these keep old links to renamed headings working
     return {*kept, *(re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings)}
 
 
 def shown_by(file: str) -> list[str]:
-    """Return the names in the ``__all__`` of a file without importing it."""
+    """Return the names in a file's ``__all__`` without importing the file."""
     (names,) = re.findall(r"^__all__ = [\[(](.*?)[\])]", (ROOT / file).read_text(), re.MULTILINE | re.DOTALL)
     return re.findall(r'"(\w+)"', names)
 
@@ -153,7 +152,7 @@ def test_reference_lists_all_public_members_of_the_class(name: str) -> None:
     )
     graph = flowchan.Graph("graph")
     made = {"Graph": graph, "Stream": graph.source("abc")}[name]
-    # the docstring of a dataclass lists its fields, in the section "Attributes"
+    # the section "Attributes" of a dataclass's docstring lists its fields
     fields = {field.name for field in dataclasses.fields(made)} if dataclasses.is_dataclass(made) else set()
     assert {name for name in dir(made) if not name.startswith("_")} - fields == set(listed.split(", "))
 
@@ -169,7 +168,7 @@ def test_every_exception_has_an_entry_in_troubleshooting() -> None:
 
 
 def template(node: ast.expr) -> str:
-    """Return a message as the troubleshooting table shows it, with an ellipsis for each inserted value."""
+    """Return a message as in the troubleshooting table, with an ellipsis for each inserted value."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -181,14 +180,14 @@ def template(node: ast.expr) -> str:
 
 
 def assigned(function: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Yield each variable in a function with an expression that is assigned to it."""
+    """Yield each assignment in a function as a variable and an expression."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             yield from ((to.id, node.value) for to in node.targets if isinstance(to, ast.Name))
 
 
 def wordings(node: ast.expr, names: list[tuple[str, ast.expr]]) -> Iterator[str]:
-    """Yield the possible texts of an argument; a variable may have any value that is assigned to it."""
+    """Yield the possible texts of an argument. A variable may have any value assigned to it."""
     match node:
         case ast.Name(id=name):
             yield from (template(value) for assigned_name, value in names if assigned_name == name)
@@ -199,9 +198,9 @@ def wordings(node: ast.expr, names: list[tuple[str, ast.expr]]) -> Iterator[str]
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """Yield the messages of flowchan's own exceptions and of a graph's problems, with their source lines.
+    """Yield the messages of flowchan's exceptions and of a graph's problems, with their source lines.
 
-    Messages that have at most two fixed words are left out.
+    Messages with two fixed words or fewer are left out.
     """
     for file in (file for room in ("flowchan", "pipelines", "viz") for file in (ROOT / room).rglob("*.py")):
         for function in ast.walk(ast.parse(file.read_text())):
@@ -222,7 +221,7 @@ def messages() -> Iterator[tuple[str, str]]:
 
 
 def messages_of_the_core() -> Iterator[tuple[str, str]]:
-    """Yield the messages in the native core, with an ellipsis between string literals."""
+    """Yield the messages of the native core, with an ellipsis between string literals."""
     literal = r'"((?:[^"\\]|\\.)*)"'
     for file in (ROOT / "flowchan" / "_core").glob("*.cpp"):
         text = re.sub(r'"\s*"', "", file.read_text())  # join adjacent string literals
@@ -242,7 +241,7 @@ NEVER_SHOWN = {"unknown port number ", "the run has ended"}
 
 
 def says(one: str, other: str) -> bool:
-    """Return whether ``other`` contains ``one``; an ellipsis in ``one`` matches any text."""
+    """Return whether ``other`` contains ``one``. An ellipsis in ``one`` matches any text."""
     return re.search(".*".join(map(re.escape, one.strip("… ").split("…"))), other, re.DOTALL) is not None
 
 
@@ -251,7 +250,7 @@ def test_troubleshooting_has_a_row_for_every_message() -> None:
     rows = [text for text in quoted if len(text.replace("…", " ").split()) > 1]
     native = dict(messages_of_the_core())
     found = dict(messages())
-    assert len(found) > 90  # otherwise the search itself is broken
+    assert len(found) > 90  # otherwise, the search itself is broken
     assert len(native) > 10
     missing = {
         place: text
@@ -270,7 +269,7 @@ PICTURES = [
 
 @pytest.mark.parametrize(("page", "program"), PICTURES, ids=[program for _, program in PICTURES])
 def test_stored_picture_shows_the_labels_of_its_program(page: str, program: str, tmp_path: Path) -> None:
-    """Compare only the texts of the two pictures, because another renderer may place labels differently."""
+    """Only the texts of the two pictures are compared, because another renderer may place them differently."""
     text = (ROOT / page).read_text()
     *_, block = (block for block in blocks(text) if block.file == program)
     (tmp_path / program).write_text(block.text)
@@ -281,7 +280,7 @@ def test_stored_picture_shows_the_labels_of_its_program(page: str, program: str,
 
 
 def labels(picture: Path) -> list[str]:
-    """Return the texts in an SVG file, sorted."""
+    """Return the sorted texts of an SVG file."""
     return sorted(re.findall(r"<text[^>]*>([^<]*)", picture.read_text()))
 
 

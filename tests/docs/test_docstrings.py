@@ -1,4 +1,4 @@
-"""Test that docstrings of public names have all sections, and that their examples print the shown output.
+"""Test that docstrings of public names have all sections, and that their examples print what they show.
 
 ``test_docstrings_torch.py`` runs the examples that need torch.
 """
@@ -42,7 +42,7 @@ WITHOUT = {
 )
 def test_docstring_example_prints_the_shown_output(name: str) -> None:
     if "numpy" in PUBLIC[name].example or ".loan" in name:
-        np.ndarray  # noqa: B018  # skips the test if NumPy is not installed
+        np.ndarray  # noqa: B018  # skips the test without NumPy
     assert not (errors := output_errors(name, PUBLIC[name].example)), errors
 
 

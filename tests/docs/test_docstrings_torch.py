@@ -1,4 +1,4 @@
-"""Apply the checks in ``test_docstrings.py`` to the public names that need torch."""
+"""Apply the checks of ``test_docstrings.py`` to the public names that need torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.optional_packages import optional
 torch = optional("torch")
 pytestmark = [
     pytest.mark.usefixtures("one_compute_thread"),
-    # the modules are too small for a pipe to be faster
+    # a pipe would not speed up such small modules
     pytest.mark.filterwarnings("ignore:Sequential. with .* parts:RuntimeWarning"),
 ]
 PUBLIC = public(torch=True) if torch else {}

@@ -1,6 +1,6 @@
-"""Run every example as a user would, in its own process.
+"""Run each example like a user, in a process of its own.
 
-The tests compare its output with a sequential computation.
+The tests compare the output with a sequential computation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALL = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
 def run(*command: object) -> str:
-    """Return the output of a command, which must succeed without printing a traceback."""
+    """Return the output of a command, which must succeed without a traceback."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100)
     return checked(done.returncode, done.stdout, done.stderr)
 
@@ -67,9 +67,9 @@ def test_producer_consumer_graph_receives_all_source_items() -> None:
 
 
 def counted_words(directory: Path) -> list[str]:
-    """Count words file by file, and return the output expected from wordcount, without the words.
+    """Count words file by file. Return the expected output of wordcount, without the words.
 
-    The words are left out because words with equal counts may be in any order.
+    Words with equal counts may come in any order.
     """
     counts: Counter[str] = Counter()
     for file in directory.rglob("*.py"):
@@ -98,7 +98,7 @@ def test_wordcount_of_an_empty_directory_is_zero(tmp_path: Path) -> None:
 
 
 def equal_files(directory: Path) -> set[frozenset[str]]:
-    """Compare the whole contents of the files in a directory, and return the groups of equal files."""
+    """Compare all files in a directory byte by byte, and return the groups of equal files."""
     groups = defaultdict(set)
     for file in directory.rglob("*"):
         if file.is_file() and not file.is_symlink():
@@ -115,7 +115,7 @@ def test_duplicates_match_a_comparison_of_whole_contents(tmp_path: Path, real_fi
             (tmp_path / "a" / file.name).write_bytes(content)
         if number % 6 == 0:
             (tmp_path / "a" / "b" / f"copy of {number}").write_bytes(content)
-        if number % 5 == 0:  # a file with the same size but different content
+        if number % 5 == 0:  # a file of the same size with different content
             (tmp_path / "a" / f"reversed {number}").write_bytes(content[::-1])
     (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
     expected = equal_files(tmp_path)
@@ -165,7 +165,7 @@ for file, picture in zip(files[::2], files[1::2]):
 def test_every_example_can_be_checked_and_drawn_without_running(
     torch_programs: Template, kind: str, tmp_path: Path
 ) -> None:
-    """Each example is drawn in one of the formats; tests/viz tests all formats."""
+    """Each example is drawn in one format; tests/viz tests all of them."""
     pictures = {EXAMPLES / one: tmp_path / f"{one}.{kind}" for one in ALL[KINDS.index(kind) :: len(KINDS)]}
     files = itertools.chain.from_iterable(pictures.items())
     done = torch_programs.run("-c", CHECK_AND_VIZ, *files)
@@ -177,7 +177,7 @@ def test_every_example_can_be_checked_and_drawn_without_running(
         assert "all clear" in checked
         assert threads.startswith("threads ")
         assert drawn.startswith(f"{picture}: ")
-        assert example.name in picture.read_text()  # the label of a stage names the file of its function
+        assert example.name in picture.read_text()  # a stage's label names the file of its function
 
 
 @pytest.mark.parametrize("example", ["wordcount.py", "duplicates.py"])

@@ -1,4 +1,4 @@
-"""Test that the parameter server example trains, serves inference, and survives a killed trainer."""
+"""Test that the parameter server example trains, answers queries, and survives a killed trainer."""
 
 from __future__ import annotations
 

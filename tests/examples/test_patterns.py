@@ -1,6 +1,6 @@
-"""Run the examples for the patterns as a user would.
+"""Run the examples of the patterns like a user.
 
-The tests compare their output with a sequential computation.
+The tests compare the output with a sequential computation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
 def python(example: str, *args: object) -> list[str]:
-    """Return the lines that an example prints; it must succeed and print nothing to standard error."""
+    """Return the lines of an example's output. The example must succeed with an empty standard error."""
     code, out, err = ended(example, *args)
     assert (code, err) == (0, "")
     return out.splitlines()

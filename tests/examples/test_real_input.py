@@ -1,4 +1,4 @@
-"""Run the examples that process real input as a user would, each on a small amount of input."""
+"""Run the examples for real input like a user, each on little input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def python(example: str, directory: Path, *args: object) -> list[str]:
-    """Return the lines that an example prints; it must succeed."""
+    """Return the lines of an example's output. The example must succeed."""
     command = [sys.executable, str(EXAMPLES / example), *map(str, args)]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -26,7 +26,7 @@ def python(example: str, directory: Path, *args: object) -> list[str]:
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
-    """Read the rows without Arrow's threads, which would keep running after the test."""
+    """Read the rows without Arrow's threads, which would outlive the test."""
     table = pq.ParquetFile(pa.BufferReader(file.read_bytes()), pre_buffer=False).read(use_threads=False)
     return list(table.to_pylist())
 

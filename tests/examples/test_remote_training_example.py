@@ -1,4 +1,4 @@
-"""Test that the remote training example trains on both nodes, as locally."""
+"""Test that the remote training example trains on both nodes, with the same result as locally."""
 
 from __future__ import annotations
 

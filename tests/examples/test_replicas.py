@@ -1,4 +1,4 @@
-"""Run the replicas example as a user would: replicas train together in one graph, which ends cleanly."""
+"""Run the replicas example like a user. The replicas train together in one graph, which ends cleanly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCHES = 44  # per epoch
 
 
 def test_replicas_train_together_until_the_data_ends(torch_programs: Template) -> None:
-    """Each batch goes to one replica, and both take part in each step until one has run out of batches."""
+    """Each batch goes to one replica. Both take part in each step until one has no more batches."""
     done = torch_programs.run(EXAMPLE, "--epochs", 6)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -35,7 +35,7 @@ def test_replicas_train_together_until_the_data_ends(torch_programs: Template) -
 
 
 def test_ctrl_c_lets_the_graph_finish_items_in_flight(torch_programs: Template) -> None:
-    """The example then also tests the network that it has trained so far."""
+    """After that, the example tests the network that it has trained so far."""
     command = ("-c", COMMAND, "run", EXAMPLE, "--", 2, 1000000)
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with torch_programs.popen(

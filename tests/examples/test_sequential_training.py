@@ -1,6 +1,6 @@
-"""Run the training example as a user would.
+"""Run the training example like a user.
 
-Training with and without a pipeline gives equal losses, and both networks recognise held-out digits.
+With and without a pipeline, the losses are equal, and the network recognises held-out digits.
 """
 
 from __future__ import annotations
