@@ -134,7 +134,7 @@ def test_channel_sent_twice_to_a_process_is_one_object(context):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_executor_initialiser_receives_a_channel(method):
-    """Pass a channel to the executor's initialiser, which is the usual way to give one object to all workers."""
+    """Pass a channel to the executor's initialiser, the usual way to give one object to all workers."""
     requests, replies = Channel(4, across="processes"), Channel(4, across="processes")
     context = multiprocessing.get_context(method)
     requests.put_many([1, 2, 3])

@@ -1,4 +1,4 @@
-"""Test the trees over a group's hosts: how they follow from measured times, and how data passes through them."""
+"""Test the trees over a group's hosts: how they follow from measured times, and how data uses them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_each_pair_of_hosts_is_measured_once(hosts: int) -> None:
 
 
 def joined(hosts: int, slow: tuple[int, int] = (-1, -1), wire: Wire | None = None) -> list[Links]:
-    """Connect the leaders of ``hosts`` hosts. The connection of the two ``slow`` ones goes through ``wire``."""
+    """Connect the leaders of ``hosts`` hosts. The two ``slow`` ones are connected through ``wire``."""
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(hosts)]
     for low, high in itertools.combinations(range(hosts), 2):
         with socket.create_server(("127.0.0.1", 0)) as server:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 def through_the_host():
-    """Return how often this process copied to and from host memory, and how often it allocated device memory."""
+    """Return how often this process copied to and from host memory and allocated device memory."""
     return FAKE.counts["to host"], FAKE.counts["from host"], FAKE.counts["allocate"]
 
 

@@ -120,7 +120,7 @@ def test_nested_channels_pass_through_several_receivers(make, spawn_peer, transp
 
 @pytest.mark.not_hosts("an item carries addresses instead of descriptors")
 def test_item_with_many_channels_arrives(make, transport):
-    """C14: a kernel message carries a limited number of channels. More of them raise an error with the limit."""
+    """C14: a kernel message carries a limited number of channels. More raise an error with the limit."""
     carrier = make()
     carrier.put([transport.make(2) for _ in range(126)])
     many = carrier.get()
@@ -135,7 +135,7 @@ def test_item_with_many_channels_arrives(make, transport):
 
 @pytest.mark.not_hosts("an item carries addresses instead of descriptors")
 def test_put_of_channels_beyond_the_kernel_limit_raises(make, transport):
-    """C14: the kernel keeps a limited number of descriptors per channel, which still works after the error."""
+    """C14: the kernel keeps a limited number of descriptors per channel. After the error it still works."""
     carrier, sent = make(100_000), transport.make(2)
     with pytest.raises(ChannelError, match="receive some items first") as caught:
         carrier.put_many(itertools.repeat(sent))

@@ -108,7 +108,7 @@ def test_error_for_a_poison_item_reports_every_workers_death() -> None:
 
 
 def test_service_survives_any_number_of_poison_requests() -> None:
-    """By default, a worker has 10 restarts, and each poison request kills three workers."""
+    """A worker has 10 restarts by default, and each poison request kills three workers."""
 
     async def main(run: Run) -> None:
         for _ in range(2):

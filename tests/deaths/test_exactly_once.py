@@ -201,7 +201,7 @@ def test_c11_allreduce_uses_each_output_in_exactly_one_round(workers: int) -> No
 
 
 def test_c11_allreduce_worker_killed_between_outputs_repeats_nothing() -> None:
-    """The worker dies in flowchan's own code, so its item is not suspect, but only the replacement gets it."""
+    """The worker dies in flowchan's code, so its item is not suspect, but only the replacement gets it."""
     graph = Graph("c11")
     worked = graph.source(range(20), capacity=1).flat_map(
         lambda item: [f"{item}.{number} " for number in range(5)],

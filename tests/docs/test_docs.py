@@ -269,7 +269,7 @@ PICTURES = [
 
 @pytest.mark.parametrize(("page", "program"), PICTURES, ids=[program for _, program in PICTURES])
 def test_stored_picture_shows_the_labels_of_its_program(page: str, program: str, tmp_path: Path) -> None:
-    """Only the texts of the two pictures are compared, because another renderer may place them differently."""
+    """Compare only the texts of the two pictures, because another renderer may place them differently."""
     text = (ROOT / page).read_text()
     *_, block = (block for block in blocks(text) if block.file == program)
     (tmp_path / program).write_text(block.text)

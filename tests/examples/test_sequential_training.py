@@ -1,6 +1,6 @@
 """Run the training example like a user.
 
-With and without a pipeline, the losses are equal, and the network recognises held-out digits.
+The losses are equal with and without a pipeline, and the network recognises held-out digits.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def gate() -> Iterator[Gate]:
 
 @pytest.fixture
 def go() -> Iterator[Callable[..., Future[Any]]]:
-    """Provide ``go(function, *args)``, which calls the function in a thread; every call must succeed."""
+    """Provide ``go(function, *args)``, which calls the function in a thread. Every call must succeed."""
     started: list[tuple[threading.Thread, Future[Any]]] = []
 
     def begin(function: Callable[..., Any], *args: Any) -> Future[Any]:

@@ -16,7 +16,7 @@ class Thing:
 
 
 def cancelled(notified: bool) -> Future[Any]:
-    """Return a cancelled future. If ``notified`` is true, its waiters are notified of the cancellation."""
+    """Return a cancelled future. If ``notified`` is true, its waiters know of the cancellation."""
     future: Future[Any] = Future()
     future.cancel()
     if notified:

@@ -48,7 +48,7 @@ from flowchan.pipelines import TaskPool
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
-# Defines a task that keeps running after the program's own code has ended.
+# Defines a task that outlives the program's own code.
 LATE = """
 import threading
 from flowchan import Channel
@@ -141,7 +141,7 @@ pool.shutdown(wait=False, cancel_futures=True)
 
 @everywhere
 def test_hang_gh94440(on: Any) -> None:
-    """The test cancels a task right before the shutdown."""
+    """A task is cancelled right before the shutdown."""
     pool = TaskPool(1, on=on)
     pool.submit(int).result()
     pool.submit(int).cancel()
@@ -218,7 +218,7 @@ def test_initializer_also_runs_in_a_replacement_worker() -> None:
 
 
 def test_default_workers() -> None:
-    """All workers wait at a barrier, so another task would find no free worker."""
+    """All workers wait at a barrier, so one more task would find no free worker."""
     workers = min(32, len(os.sched_getaffinity(0)) + 4)
     meeting = threading.Barrier(workers)
     with TaskPool() as pool:
@@ -278,7 +278,7 @@ def test_map_timeout(pool: TaskPool, gate: Gate) -> None:
     passed = Channel[None](8, across="processes")
     results = pool.map(held, [False, False, True], timeout=0.5)
     passed.get(), passed.get()
-    wait_until(lambda: pool._tasks.keys() == {3})  # both results have arrived before the iterator is advanced
+    wait_until(lambda: pool._tasks.keys() == {3})  # both results have arrived before the iterator moves on
     assert [next(results), next(results)] == [None, None]
     with pytest.raises(futures.TimeoutError):
         next(results)
@@ -286,7 +286,7 @@ def test_map_timeout(pool: TaskPool, gate: Gate) -> None:
 
 @everywhere
 def test_executor_map_current_future_cancel(on: Any, gate: Gate) -> None:
-    """When the iterator times out, it cancels the tasks that have not started."""
+    """An iterator that times out cancels the tasks that have not started."""
     called = Channel[int](64, across="processes")
 
     def held(number: int) -> None:

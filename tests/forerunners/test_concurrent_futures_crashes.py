@@ -111,7 +111,7 @@ def test_shutdown_deadlock_pickle() -> None:
 
 
 def test_crash_big_data(processes: TaskPool) -> None:
-    """The worker dies while tasks larger than any pipe are waiting for it."""
+    """The worker dies while it is about to receive tasks that are larger than any pipe."""
     data = "a" * 8_192_000
     asked = [processes.submit(crash), processes.submit(len, data), processes.submit(len, data)]
     with pytest.raises(WorkerDied):

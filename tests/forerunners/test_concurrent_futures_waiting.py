@@ -22,7 +22,7 @@ from flowchan.pipelines import TaskPool
 
 
 def test_20369(pool: TaskPool) -> None:
-    """Wait for the same future twice in one call."""
+    """One call waits for the same future twice."""
     future = pool.submit(abs, -1)
     done, left = futures.wait([future, future], return_when=futures.ALL_COMPLETED)
     assert (done, left) == ({future}, set())
@@ -81,7 +81,7 @@ def test_timeout(pool: TaskPool, gate: Gate) -> None:
 
 
 def test_pending_calls_race() -> None:
-    """The interpreter switches very often between many threads, and each thread waits for all futures."""
+    """The interpreter switches constantly between many threads, each of which waits for all futures."""
     interval, event = sys.getswitchinterval(), threading.Event()
     with TaskPool(5) as pool:
         sys.setswitchinterval(1e-6)

@@ -203,7 +203,7 @@ def test_stress_oneshot(go: Any) -> None:
 
 @kinds
 def test_stress_iter(kind: str, go: Any) -> None:
-    """Answers that are already in the channel are read without waiting."""
+    """Answers that are already in the channel can be read without a wait."""
     requests, answers = made(kind, 100), made(kind, 100)
 
     def serve() -> None:
@@ -260,7 +260,7 @@ def test_drops(kind: str) -> None:
 
 @kinds
 def test_linearizable(kind: str, go: Any) -> None:
-    """A thread that has put an item can always get an item."""
+    """A thread that has put an item never finds the channel empty."""
     ch = made(kind, 4)
 
     def both() -> None:

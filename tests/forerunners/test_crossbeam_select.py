@@ -46,7 +46,7 @@ def test_smoke1_and_smoke2(across: Any) -> None:
 
 @across
 def test_disconnected(across: Any, go: Any) -> None:
-    """``select`` reports a closed channel if it is passed as ``ready=``, and skips it otherwise."""
+    """``select`` reports a closed channel in ``ready=``, and skips any other closed channel."""
     first, second = Channel[int](across=across), Channel[int](across=across)
     first.close()
     second.put(2)
@@ -118,7 +118,7 @@ def test_loop_try(go: Any) -> None:
 
 
 def test_cloning_and_preflight(go: Any) -> None:
-    """Opening and closing a port does not affect waiters, and items put before the last close arrive."""
+    """Opening and closing a port disturbs no waiter, and items from before the last close arrive."""
     ch, done = Channel[int](1), Channel[int](1)
     with ch.writer() as writer:
         waiting = go(lambda: select([ch, done]).item)
@@ -167,7 +167,7 @@ def test_send_recv_same_channel_and_matching(across: Any, go: Any) -> None:
 
 @pytest.mark.parametrize("timeout", [0, 0.01], ids=["try", "timeout"])
 def test_linearizable_try_and_linearizable_timeout(timeout: float, go: Any) -> None:
-    """A select finds the item that its own thread has put, even if other threads also get items."""
+    """A select finds the item that its own thread has put, even while other threads take items."""
     ch = Channel[int](4)
 
     def both() -> None:
@@ -202,7 +202,7 @@ def test_ready_default_when_disconnected_and_disconnected(across: Any) -> None:
 
 @across
 def test_ready_unblocks_and_stress_recv(across: Any, go: Any) -> None:
-    """Threads that wait until the channel is ready get all its items and lose none."""
+    """Threads that wait for the channel to be ready get all its items and lose none."""
     ch = Channel[int](3, across=across)
 
     def take() -> Counter[int]:

@@ -117,7 +117,7 @@ def test_nonblock_recv_race(go: Any) -> None:
 
 
 def test_nonblock_select_race(go: Any) -> None:
-    """One of the two channels is always ready, so a select that does not wait finds it."""
+    """One of the two channels is always ready, so even a select that does not wait finds it."""
     for _ in range(200):
         first, second = Channel[int](1), Channel[int](1)
         first.put(1)
@@ -291,7 +291,7 @@ def test_nonblock(across: Any) -> None:
 
 @across
 def test_select(across: Any) -> None:
-    """The case is from ``select.go``: an item is put only into the chosen channel."""
+    """From ``select.go``: an item is put only into the chosen channel."""
     full, free = Channel[int](1, across=across), Channel[int](1, across=across)
     full.put(0)
     assert select(puts=[(full, 1), (free, 2)]).channel is free
@@ -312,7 +312,7 @@ def test_select2(across: Any, go: Any) -> None:
 
 @across
 def test_select3(across: Any) -> None:
-    """Some selects wait forever, some do not wait, and some raise."""
+    """Some selects wait forever, some do not wait at all, and some raise."""
     empty, full, closed = (Channel[int](1, across=across) for _ in range(3))
     full.put(1)
     closed.close()
@@ -333,7 +333,7 @@ def test_select3(across: Any) -> None:
 
 
 def test_select6(go: Any) -> None:
-    """A select that ends does not disturb the waiters before and after it."""
+    """The end of a select does not disturb the waiters before and after it."""
     first, second, leave = (Channel[bool](1) for _ in range(3))
     before = go(first.get)
     wait_blocked(first, readers=1)

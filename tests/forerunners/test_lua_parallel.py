@@ -53,7 +53,7 @@ def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def lines_of(out: str, number: int) -> list[str]:
-    """Return the lines that this child has printed, without their prefixes."""
+    """Return the lines of this child's output, without their prefixes."""
     prefix = re.compile(PREFIX.format(number))
     return [line[match.end() :] for line in out.splitlines() if (match := prefix.match(line))]
 
@@ -343,7 +343,7 @@ def test_parallel_process_queue_saves_all_frames(tmp_path: Path) -> None:
 
 
 def receive_in_place(parent: Any) -> tuple[bool, list[float]]:
-    """Receive five arrays into one array, and return whether each call returned this array."""
+    """Receive five arrays into one array. Return whether each call returned that array."""
     storage = np.empty(100)
     same = True
     for _ in range(5):
@@ -352,7 +352,7 @@ def receive_in_place(parent: Any) -> tuple[bool, list[float]]:
 
 
 def test_parallel_test_receives_into_the_same_storage() -> None:
-    """Run the sample of the first README: each of four workers receives five storages."""
+    """Sample of the first README: each of four workers receives five storages."""
     with children.start(4) as kids:
         kids.run(receive_in_place)
         for _ in range(5):

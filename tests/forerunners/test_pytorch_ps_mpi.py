@@ -45,7 +45,7 @@ def test_gather() -> None:
 
 
 def test_bcast() -> None:
-    """The other members need not pass a value of the same size."""
+    """The other members may pass values of any size."""
 
     def body(g: Any) -> None:
         for root in range(g.size):

@@ -38,7 +38,7 @@ Run = Callable[[Body], list[Any]]
 
 @pytest.fixture(params=["world", "group"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Return a function that runs a body as all members, or as a subgroup of all members except rank 1."""
+    """Return a function that runs a body on all members, or on the subgroup without rank 1."""
 
     def in_group(body: Body, g: Any) -> Any:
         part = g.split(None if g.rank == 1 else "the others")
@@ -68,7 +68,7 @@ def test_get_rank() -> None:
 
 
 def test_send_recv_and_isend(run: Run) -> None:
-    """Each member sends to every other member; a send does not need a waiting receiver."""
+    """Each member sends to every other. A send needs no waiting receiver."""
 
     def body(g: Any) -> None:
         for to in range(g.size):
@@ -103,7 +103,7 @@ def test_broadcast(run: Run) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_reduce(run: Run, op: str) -> None:
-    """Only the root's tensor changes; in THD, other members could get parts of the result."""
+    """Only the root's tensor changes. In THD, other members could get parts of the result."""
 
     def body(g: Any) -> None:
         for root, x in each_root(g):
@@ -153,7 +153,7 @@ def test_all_gather(run: Run) -> None:
 
 
 def test_barrier(run: Run) -> None:
-    """No member passes before the last one has arrived. In THD's test, the last one slept."""
+    """No member passes before the last one has arrived. THD's test made the last one sleep."""
     came: list[int] = []
 
     def body(g: Any) -> None:
@@ -170,7 +170,7 @@ def test_barrier(run: Run) -> None:
 
 
 def test_process_not_in_group_and_empty_group() -> None:
-    """The group is None on processes outside it; in THD, their calls silently did nothing."""
+    """A process outside the group gets None. In THD, its calls silently did nothing."""
 
     def body(g: Any) -> Any:
         assert g.split(None) is None

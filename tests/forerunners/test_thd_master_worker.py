@@ -164,13 +164,13 @@ def test_more_tensors_than_thd_had_function_ids_exist_at_once(nodes: RemoteNodes
     ],
 )
 def test_operation_that_thd_lacked_works(nodes: RemoteNodes, made: Any) -> None:
-    """THD's workers exited on these operations, or the master refused them."""
+    """On these operations, THD's workers exited or its master refused."""
     x = torch.arange(6.0).view(2, 3)
     assert made(x.to(nodes[0])).cpu().equal(made(x))
 
 
 def test_error_on_a_worker_reaches_the_program_once(nodes: RemoteNodes) -> None:
-    """In THD, the worker exited, and every later command raised the error."""
+    """In THD, the worker exited, and all later commands raised the error."""
     x = torch.eye(2, device=nodes[1])
     wrong = x.index_select(0, torch.tensor([2], device=nodes[1]))
     with pytest.raises(RemoteError, match="aten::index_select on node 1: IndexError"):
@@ -183,7 +183,7 @@ def test_error_on_a_worker_reaches_the_program_once(nodes: RemoteNodes) -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 12])
 def test_command_channel_smoke(one_compute_thread: None, size: int) -> None:
-    """Each of ``size`` workers gets a command and answers it; then all workers exit."""
+    """Each of ``size`` workers gets and answers a command, and then exits."""
     with RemoteNodes(size) as nodes:
         assert len(nodes) == size
         xs = [torch.full((2,), float(number), device=node) for number, node in enumerate(nodes)]

@@ -32,7 +32,7 @@ def bits(module: Any) -> bytes:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_all_reduce_sgd(size: int) -> None:
-    """In each epoch, the members take different numbers of steps; afterwards their parameters are equal."""
+    """The members take different numbers of steps per epoch, and have equal parameters afterwards."""
 
     def body(g: Any) -> Any:
         chance, (module, optimizer) = random.Random(g.rank), replica()
@@ -56,7 +56,7 @@ def test_all_reduce_sgd(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_all_reduce_ea(size: int) -> None:
-    """Each member makes ever smaller steps independently; every third step moves it towards the centre."""
+    """Each member makes ever smaller steps on its own data. Every third step moves it towards the centre."""
 
     def body(g: Any) -> Any:
         chance, (module, _) = random.Random(g.rank), replica()

@@ -79,7 +79,7 @@ def blocks(number: int) -> nn.Sequential:
 
 
 class Example(nn.Module):
-    """A module with its own ``forward`` and a skip connection across the split point."""
+    """A module with its own ``forward``, and a skip connection across the split point."""
 
     def __init__(self) -> None:
         super().__init__()

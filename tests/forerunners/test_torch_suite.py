@@ -1,6 +1,6 @@
 """PyTorch's own suite of torch.distributed passes with flowchan wherever it passes with gloo.
 
-``make test`` runs a part of the suite, and ``--long`` runs all of it.
+``make test`` runs part of the suite, and ``--long`` runs all of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXCEPTIONS = {"test_get_backend": "expects the name gloo"}
 
 
 def outcomes(programs: Template, folder: Path, names: list[str]) -> list[dict[str, str]]:
-    """Run the tests of the suite with gloo and with flowchan, and return the outcome of each."""
+    """Run the tests of the suite with gloo and with flowchan, and return each outcome."""
     program = programs.popen(
         *("-W", "ignore", PROGRAM, folder, "gloo,flowchan", *names),
         env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"},

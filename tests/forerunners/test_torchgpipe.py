@@ -85,7 +85,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 def assert_like(module: nn.Module, twin: nn.Module, *inputs: Tensor, **options: Any) -> None:
-    """Check that a pipe around the module and the module's twin give equal outputs and gradients."""
+    """Check that a pipe around the module gives the same outputs and gradients as the module's twin."""
     theirs = [one.detach().clone().requires_grad_() for one in inputs]
     with Sequential(module, **options) as pipe:
         y = pipe(*inputs) if len(inputs) == 1 else pipe(inputs)

@@ -95,7 +95,7 @@ class AddsInPlace(nn.Module):
 
 
 def test_inplace_incorrect_grad() -> None:
-    """In torchgpipe the gradient is 3, because the addition is repeated."""
+    """In torchgpipe, the gradient is 3, because the addition is repeated."""
     first, second = torch.tensor([1.0], requires_grad=True), torch.tensor([1.0])
     with Sequential([AddsInPlace()], [1], recompute=True) as pipe:
         pipe((first, second)).backward()
@@ -142,7 +142,7 @@ def test_serial_checkpoints() -> None:
     layers = [LogsItself("a", log), LogsItself("b", log)]
     with Sequential(layers, [1, 1], chunks=1, recompute=True) as pipe:
         pipe(torch.rand(1, requires_grad=True)).backward()
-    # The last part may run its backward pass at once, from the activations that it still has.
+    # The last part may start its backward pass at once, with the activations that it still has.
     assert log in (
         ["a:forward", "b:forward", "b:forward", "b:backward", "a:forward", "a:backward"],
         ["a:forward", "b:forward", "b:backward", "a:forward", "a:backward"],

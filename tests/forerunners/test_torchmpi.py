@@ -48,7 +48,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def test_startstop() -> None:
-    """32 members form a group twice; unlike in TorchMPI, a second group may follow the first."""
+    """32 members form a group twice. In TorchMPI, no second group could follow the first."""
     for _ in range(2):
         found = raised(in_threads(32, lambda g: (g.barrier(), g.rank, g.size)[1:]))
         assert found == [(rank, 32) for rank in range(32)]

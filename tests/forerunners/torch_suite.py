@@ -32,7 +32,7 @@ GATE = "gloo"
 
 
 def suite_in(folder: Path) -> type[unittest.TestCase]:
-    """Return the suite's test case. Its files are in ``folder``."""
+    """Return the suite's test case, with its files in ``folder``."""
     os.environ |= {
         "BACKEND": GATE,
         "WORLD_SIZE": str(RANKS),
@@ -40,7 +40,7 @@ def suite_in(folder: Path) -> type[unittest.TestCase]:
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(SECONDS),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    # torch's tests import this module to compare recorded output, which this suite does not do
+    # torch's tests import this module to compare recorded output, which this suite never does
     sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase))  # type: ignore
     suite: Any = importlib.import_module("torch.testing._internal.distributed.distributed_test")
 
@@ -84,7 +84,7 @@ class Outcomes(unittest.TestResult):
 def main(folder: str, backends: str, *names: str) -> None:
     case, found = suite_in(Path(folder)), {}
     for backend in backends.split(","):
-        # tests check the backend's name, so they see GATE, but their process groups use ``backend``
+        # tests check the backend's name, so they see GATE, while their process groups use ``backend``
         torch.distributed.init_process_group = functools.partial(_init, backend)  # type: ignore[assignment]
         outcomes = Outcomes()
         for name in names or unittest.TestLoader().getTestCaseNames(case):

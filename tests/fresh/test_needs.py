@@ -1,6 +1,6 @@
 """Test that an installation lists all missing requirements at once, with their Debian packages.
 
-No partial installation remains. ``make fresh`` checks the same in a real, bare Debian.
+It must leave no partial installation. ``make fresh`` checks the same in a real, bare Debian.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Test the installation on systems other than Linux: without the native module on macOS, refused on Windows.
+"""Test the installation on other systems: without the native module on macOS, and refused on Windows.
 
-The build backend reads ``pyproject.toml`` as if it were running on another system.
+The build backend reads ``pyproject.toml`` as if it ran on another system.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ print(native.is_compiled(), native.__file__, graph.run()[squares])
 
 
 def build(system: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Build a wheel on another system."""
+    """Build a wheel as on another system."""
     backend = optional("scikit_build_core.build", "scikit-build-core").__name__
     code = f"import platform, sys, sysconfig; sysconfig.get_config_vars(); sys.platform = {system!r}\n"
     code += "platform.mac_ver = lambda: ('14.0', ('', '', ''), 'arm64')\n"

@@ -1,8 +1,7 @@
 """Run graphs over hosts under chaos for some minutes, and compare every result exactly.
 
-The chaos kills workers and agents, cuts and resets connections, and silences hosts for periods shorter and
-longer than the ``peer_timeout``. The wires add a delay. Run it with ``python -m tests.hosts.soak --minutes 5
---seed 1``.
+The chaos kills workers and agents, cuts and resets connections, and silences hosts for less or more than the
+``peer_timeout``. The wires add a delay. Run it with ``python -m tests.hosts.soak --minutes 5 --seed 1``.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from tests.support.local_agents import agents_of
 from tests.support.network_proxy import Wire, wired
 
 HANG = 120.0
-# maximum number of killed or disconnected agents per run, because a run abandons hosts whose agents die too
-# often
+# most agents to kill or disconnect per run, because a run abandons hosts whose agents die too often
 MOST_AGENTS = 8
 PEER_TIMEOUT_S = 2.0
 DEEDS = {
@@ -54,7 +52,7 @@ def several(item: int) -> Iterator[tuple[int, int]]:
 
 
 class Together(tuple[int, ...]):
-    """Items that one round of an allreduce has combined."""
+    """The items combined by one round of an allreduce."""
 
     def __add__(self, other: Any) -> Together:
         return Together((*self, *other))
@@ -158,7 +156,8 @@ def main() -> None:
     arguments = parser.parse_args()
     deeds: Counter[str] = Counter()
     until, runs = time.monotonic() + 60 * arguments.minutes, 0
-    with patch.object(decisions, "HOPELESS", 10**6):  # a worker may be killed several times before it begins
+    # a worker may be killed several times before it starts working
+    with patch.object(decisions, "HOPELESS", 10**6):
         while time.monotonic() < until:
             faulthandler.dump_traceback_later(HANG, exit=True)
             print(f"seed {arguments.seed + runs}", end="\r", flush=True)

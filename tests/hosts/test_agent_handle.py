@@ -1,4 +1,4 @@
-"""Test the handle of one incarnation of an agent, with scripted link events."""
+"""Test the handle of one incarnation of an agent, with a script of link events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowchan.hosts import agent_handle
 
 
 class BreaksMeanwhile:
-    """Link that breaks just after its state was checked, before the event for the break is read."""
+    """A link that breaks just after its state was checked, before the event for the break is read."""
 
     def __init__(self) -> None:
         self.events: Any = iter([(), ("broken", "reset by peer"), ("closed",)])
@@ -33,7 +33,7 @@ class BreaksMeanwhile:
 
 
 def test_agent_survives_a_recently_broken_connection(monkeypatch):
-    """The agent has ``peer_timeout`` seconds, counted from the break, to dial again."""
+    """After the break, the agent has ``peer_timeout`` seconds to connect again."""
     monkeypatch.setattr(agent_handle, "START", 0.0)  # the time to start has already expired
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
@@ -49,8 +49,7 @@ def test_agent_survives_a_recently_broken_connection(monkeypatch):
 
 
 def test_agent_that_never_connected_does_not_delay_program_exit():
-    """The agent has nothing to finish. Ctrl-C while agents are starting therefore ends the program
-    immediately."""
+    """The agent has nothing to finish, so Ctrl-C ends the program at once while agents are starting."""
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
     one = agent_handle.AgentHandle(provider, 0, 0, 10.0, agent_handle.AgentCallbacks(*[lambda *_: None] * 8))

@@ -28,7 +28,7 @@ THREE = hosts.ssh({"a": 8, "b": 16, "c": 4})
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Discard the cores and speeds that other tests have recorded."""
+    """Forget the cores and speeds that other tests have recorded."""
     monkeypatch.setattr(capacity, "_reported", {})
     monkeypatch.setattr(capacity, "_speeds", {})
 
@@ -40,7 +40,7 @@ def counts(pool: Pool, workers: int) -> list[int]:
 
 
 def planned(pool: Pool, workers: int) -> list[int]:
-    """Return the number of workers that each host of a pool gets for one stage."""
+    """Return how many workers of one stage each host of a pool gets."""
     graph = Graph("dealt")
     graph.source(range(3)).map(abs, on=pool, workers=workers).sink(abs)
     names = [one.host for one in plan(graph, 0, 0).workers if one.host]
@@ -244,7 +244,7 @@ def test_calibrate_returns_speeds_relative_to_the_fastest_host(tmp_path: Path) -
     assert pool.calibrate() == speeds
     assert pool.speeds == speeds
     assert asked(tmp_path, (8, 50.0), (8, 100.0), (4, 33.3), (4, 0.1))["local-3"].speeds == {"local-3": 0.33}
-    assert pool_of("asked", Asked(4, tmp_path)).speeds == {}  # another provider
+    assert pool_of("asked", Asked(4, tmp_path)).speeds == {}  # a different provider
 
 
 def test_calibrated_stage_gets_workers_by_cores_and_speed(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_calibrated_stage_gets_workers_by_cores_and_speed(tmp_path: Path) -> Non
     assert planned(pool, 9) == [3, 3, 3]
     pool.calibrate()
     assert planned(pool, 16) == [4, 8, 4]
-    assert planned(pool[{"local-1": 1, "local-2": 1}], 16) == [8, 8]  # shares take precedence
+    assert planned(pool[{"local-1": 1, "local-2": 1}], 16) == [8, 8]  # shares override speeds
 
 
 def test_calibrated_slow_host_gets_a_worker_every_second_turn(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_calibrate_measures_all_local_agents_at_once() -> None:
     ids=["ends", "ends later"],
 )
 def test_calibrate_names_a_host_that_does_not_answer(tmp_path: Path, program: str, message: str) -> None:
-    """The pool keeps the speeds of an earlier calibration."""
+    """The pool keeps the speeds of earlier calibrations."""
     good = PROBE.format(cores=1, rate=1.0)
     pool = pool_of("asked", Asked(2, tmp_path, ((0, good), (1, program))))
     capacity.keep_speeds(pool.provider, {"local-1": 1.0, "local-2": 0.5})
@@ -306,7 +306,7 @@ def test_calibrate_refuses_an_invalid_timeout(timeout: Any, error: type[Exceptio
 
 
 def test_benchmark_keeps_each_core_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process does some work, and all processes have exited afterwards."""
+    """Each process does some work, and all of them have exited afterwards."""
 
     def note(then: Callable[[], int]) -> int:
         (tmp_path / f"{os.getpid()}").touch()

@@ -33,8 +33,10 @@ def add(a: Any, b: Any) -> Any:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_elastic_gang_continues_with_fewer_members_and_regrows(tmp_path: Path, workers: int) -> None:
-    """The state of a user's object survives, and all members have bit-identical state in every group. A
-    member that is alone is also notified that a replacement will join."""
+    """The user's object keeps its state, and all members of every group have the same bits.
+
+    Even a lone member learns that a replacement will join.
+    """
     sizes = (workers, workers - 1, workers)
     fewer, whole = tmp_path / "fewer", tmp_path / "whole"
 
@@ -47,7 +49,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows(tmp_path: Path, w
 
         def __call__(self, numbers: In[int], group: Group, out: Out[tuple[Any, ...]]) -> None:
             self.sizes.append(group.size)
-            group.broadcast(self.sum)  # broadcast by a member that has the sum, even if other members are new
+            group.broadcast(self.sum)  # sent by a member with the sum, even if other members are new
             for number in numbers:
                 if number == 5:
                     once(tmp_path, number, kill_worker)
@@ -80,7 +82,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows(tmp_path: Path, w
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
 def test_elastic_gang_puts_each_output_once(tmp_path: Path, deed: Callable[[], Any], workers: int) -> None:
-    """This includes items that several members have started again, and items of a lost host."""
+    """This includes items that several members have started again, and those of a lost host."""
     points = {(0, 0), (7, 1), (7, 2), (8, 1), (20, 2), (29, 0)}
 
     def work(items: In[int], group: Group, out: Out[tuple[int, int]]) -> None:
@@ -100,7 +102,7 @@ def test_elastic_gang_puts_each_output_once(tmp_path: Path, deed: Callable[[], A
 
 
 def test_broken_connection_between_hosts_reforms_the_elastic_gang(tmp_path: Path) -> None:
-    """The members form a new group in their old processes, because no process died."""
+    """No process died, so the members form a new group in their old processes."""
 
     def work(items: In[int], group: Group, out: Out[tuple[int, int]]) -> None:
         for item in items:

@@ -72,7 +72,7 @@ def test_agent_with_a_broken_link_learns_that_the_run_ended(
     leave, join = AgentHandle.leave, AgentHandle.join
 
     def break_and_leave(agent: AgentHandle) -> None:
-        with agent._lock:  # the agent can't reconnect before the run has ended
+        with agent._lock:  # the agent must not reconnect before the run has ended
             assert cut() == 1
             wait_until(lambda: not agent.link.state()["connected"])
             agent._closed = True

@@ -1,6 +1,6 @@
 """Test runs on hosts while connections break, and workers and agents are killed, at any moment (C1, R4).
 
-Every output arrives once, and in order where order is guaranteed.
+Every output arrives exactly once, and in order where order is guaranteed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pairs(item: int) -> list[tuple[int, int]]:
 
 
 class Shaking:
-    """Context that breaks connections and kills processes, spread over the items of a run.
+    """Context that breaks connections and kills processes throughout a run.
 
     The source stays at most ``AHEAD`` items ahead of the next break or kill.
     """

@@ -65,7 +65,7 @@ def deadlock_of(run: Run) -> tuple[StageError, str]:
 
 
 def goes_on(run: Run, looks: list[Waits]) -> bool:
-    """Return whether the run is still running after enough polls to detect a deadlock."""
+    """Return whether the run still continues after enough polls to detect a deadlock."""
     so_far = len(looks)
     wait_until(lambda: len(looks) > so_far + 10 or run._supervisor.ended.is_set())
     return run.stats().state == "running"
@@ -130,7 +130,7 @@ def pass_on(numbers: In[int], out: Out[int]) -> None:
 
 
 def test_slow_remote_worker_is_not_a_deadlock(looks: list[Waits]) -> None:
-    """All other workers are waiting for this worker or for room."""
+    """All other workers wait for this worker or for room."""
     gate = Gate()
     graph = Graph("working")
     result = graph.source(range(500)).map(gate.wait, on=POOL, workers=2).collect()
@@ -142,7 +142,7 @@ def test_slow_remote_worker_is_not_a_deadlock(looks: list[Waits]) -> None:
 
 
 def test_one_busy_worker_out_of_two_is_not_a_deadlock(looks: list[Waits]) -> None:
-    """The other worker, its link and all local workers are waiting."""
+    """The other worker, its link and all local workers wait."""
     gate = Gate()
     graph = Graph("working")
     found: list[int] = []
@@ -157,14 +157,13 @@ def test_one_busy_worker_out_of_two_is_not_a_deadlock(looks: list[Waits]) -> Non
 
 
 def sleeps(pid: int) -> bool:
-    """Return whether all threads of a process are asleep, so that no thread holds a channel's lock."""
+    """Return whether all threads of a process sleep, so that none holds a channel's lock."""
     threads = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(thread.read_text().rpartition(") ")[2].startswith("S") for thread in threads)
 
 
 def test_stopped_worker_with_an_item_is_not_a_deadlock(looks: list[Waits]) -> None:
-    """The stopped worker was woken but cannot run. The others are waiting for it, and it continues after
-    SIGCONT."""
+    """The stopped worker was woken but cannot run until SIGCONT, while the others wait for it."""
     graph = Graph("stopped")
     numbers = graph.input(capacity=1)
     found: list[int] = []
@@ -184,7 +183,7 @@ def test_stopped_worker_with_an_item_is_not_a_deadlock(looks: list[Waits]) -> No
 
 
 def begin(fresh: In[int], back: In[int], out: Out[int], done: Out[int]) -> None:
-    """Let each number circulate until it is 0."""
+    """Let each number circulate until it reaches 0."""
     for number in fresh:
         while number:
             out.put(number)
@@ -193,8 +192,10 @@ def begin(fresh: In[int], back: In[int], out: Out[int], done: Out[int]) -> None:
 
 
 def test_item_on_a_slow_connection_is_not_a_deadlock(looks: list[Waits]) -> None:
-    """The item is in transit most of the time, while all workers are waiting. The supervisor polls the hosts
-    constantly."""
+    """The item is in transit most of the time, while all workers wait.
+
+    The supervisor polls the hosts constantly.
+    """
     assert round_and_round(Wire(delay=0.02), 20) == [0]
     assert len(looks) > 10
     assert not all(one.moves for one in looks)
@@ -204,7 +205,7 @@ def test_broken_connection_is_not_a_deadlock(looks: list[Waits]) -> None:
     def then(run: Run) -> None:
         cut()
 
-    # wait for a report that no worker could continue
+    # wait for a report that says that no worker could continue
     while not looks or all(one.moves for one in looks):
         assert round_and_round(Wire(delay=0.005), 60, then) == [0]
 

@@ -53,7 +53,7 @@ def kill_agent() -> None:
 
 
 def both(pool: Any, work: Callable[[int], int], **options: Any) -> tuple[Any, RunStats, str]:
-    """Return the results of ``work`` over ITEMS items, and the statistics and report of the run."""
+    """Return the results of ``work`` over ITEMS items, and the run's statistics and report."""
     graph = Graph("deaths")
     result = graph.source(range(ITEMS)).map(work, on=pool, workers=4, name="work", **options).collect()
     run = graph.start()
@@ -114,7 +114,7 @@ def test_workers_of_a_killed_agent_die_with_their_agent() -> None:
 
 
 def test_dead_agents_are_released_during_the_run() -> None:
-    """The links of dead agents hold descriptors, and a run may last for days."""
+    """The link of a dead agent holds descriptors, and a run may last for days."""
 
     def lives() -> int:
         gc.collect()
@@ -141,7 +141,7 @@ def test_dead_agents_are_released_during_the_run() -> None:
 
 @dataclass(frozen=True)
 class StartsOnce(Local):
-    """Provider whose hosts start one agent each and then refuse to start another."""
+    """A provider whose hosts start one agent each and then refuse."""
 
     folder: Path = Path()
 

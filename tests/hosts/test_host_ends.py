@@ -28,7 +28,7 @@ from flowchan.transport import versions
 
 @pytest.fixture(autouse=True)
 def all_ended() -> Iterator[list[psutil.Process]]:
-    """Yield a list, and check after the test that all processes in the list have ended."""
+    """Yield a list of processes, and check after the test that all of them have ended."""
     seen: list[psutil.Process] = []
     yield seen
     assert not agents()
@@ -207,7 +207,7 @@ def test_version_mismatch_is_reported_on_one_line(monkeypatch: pytest.MonkeyPatc
 
 @dataclass(frozen=True)
 class Faulty(Local):
-    """Provider whose agents end immediately."""
+    """A provider whose agents end at once."""
 
     def start(self, number: int, launch: Launch) -> Any:
         return super().start(number, Launch(("-c", "raise SystemExit(7)"), launch.stdin))
@@ -223,7 +223,7 @@ def test_unusable_host_is_reported_at_the_start() -> None:
 
 @dataclass(frozen=True)
 class Refusing(Local):
-    """Provider that cannot start an agent."""
+    """A provider that cannot start an agent."""
 
     def start(self, number: int, launch: Launch) -> Any:
         raise HostError("the program that starts agents is not installed here", self.hosts[number])
@@ -237,7 +237,7 @@ def test_provider_that_cannot_start_agents_is_reported_at_the_start() -> None:
 
 
 def test_remote_worker_finishes_its_threads_after_the_run(tmp_path: Path) -> None:
-    """When the run is over, the worker is not killed. It may finish, like a local worker process."""
+    """The end of the run does not kill the worker: like a local one, it may finish."""
 
     def at_the_end() -> None:
         threading.main_thread().join()
@@ -270,7 +270,8 @@ def test_output_larger_than_the_drivers_memory_fails_in_its_stage() -> None:
 def test_item_larger_than_the_hosts_memory_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hosts_part, "most_bytes", lambda: 1_000_000)  # the largest item that agents accept
+    # limit of the agents for the size of an item
+    monkeypatch.setattr(hosts_part, "most_bytes", lambda: 1_000_000)
     graph = Graph("large")
     graph.source([b"", bytes(2_000_000)]).map(len, on=local(1)).sink(abs)
     with pytest.raises(RunError) as caught:

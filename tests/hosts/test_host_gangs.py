@@ -41,8 +41,10 @@ def add(a: int, b: int) -> int:
 
 
 def test_each_remote_worker_is_a_member_of_one_group() -> None:
-    """Members on one host share memory, and hosts are connected. This also holds for a subset of a pool's
-    hosts."""
+    """Members on one host share memory, and hosts are connected.
+
+    This also holds for a subset of a pool's hosts.
+    """
 
     def tell(group: Group, out: Out[tuple[Any, ...]]) -> None:
         me = worker()
@@ -57,7 +59,7 @@ def test_each_remote_worker_is_a_member_of_one_group() -> None:
 
 
 def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
-    """Pass numbers on. After each number, the members synchronise until no member has another number."""
+    """Pass on numbers. After each one, the members synchronise until none of them has another."""
     for number in numbers:
         group.allreduce_with(number, add)
         out.put(number)
@@ -66,7 +68,7 @@ def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
 
 
 def test_only_the_dead_workers_items_are_blamed_in_remote_gangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor ends the other workers, so their items are not blamed."""
+    """The supervisor itself ends the other workers, so their items are not blamed."""
     recovered: dict[int, bool] = {}
     usual = AgentHandle.send
 
@@ -80,7 +82,7 @@ def test_only_the_dead_workers_items_are_blamed_in_remote_gangs(monkeypatch: pyt
     def die_once(numbers: In[int], group: Group, out: Out[int]) -> None:
         if worker().number == 2 and worker().incarnation == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        group.barrier()  # no member of the first group passes this barrier
+        group.barrier()  # no member of the first group gets past this barrier
         for number in numbers:
             out.put(number)
 
@@ -93,7 +95,7 @@ def test_only_the_dead_workers_items_are_blamed_in_remote_gangs(monkeypatch: pyt
 
 @pytest.mark.parametrize("tls", [False, True], ids=["", "tls"])
 def test_gang_workers_that_share_a_stream_end_together(tls: bool) -> None:
-    """At the end, no member waits for items that another member on any host still has."""
+    """At the end, no member waits for items that another member still has, on any host."""
     if tls:
         pytest.importorskip("cryptography")
     graph = Graph("gang")
@@ -106,8 +108,10 @@ def test_gang_workers_that_share_a_stream_end_together(tls: bool) -> None:
 def test_gang_ends_when_its_readers_are_gone(
     numbers: Callable[[], Iterable[int]], options: tuple[str, ...]
 ) -> None:
-    """Not all members notice the end in the same round. Some find that others are missing before they learn
-    the reason."""
+    """The members may notice the end in different rounds.
+
+    Some find that others are missing before they learn why.
+    """
     graph = Graph("gang")
     how: dict[str, Any] = dict.fromkeys(options, True)
     gang = graph.stage(in_step, graph.source(numbers), on=local(2), workers=3, **how)
@@ -169,7 +173,7 @@ def test_only_the_original_failure_of_a_gang_is_reported() -> None:
 
 
 class Unfinished:
-    """Stage whose second worker raises an exception before it has joined the others."""
+    """A stage whose second worker raises before it has joined the others."""
 
     def __init__(self) -> None:
         if worker().number == 2:
@@ -208,8 +212,10 @@ def test_death_restarts_the_gang_with_its_current_items(tmp_path: Path, deed: Ca
 
 
 def test_worker_that_loses_its_agent_counts_as_dead(tmp_path: Path) -> None:
-    """The worker learns from its channels that its agent is lost, and ends. Its peers treat this as a death,
-    so all workers restart."""
+    """Through its channels, the worker learns that its agent is lost, and ends.
+
+    Its peers treat this as a death, so all workers restart.
+    """
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:
         if group.rank == 0:
@@ -230,7 +236,7 @@ def test_worker_that_loses_its_agent_counts_as_dead(tmp_path: Path) -> None:
 
 
 def test_worker_that_raises_member_died_restarts_the_gang(tmp_path: Path) -> None:
-    """The peers may learn about this worker before they learn about the missing member."""
+    """The peers may learn of this worker before they learn of the missing member."""
 
     def miss() -> None:
         raise MemberDied("one is missing")
@@ -276,7 +282,7 @@ def test_broken_connection_between_hosts_restarts_the_gang(tmp_path: Path) -> No
 
 
 def some(numbers: Out[int]) -> None:
-    """Put one number in worker 1, two numbers in worker 2, and so on."""
+    """In worker n, put n numbers."""
     me = worker().number
     for k in range(me):
         numbers.put(10 * me + k)
@@ -297,9 +303,9 @@ def test_each_round_has_one_item_per_remaining_worker() -> None:
 
 
 def test_allreduce_combines_all_items_at_capacity_one() -> None:
-    """A worker with an item may be waiting for room that only another worker's next item can free.
+    """A worker with an item may wait for room that only another worker's next item can free.
 
-    The other worker must receive its next item or learn that the input has ended.
+    The other worker must get its next item, or learn that the input has ended.
     """
     graph = Graph("shares")
     halves = graph.source(range(1, 301)).map(abs, on=local(2), workers=3, capacity=2)
@@ -313,8 +319,10 @@ def test_allreduce_combines_all_items_at_capacity_one() -> None:
 def test_allreduce_uses_each_output_in_one_round_despite_deaths(
     tmp_path: Path, deed: Callable[[], Any]
 ) -> None:
-    """Only the replacement of a dead worker gets that worker's current items. Other workers' channels do not
-    know which outputs were published."""
+    """Only its replacement gets a dead worker's current items.
+
+    Other workers' channels do not know which outputs were published.
+    """
 
     def work(item: int) -> Iterator[str]:
         for number in range(3):
