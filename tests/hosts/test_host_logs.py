@@ -36,7 +36,7 @@ def test_log_records_of_remote_workers_reach_the_program(caplog: pytest.LogCaptu
     assert sorted(record.getMessage() for record in infos) == [f"item {n}" for n in range(4)]
     assert all(record.funcName == "work" and vars(record)["size"] == 3 for record in infos)
     for record in records:
-        # which host a worker gets depends on the hosts' speeds, if another test has measured them
+        # the hosts' speeds decide which host a worker gets, if another test has measured them
         assert vars(record)["host"] in ("local-1", "local-2")
         assert record.processName is not None
         assert record.processName.endswith("logged/" + vars(record)["where"])

@@ -32,7 +32,7 @@ def twice(number: int) -> list[int]:
 
 
 def on_hosts(stream: Stream) -> Stream:
-    """Return the stream, passed through two hosts."""
+    """Return the stream after it has passed through two hosts."""
     return stream.map(same, on=POOL, workers=2)
 
 
@@ -121,7 +121,7 @@ def merge(graph: Graph) -> Any:
 
 
 def allreduce(graph: Graph) -> Any:
-    """Reduce with local workers, in a graph whose neighbouring stages are on two hosts."""
+    """Reduce with local workers, between stages on two hosts."""
     rounds = on_hosts(on_hosts(begins(graph)).map(same, workers=2).allreduce("sum"))
     found = run(graph, rounds.collect())
     contributed = sum(one.contributors for one in found)
@@ -129,7 +129,7 @@ def allreduce(graph: Graph) -> Any:
 
 
 def stage(graph: Graph) -> Any:
-    """Run a stage that reads a feedback stream: each number circulates until it is small."""
+    """Run a stage that reads a feedback stream, in which each number circulates until it is small."""
     back: Feedback = graph.feedback()
     again, done = graph.stage(halved, begins(graph), back, on=POOL["local-1"], name="halved")
     back.feed(again.map(same, on=POOL["local-2"]))

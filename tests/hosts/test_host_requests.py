@@ -47,7 +47,8 @@ def test_cancelled_requests_are_dropped_on_hosts(batch: bool, monkeypatch: pytes
                 await run.ask(questions, "too late", timeout=0.01)
             await asyncio.to_thread(wait_until, lambda: len(cancelled) == 2)
             (part,) = run._crew.remote
-            await asyncio.to_thread(wait_until, part.all_reported)  # the host has handled the cancellations
+            # until the host has handled the cancellations
+            await asyncio.to_thread(wait_until, part.all_reported)
             gate.open()
             last = await run.ask(questions, "last")
             await asyncio.gather(*asks[:2])
@@ -58,7 +59,7 @@ def test_cancelled_requests_are_dropped_on_hosts(batch: bool, monkeypatch: pytes
 
 
 class Bomb:
-    """Item that ends any worker process that unpickles it."""
+    """An item that ends any worker process that unpickles it."""
 
     def __reduce__(self) -> Any:
         return os._exit, (7,)

@@ -45,7 +45,7 @@ def test_map_keeps_order_and_spreads_workers_evenly_over_hosts() -> None:
     graph = Graph("squares")
     squares = graph.source(range(1000)).map(square, on=local(2), workers=4).collect()
     run = graph.start()
-    gate.wait_held(4)  # each worker has one item
+    gate.wait_held(4)  # until each worker has one item
     gate.open()
     found = run.wait()[squares]
     assert [square for square, _, _ in found] == [number * number for number in range(1000)]
@@ -187,7 +187,7 @@ def test_sink_runs_on_hosts(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Slow(Local):
-    """Provider whose agents do not start before a worker function has been packed."""
+    """A provider whose agents start only after a worker function has been packed."""
 
     folder: Path
 
@@ -202,7 +202,7 @@ class Slow(Local):
 
 @dataclass(frozen=True)
 class Packed:
-    """Function that creates a file when it is packed while the agents are starting."""
+    """A function that creates a file when it is packed, while the agents are starting."""
 
     folder: Path
 

@@ -24,7 +24,7 @@ def make(number: int) -> bytes:
 
 
 def check(item: bytes) -> int:
-    """Return the number of the item; fail if the item is not intact."""
+    """Return the item's number. Fail if the item is damaged."""
     number = len(item) - SIZE
     assert item == make(number)
     return number
@@ -41,7 +41,7 @@ def kill_agent_once(folder: Path, number: int) -> None:
 
 
 class CheckAndKill:
-    """Check items. At some of them, kill the agent that made the latest item, or the caller's agent."""
+    """Checks items. At some of them, kills the agent that made the latest item, or the caller's agent."""
 
     def __init__(self, folder: Path, at: frozenset[int]) -> None:
         self.folder, self.at = folder, at
@@ -135,7 +135,7 @@ def test_function_that_makes_fewer_items_in_replay_fails_the_run(tmp_path: Path)
 
 
 class FewerOnceKilled:
-    """Make each item, but no further item after an agent has been killed."""
+    """Makes each item, but none after an agent has been killed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

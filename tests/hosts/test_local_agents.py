@@ -1,6 +1,6 @@
-"""Test the local processes that ``local`` starts and those that hold remote agents.
+"""Test the local processes that ``local`` starts, and those that hold remote agents.
 
-They cover the start of these processes, the report of their end, and the removal of all their resources.
+The tests cover how these processes start, how their end is reported, and how their resources are freed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def launch(program: str, *arguments: object, stdin: bytes = b"a secret\n") -> La
 
 @pytest.fixture
 def started() -> Iterator[list[StartedAgent]]:
-    """Yield a list, and finally close all agents that the test has put into it."""
+    """Yield a list, and close all agents that the test has added to it."""
     all_of_them: list[StartedAgent] = []
     yield all_of_them
     for one in all_of_them:

@@ -1,4 +1,4 @@
-"""Test the resources that a program uses for each agent, with simulated agents."""
+"""Test what each agent costs a program, with simulated agents."""
 
 from __future__ import annotations
 

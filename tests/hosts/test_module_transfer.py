@@ -1,4 +1,4 @@
-"""Test how code reaches a host: user modules that the host lacks are sent by value, other modules by name."""
+"""Test how code reaches a host: modules of the user that the host lacks by value, all others by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def other_folder(packed: bytes, folder: Path, call: str) -> str:
-    """Apply ``call`` to the stage in a program that lacks the module, and return the output."""
+    """Apply ``call`` to the stage in a program that lacks the module, and return the program's output."""
     (folder / "packed").write_bytes(packed)
     program = f"import cloudpickle, sys\nstage = cloudpickle.load(open('packed', 'rb'))\nprint({call})"
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)

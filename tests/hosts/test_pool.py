@@ -1,4 +1,4 @@
-"""Test pools of hosts as placements: a pool is a value and does not contact any host."""
+"""Test pools of hosts as placements: a pool is a value and contacts no host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_pool_indexed_by_names_has_only_those_hosts() -> None:
 
 
 def test_hosts_get_workers_in_proportion_to_their_shares() -> None:
-    """Workers of other pools on these hosts do not count."""
+    """Workers that other pools have on these hosts do not count."""
     pool = local(3)
     uneven = pool[{"local-3": 1, "local-1": 3}]
     assert (uneven.hosts, uneven.shares) == (("local-3", "local-1"), (1, 3))

@@ -1,4 +1,4 @@
-"""Test the probes of hosts, including probes that fail and probes that never dial."""
+"""Test the probes of hosts, including those that fail and those that never connect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOWARDS = {"local-1": "127.0.0.1", "local-2": "127.0.0.1", "local-3": "no.such.h
 
 @dataclass(frozen=True)
 class Odd(Local):
-    """Provider whose first host works and whose other hosts each run a faulty program."""
+    """A provider whose first host works, while every other host runs a faulty program."""
 
     programs: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Test Ray providers that have not been used, and providers on a machine without Ray."""
+"""Test unused Ray providers, and providers on a machine without Ray."""
 
 from __future__ import annotations
 

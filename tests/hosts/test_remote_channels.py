@@ -133,7 +133,7 @@ def test_remote_calls_return_and_raise_like_local_calls():
 
 
 def test_idle_remote_reader_keeps_no_items_from_other_readers():
-    """C8: other readers get the items that it has not taken."""
+    """C8: other readers get the items that this reader has not taken."""
     channel, ready, go_on = make(), make(), make()
 
     def idle():
@@ -152,7 +152,7 @@ def test_idle_remote_reader_keeps_no_items_from_other_readers():
 
 
 def test_polling_a_remote_port_gets_items_and_then_drained():
-    """A poll that is shorter than a round trip may find no item, but a later poll finds it."""
+    """A poll shorter than a round trip may find no item, but a later one does."""
     numbers = make()
     numbers.put_many(range(9))
     numbers.close()

@@ -41,7 +41,7 @@ def wait_for_sessions(channel):
 
 
 def test_broken_connection_neither_loses_nor_repeats_items():
-    """This holds for items put or got through ports and through single calls."""
+    """This applies to puts and gets, both through ports and in single calls."""
     there, back, calls = make(), make(), make(100_000)
 
     def work():
@@ -70,7 +70,7 @@ def test_broken_connection_neither_loses_nor_repeats_items():
 
 
 def test_killed_remote_writer_breaks_the_channel():
-    """C5: a dead writer has not closed the channel."""
+    """C5: a writer that dies has not closed the channel."""
     channel, ready = make(), make()
 
     def write():
@@ -105,7 +105,7 @@ def test_program_that_exits_with_an_open_writer_breaks_the_channel():
 
 
 def test_exiting_program_first_sends_items_beyond_the_capacity():
-    """C5: the channel has no room for the items when the program begins to exit."""
+    """C5: when the program begins to exit, the channel has no room for these items."""
     ch, told, kept = make(1), make(), []
 
     def write():
@@ -175,7 +175,7 @@ def test_program_reports_finished_items_before_it_leaves_an_owner(broken, monkey
 
 @pytest.mark.parametrize("cause", [None, ValueError("why")])
 def test_writer_raises_at_once_if_its_channel_has_ended(cause):
-    """C5, C7: the end may arrive before the program has read the owner's reply to the opening."""
+    """C5, C7: the end may arrive before the owner's reply to the opening."""
     channel = make()
     if cause is None:
         channel.close()
@@ -259,7 +259,7 @@ def test_calls_raise_broken_after_the_owner_has_exited():
 
 
 def test_forked_child_can_use_its_parents_remote_channels():
-    """The child has a separate connection. If that breaks, the parent is not affected."""
+    """The child has its own connection, whose break does not affect the parent."""
     channel = make()
 
     def fork():
@@ -272,7 +272,7 @@ def test_forked_child_can_use_its_parents_remote_channels():
 
 
 def test_releasing_the_last_handle_leaves_no_resources_behind():
-    """C12: a fixture for all tests checks threads, descriptors and memory on both sides."""
+    """C12: the leak fixture checks threads, descriptors and memory on both sides."""
     channel = make()
 
     def come_and_go():
@@ -287,7 +287,7 @@ def test_releasing_the_last_handle_leaves_no_resources_behind():
 
 
 def test_aborted_channel_releases_its_clients_without_garbage_collection():
-    """C12: links hold descriptors, and the collector seldom runs in a program that allocates little."""
+    """C12: links hold descriptors, and a program that allocates little seldom runs the collector."""
     channel, ready = make(), make()
     (server,) = serving._servers
 
@@ -311,7 +311,7 @@ def test_aborted_channel_releases_its_clients_without_garbage_collection():
 
 
 def test_server_may_end_once_its_last_channel_is_released():
-    """The server's thread is notified of the release, and may check before any other code runs."""
+    """The server's thread learns of the release, and may check before any other code runs."""
     channel, found = make(), []
     (server,) = serving._servers
     weakref.finalize(channel, lambda: found.append(server.is_over()))
@@ -338,7 +338,7 @@ def test_remote_port_returns_its_current_item_after_an_exception(fails):
 
 
 def test_busy_server_does_not_give_up_a_live_client(monkeypatch):
-    """C11: the server has checked the client's process twice before it accepts the connection."""
+    """C11: before it accepts the connection, the server has checked the client's process twice."""
     looks, has_ended, attach = [], LocalPeer.has_ended, ClientSession.attach
 
     def look(process):
@@ -357,8 +357,10 @@ def test_busy_server_does_not_give_up_a_live_client(monkeypatch):
 
 
 def test_unresponsive_owner_does_not_block_use_of_other_owners():
-    """C12: while one owner is being dialled, ports of other owners can be closed and their channels
-    opened."""
+    """C12: while the program connects to one owner, ports of other owners can be closed.
+
+    Channels of those owners can also be opened.
+    """
     one, other = make(), make()
 
     def use():
@@ -377,7 +379,7 @@ def test_unresponsive_owner_does_not_block_use_of_other_owners():
 
 
 def test_server_says_goodbye_to_all_clients_concurrently():
-    """A client that does not receive the goodbye does not delay the other clients."""
+    """A client that never gets the goodbye does not delay the others."""
     server, sent = ChannelServer(kept=True), []
 
     class Deaf:
@@ -410,7 +412,7 @@ WRONG = [
 def test_serve_refuses_invalid_options(options, error, message):
     with pytest.raises(error, match=message):
         serve(**options)
-    assert make().capacity == 64  # the settings are unchanged
+    assert make().capacity == 64  # the settings have not changed
 
 
 def test_errors_for_invalid_secrets_name_the_function():

@@ -27,7 +27,7 @@ def make(capacity=64):
 
 
 def has_pending_calls(channel):
-    """Return whether any call of this process is still waiting for its reply."""
+    """Return whether a call of this process still waits for its reply."""
     return bool(channel._connection._pending)
 
 
@@ -42,9 +42,9 @@ GETS = {
 @pytest.mark.parametrize("how", GETS)
 @pytest.mark.parametrize("is_there", [True, False], ids=["before", "during"])
 def test_next_call_gets_the_item_of_an_interrupted_get(how, is_there):
-    """C9: the item may already be in the channel, or be put during the wait.
+    """C9: the item may already be in the channel, or arrive during the wait.
 
-    Each call is the first on its channel, so it opens the port in Python. Later calls do not run Python code.
+    Each call is the first on its channel, so it opens the port in Python. Later calls run no Python code.
     """
     one, channels, get = make(), make(), GETS[how]
 
@@ -68,7 +68,7 @@ def test_next_call_gets_the_item_of_an_interrupted_get(how, is_there):
             assert found == [number], f"after Ctrl-C in {interrupt.where}"
             with pytest.raises(Empty):
                 new.get_nowait()
-        if how != "get_many":  # get_many always asks the owner for more items
+        if how != "get_many":  # get_many always asks the owner for more
             assert Interrupt(1, OURS).during(get, filled(new)) == ["again"]
         wait_until(lambda: not has_pending_calls(one))
         return number
@@ -95,7 +95,7 @@ def test_next_call_gets_the_item_of_an_interrupted_get(how, is_there):
 
 @pytest.mark.parametrize("end", ["reader", "writer"])
 def test_port_is_released_if_ctrl_c_interrupts_its_opening(end):
-    """C5, C12: the owner does not count the port, and it does not keep the connection open."""
+    """C5, C12: the owner does not count the port, which does not keep the connection open either."""
     one, over = make(), make()
 
     def walk():

@@ -32,7 +32,7 @@ def make(capacity=64, **options):
 
 
 def test_owner_passes_on_items_without_unpickling_them():
-    """Only the remote programs have the item's class."""
+    """Only remote programs know the item's class."""
     channel = make()
 
     def put():
@@ -53,7 +53,7 @@ def test_owner_passes_on_items_without_unpickling_them():
 
 
 def test_channel_can_be_sent_through_another_channel():
-    """C14: the other program's reply through the sent channel arrives in this program."""
+    """C14: a reply through the sent channel reaches this program."""
     carrier, reply = make(), make()
 
     def answer():
@@ -97,7 +97,7 @@ def test_opening_a_channel_twice_returns_the_same_object():
 
 
 def test_owner_has_one_object_for_a_channel_only_in_transit(monkeypatch):
-    """C13: this holds even if two threads look for the channel at the same time."""
+    """C13: this also holds if two threads look for the channel at once."""
     carrier, sent = make(), make()
     carrier.put(sent)
     server, number = sent._reached.server, sent._reached.number
@@ -116,7 +116,7 @@ def test_owner_has_one_object_for_a_channel_only_in_transit(monkeypatch):
 
 
 def test_threads_that_open_the_same_channel_get_the_same_object():
-    """If the program had two objects, releasing the first one would make the program leave the channel."""
+    """If there were two objects, releasing the first would make the program leave the channel."""
     channel = make()
     at = channel.address, channel.secret
 
@@ -142,7 +142,7 @@ def test_threads_that_open_the_same_channel_get_the_same_object():
 
 @pytest.mark.parametrize("local", ["processes", "threads"])
 def test_put_of_a_channel_that_cannot_leave_its_machine_raises(local):
-    """C13: the error is raised at the owner and in remote programs, and the channel stays unchanged."""
+    """C13: the owner and remote programs get the error, and the channel stays unchanged."""
     channel = make()
     with pytest.raises(TypeError, match=r"hosts|processes"):
         channel.put({"inner": Channel(across=local)})
@@ -162,7 +162,7 @@ def test_put_of_a_channel_that_cannot_leave_its_machine_raises(local):
 
 
 def test_ports_cannot_be_sent_to_other_hosts():
-    """The channel can be sent, and its ports can be opened on the other host."""
+    """Instead, the channel can be sent and its ports opened on the other host."""
     channel = make()
 
     def put_ports():
@@ -184,7 +184,7 @@ def test_channel_survives_until_the_next_receiver_gets_its_item():
     def receive_and_drop():
         reader = carrier.reader()
         reader.get().put("from the first")
-        for _ in range(20):  # after these round trips, the owner knows that the channel was dropped
+        for _ in range(20):  # after these round trips, the owner knows of the drop
             len(ready)
         ready.put("dropped")
         signal.pause()
@@ -225,7 +225,7 @@ def test_channel_survives_until_the_last_item_containing_it_is_finished():
 
 
 def test_packed_item_keeps_its_channels_alive():
-    """C14: the item can be unpickled several times, with no other reference to its channel."""
+    """C14: the item can be unpickled repeatedly, without any other reference to its channel."""
     carrier = make()
 
     def use():
@@ -279,7 +279,7 @@ def interrupt(which, call, *arguments):
 
 
 def test_interrupted_call_keeps_no_channel_alive():
-    """C12: the call opens a channel, makes a channel, or puts a channel in an item."""
+    """C12: the call opens or makes a channel, or puts one into an item."""
     inner, other, over = make(), make(), make()
     (server,) = serving._servers
     told = inner.address, inner.secret
@@ -351,7 +351,7 @@ def test_port_is_not_counted_if_ctrl_c_ends_its_opening():
 
 
 def test_channel_cannot_be_sent_after_its_last_item_is_finished():
-    """C14: otherwise the channel would not exist any more when the receiver opens it."""
+    """C14: the channel would no longer exist when the receiver opened it."""
     spare = make()  # keeps the server alive
     (server,) = serving._servers
     inner = make()
@@ -411,7 +411,7 @@ def test_channels_in_items_survive_while_a_child_has_outer_channel():
 
 
 def test_channel_received_by_a_forked_child_can_be_forwarded():
-    """C12, C14: the child can do so without another reference, even after it has finished the item."""
+    """C12, C14: the child needs no other reference, even after it has finished the item."""
     carrier, target, go = make(), make(), make()
     (server,) = serving._servers
     carrier.put(make())

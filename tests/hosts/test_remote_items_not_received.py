@@ -1,4 +1,4 @@
-"""Test remote items that can't be received, or whose caller has given up: none of them is lost (C1, C9)."""
+"""Test that no remote item is lost, even if it can't be received or its caller has given up (C1, C9)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(capacity=64, **options):
 
 
 class Arrives:
-    """Item that raises the next of ``errors`` each time it is unpickled, until none is left."""
+    """An item that raises the next of ``errors`` whenever it is unpickled, until none is left."""
 
     errors: list[BaseException] = []
 
@@ -72,7 +72,7 @@ ERRORS = [(MemoryError,), (KeyboardInterrupt,), (OSError, errno.EMFILE, ""), (OS
 @pytest.mark.parametrize("how", TAKES)
 @pytest.mark.parametrize("error", ERRORS, ids=str)
 def test_next_call_gets_an_item_that_could_not_be_received(error, how):
-    """C9: this holds each time the error occurs. Later items keep their order."""
+    """C9: this holds for each error in turn. Later items keep their order."""
     channel, take = make(), TAKES[how]
 
     def use():
@@ -92,7 +92,7 @@ def raise_timeout(*_):
 
 
 class Slow:
-    """Item that a signal interrupts ``times`` times while it is unpickled."""
+    """An item whose unpickling is interrupted by a signal ``times`` times."""
 
     times = 0
 
@@ -104,7 +104,7 @@ def arrive_slowly():
     if Slow.times:
         Slow.times -= 1
         os.kill(os.getpid(), signal.SIGUSR1)
-        for _ in range(1000):  # so that Python has time to run the handler
+        for _ in range(1000):  # lets Python run the handler
             pass
     return "whole"
 
@@ -140,8 +140,10 @@ def test_timeout_error_from_a_signal_handler_loses_no_item(how):
 
 
 def test_remote_get_many_leaves_items_that_it_cannot_receive():
-    """C9: the call returns the items before that item. After Ctrl-C, ``items_got`` of the error contains
-    them."""
+    """C9: the call returns the items before that one.
+
+    After Ctrl-C, they are in ``items_got`` of the error.
+    """
     channel = make()
 
     def use():
@@ -187,7 +189,7 @@ def test_item_of_a_cancelled_get_goes_to_a_waiting_reader(how):
 
         async def wait_for_readers(count):
             while channel.stats().waiting_readers < count:
-                await asyncio.sleep(0)  # a reader that is woken without an item waits again
+                await asyncio.sleep(0)  # a reader that was woken in vain waits again
 
         loop.run_until_complete(wait_for_readers(1))
         waiting = ThreadPeer(WAITS[how], channel)
@@ -208,7 +210,7 @@ def test_item_of_a_cancelled_get_goes_to_a_waiting_reader(how):
 
 
 def test_remote_calls_time_out_even_if_the_owner_is_stopped(monkeypatch):
-    """C9: if the owner sends an item for a call that has timed out, the next call gets it."""
+    """C9: an item that the owner sends after a call has timed out goes to the next call."""
     monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.01)
     serve()  # the default peer_timeout: the owner must count as slow, not as lost
     handover = make()
@@ -237,13 +239,13 @@ def test_remote_calls_time_out_even_if_the_owner_is_stopped(monkeypatch):
 
 
 def has_stopped(pid):
-    """Return whether all threads of the process have stopped, which takes a while after the signal."""
+    """Return whether all threads of the process have stopped, some time after the signal."""
     threads = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(thread.read_text().rpartition(") ")[2].startswith("T") for thread in threads)
 
 
 def test_opening_a_channel_times_out_while_its_owner_is_stopped():
-    """C9: if the owner continues later, the channel does not count as opened."""
+    """C9: if the owner continues later, it does not count the channel as opened."""
     serve()
     handover = make()
     owner = HostPeer(own_a_channel, handover)
@@ -255,7 +257,7 @@ def test_opening_a_channel_times_out_while_its_owner_is_stopped():
     del other
     wait_until(lambda: remote._connection.user(remote_channel.number_in(address)) is None)
     os.kill(owner.pid(), signal.SIGSTOP)
-    wait_until(lambda: has_stopped(owner.pid()))  # until then, it may still reply
+    wait_until(lambda: has_stopped(owner.pid()))  # before that, it may still reply
     try:
         with pytest.raises(HostError, match="its owner has not answered for"):
             open_channel(address, secret, timeout=0.05)
@@ -275,7 +277,7 @@ def own_a_channel(handover):
 
 
 def test_late_reply_is_delivered_once():
-    """C1: this holds even if the owner is lost while the caller is giving up."""
+    """C1: this holds even if the owner is lost while the caller gives up."""
 
     class LostCalls(pending_calls.Calls):
         def __init__(self):
@@ -293,7 +295,7 @@ def test_late_reply_is_delivered_once():
 
 
 class Scarce(Channel):
-    """Ring for replies that raises MemoryError once for each value in ``lacking``."""
+    """A ring for replies that raises MemoryError once per value in ``lacking``."""
 
     lacking: list[object] = []
 

@@ -43,7 +43,7 @@ def requests_of(call):
 
 
 def put_beyond_room(channel, item):
-    """Put an item as if the owner had granted room for it and had then given that room to another process."""
+    """Put an item as if the owner had granted room and then given that room to another process."""
     ring = channel._ports[False]._stream.ring
     while True:
         ring._allow(ring.stats().items_in + 1)
@@ -148,7 +148,7 @@ def test_flush_without_items_in_transit_returns_on_every_transport():
 
 
 def test_flush_raises_if_the_channel_closes_before_items_arrive():
-    """C16: the items were in transit when the owner gave their room to another process."""
+    """C16: while the items were in transit, the owner gave their room to another process."""
     channel, ready, go_on = make(1), make(), make()
 
     def put():
@@ -220,7 +220,7 @@ def test_put_waits_while_the_owner_has_no_room():
 
 
 def test_prefetched_items_count_against_the_capacity():
-    """C2: items that the owner has sent to this process still take up room."""
+    """C2: items that the owner has sent to this process still occupy room."""
     channel = make(2)
 
     def use():
@@ -285,7 +285,7 @@ def test_prefetched_items_are_returned_when_their_reader_is_killed():
 
     def take():
         got = channel.get()
-        channel._offer(5)  # the owner sends five items, as it would to a fast reader
+        channel._offer(5)  # the owner sends five items, as to a fast reader
         ring = channel._ports[True]._stream.ring
         wait_until(lambda: len(ring) == 5)
         ready.put(got)
@@ -297,7 +297,7 @@ def test_prefetched_items_are_returned_when_their_reader_is_killed():
     assert ready.get() == 0
     peer.kill()
     peer.join()
-    # the owner notices the death with a delay
+    # the owner notices the death only later
     assert sorted(channel.get(timeout=60) for _ in range(9)) == list(range(1, 10))
 
 
@@ -368,7 +368,7 @@ def test_select_over_two_remote_channels_takes_one_item():
 
 
 def test_timed_out_calls_have_no_effect():
-    """C7: afterwards the channel contains the same items as before."""
+    """C7: afterwards, the channel contains the same items as before."""
     channel = make(1)
 
     def use():
@@ -402,7 +402,7 @@ def test_ctrl_c_ends_a_waiting_put():
 
 
 def test_ctrl_c_ends_a_flush():
-    """C9: the interrupt reaches the caller even though the owner has no room."""
+    """C9: the interrupt reaches the caller, although the owner has no room."""
     channel = make(1)
 
     def put():

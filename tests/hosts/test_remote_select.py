@@ -1,7 +1,7 @@
-"""Test ``select`` in a program that has opened other programs' channels (C10).
+"""Test ``select`` in a program that has opened channels of other programs (C10).
 
-tests/contract/test_select.py shows that ``select`` takes exactly one item, chooses fairly, and loses no
-items. These tests add owners and users that start, leave and die during a ``select``.
+tests/contract/test_select.py shows that ``select`` takes exactly one item, chooses fairly, and loses no item.
+These tests add owners and users that start, leave and die during a ``select``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_remote_select_accepts_1_to_128_operations():
 
 
 def test_select_waits_for_two_owners_and_a_local_channel():
-    """C10: select takes an item from the first ready channel, and then stops waiting for the others."""
+    """C10: select takes an item from the first ready channel, and ends the waits for all others."""
     handover, over, own = make(), make(), make()
     owner = HostPeer(hold, handover, over)
     remote = handover.get()
@@ -113,7 +113,7 @@ def test_select_raises_broken_when_an_owner_is_killed():
 
 @pytest.mark.parametrize("remote_first", [True, False])
 def test_select_ends_once_both_channels_are_drained(remote_first):
-    """C4, C10: the last channel to be drained may be the local or the remote one."""
+    """C4, C10: the last channel to be drained may be local or remote."""
     remote = make()
 
     def choose():
@@ -133,7 +133,7 @@ def test_select_ends_once_both_channels_are_drained(remote_first):
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_owner_does_not_count_a_program_killed_during_select(alone):
-    """C10, C11: either all channels belong to one owner, or one of them is local."""
+    """C10, C11: all channels have one owner, or one of them is local."""
     one, two = make(), make()
 
     def choose():

@@ -1,7 +1,7 @@
-"""Complaints from users of other multi-machine systems, and the tests that answer them.
+"""Complaints from users of other systems for several machines, and the tests that answer them.
 
-Each complaint maps to tests by ``file::name``; these tests must exist. The tests at the end of this file
-cover the remaining complaints.
+Each complaint names its tests as ``file::name``, and these tests must exist. The tests at the end of this
+file cover the remaining complaints.
 """
 
 from __future__ import annotations
@@ -165,8 +165,10 @@ def blocks() -> Iterator[bytes]:
 
 
 def test_slow_reader_gets_all_items_with_bounded_memory() -> None:
-    """Capacity and ``max_bytes`` bound the items in transit. In total, the memory of the agent and its worker
-    grows by less than half of all items."""
+    """Capacity and ``max_bytes`` limit the items in transit.
+
+    The agent and its worker together grow by less than half of the size of all items.
+    """
     graph = Graph("slow")
     result = graph.source(blocks, on=local(1)).collect()
     before, most, numbers = memory_of(psutil.Process()), 0, []
@@ -175,7 +177,7 @@ def test_slow_reader_gets_all_items_with_bounded_memory() -> None:
             numbers.append(int.from_bytes(block[:4], "little"))
             assert len(block) == SIZE
             del block
-            if len(numbers) % 100 == 1:  # measuring takes longer than these items
+            if len(numbers) % 100 == 1:  # measuring takes longer than processing these items
                 processes = [agent, *workers_of(agent)] if (agent := next(iter(agents()), None)) else []
                 most = max(most, sum(map(memory_of, (psutil.Process(), *processes))))
     assert numbers == list(range(ITEMS))
@@ -190,13 +192,13 @@ def memory_of(process: psutil.Process) -> int:
 
 
 def hold_the_gil(seconds: float) -> None:
-    """Call a library function that does not release the GIL."""
+    """Call a library function that keeps the GIL."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
 @pytest.mark.parametrize("role", ["worker", "program"])
 def test_process_that_holds_the_gil_is_not_fenced(role: str) -> None:
-    """The process holds the GIL for three times the ``peer_timeout``."""
+    """The process keeps the GIL for three times the ``peer_timeout``."""
 
     def work(number: int) -> int:
         if number == 5 and role == "worker":
@@ -236,7 +238,7 @@ MUTE = "import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 1); os.dup2(1, 2)"
 
 @dataclass(frozen=True)
 class Printing(Local):
-    """Provider that runs some code in each agent process before the agent starts."""
+    """A provider that runs some code in each agent process before the agent starts."""
 
     code: str = ""
 
@@ -247,7 +249,7 @@ class Printing(Local):
 
 @pytest.mark.parametrize("code", [LOUD, MUTE], ids=["loud", "mute"])
 def test_agent_starts_despite_printed_output(code: str) -> None:
-    """The agent connects to the program without printing an address for it."""
+    """The agent connects to the program, so its output need not contain an address."""
     graph = Graph("printing")
     result = graph.source(range(9)).map(abs, on=pool_of("test", Printing(1, code)), workers=2).collect()
     assert graph.run()[result] == list(range(9))

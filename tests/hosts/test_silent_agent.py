@@ -1,4 +1,4 @@
-"""Test that an agent ends even if no process reads its output."""
+"""Test that an agent ends even when no process reads its output."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Test agents that start late (R3).
 
-The run waits for an agent that is queued or whose node has yet to start. If an agent does not dial, the error
-lists likely causes.
+The run waits for an agent that is queued, or whose node has yet to start. If an agent never connects, the
+error lists likely causes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowchan.hosts.providers.provider import Launch, StartedAgent
 
 
 class Queued:
-    """Agent that is queued until the tenth poll."""
+    """An agent that stays queued until the tenth poll."""
 
     def __init__(self, patch: pytest.MonkeyPatch, launch: Launch) -> None:
         self._patch, self._launch = patch, launch
@@ -76,7 +76,7 @@ def test_agent_that_does_not_connect_is_reported_with_the_address(monkeypatch: p
 
 
 def test_ctrl_c_stops_waiting_for_a_queued_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interrupted start leaves no resources behind."""
+    """The interrupted start must not leave resources behind."""
 
     def interrupt(queued: Queued) -> bool:
         queued._looks += 1

@@ -50,7 +50,7 @@ def test_invalid_host_is_refused(hosts, error, message):
     ["python3", "/opt/my venv/bin/python", "it's", "$HOME", "", "~x y/python", "a~/b", "`id`", "~/a b"],
 )
 def test_shell_parses_the_command_as_intended(word):
-    """Words are quoted; only a leading ``~/`` is left to the shell."""
+    """Words are quoted, and only a leading ``~/`` is left to the shell."""
     read = subprocess.run(
         ("sh", "-c", f"printf %s {as_text((word,))}"),
         capture_output=True,
@@ -91,8 +91,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("lines", "marks", "why"), ENDS)
 def test_agent_end_is_reported_only_if_the_wrapper_reported_it(lines, marks, why):
-    """When ssh ends, this says nothing about the agent unless the wrapper script has reported the agent's
-    end."""
+    """The end of ssh says nothing about the agent, unless the wrapper script has reported the agent's end."""
     message = explainer("gpu1", "nopy", "get one", lambda code, output: "not reached")(
         255, ProcessOutput(lines, marks)
     )
@@ -118,7 +117,7 @@ def towards(*hosts: str) -> str:
 
 @pytest.mark.usefixtures("routes")
 def test_driver_listens_on_an_address_that_all_hosts_can_reach():
-    """A host on this machine can reach all addresses of this machine."""
+    """A host on this machine can reach all of its addresses."""
     assert towards("here") == "127.0.0.1"
     assert towards("six") == "::1"
     assert towards("here", "near", "near2") == "10.0.0.1"

@@ -1,4 +1,4 @@
-"""Test runs over connections that break again and again, and with agents that misbehave (R5)."""
+"""Test runs whose connections keep breaking, and agents that misbehave (R5)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_large_item_arrives_over_several_short_connections() -> None:
         graph = Graph("limited")
         result = graph.source(given).map(doubled, on=pool).collect()
         assert graph.run()[result] == [item + item for item in given]
-    # 7.5 MB of items and 15 MB of outputs, at most 1 MB for each direction of a connection. Under load, more
-    # connections break before they pass on much.
+    # 7.5 MB of items and 15 MB of outputs, at most 1 MB per direction and connection. Under load, more
+    # connections break before they carry much.
     assert wire.connections >= 15
 
 
@@ -58,7 +58,7 @@ def test_run_abandons_host_that_loses_connections_before_an_item(
     assert "before any item arrived" in text
     logged = [record for record in caplog.records if "broke before any item arrived" in record.message]
     assert len(logged) == MAX_UNCONNECTED  # one message for each agent
-    # with pauses that double, an agent dials about ten times in its peer timeout
+    # the pauses double, so an agent connects about ten times in its peer timeout
     assert wire.connections < 30 * MAX_UNCONNECTED
 
 
@@ -76,7 +76,7 @@ def test_abort_ends_a_run_with_stuck_connections() -> None:
 
 
 def test_abort_ends_a_run_if_the_agent_ignores_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver kills an agent that does not kill its workers after an abort (R5)."""
+    """If an agent does not kill its workers after an abort, the driver kills the agent (R5)."""
     hint = AgentHandle.hint
 
     def hint_without_ends(agent: AgentHandle, command: Command) -> None:

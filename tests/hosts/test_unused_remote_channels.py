@@ -1,4 +1,4 @@
-"""Test that remote channels that programs have dropped free their rings (C12, C16)."""
+"""Test that remote channels free their rings after programs have dropped them (C12, C16)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from flowchan.hosts.host_pool import pool_of
 
 
 def pull(head: str) -> None:
-    """Silently drop all frames on this host's cable in both directions."""
+    """Silently drop all frames on this host's cable, in both directions."""
     subprocess.run(("ip", "-n", head, "link", "set", "cable2", "nomaster"), check=True)
 
 

@@ -75,7 +75,7 @@ MUNGE_FILES = ("socket", "key-file", "pid-file", "seed-file", "log-file")
 
 @dataclass(frozen=True)
 class Sshd:
-    """An sshd on loopback. All host names except ``down`` resolve to it. No server listens on ``down``."""
+    """An sshd on loopback. All host names resolve to it, except ``down``, on which no server listens."""
 
     servers: Servers
 
@@ -168,7 +168,7 @@ def nodes() -> Iterator[Nodes]:
 
 @contextlib.contextmanager
 def in_front(folder: Path, name: str, script: str) -> Iterator[None]:
-    """Make programs that run ``name`` find this script instead. The script may run the real program."""
+    """Make programs that run ``name`` find this script instead, which may run the real program."""
     before = os.environ["PATH"]
     (folder / "bin").mkdir()
     (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")

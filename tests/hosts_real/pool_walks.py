@@ -20,8 +20,8 @@ ITEMS, AT = 400, 50
 def once(folder: Path, deed: Callable[[], None], here: Callable[[], bool]) -> Callable[[int], int]:
     """Return a function for ``map`` that returns its item.
 
-    The first worker that gets item ``AT`` or a later one where ``here()`` is true calls ``deed``. The others
-    wait until then.
+    The first worker that gets item ``AT`` or a later one, and for which ``here()`` is true, calls ``deed``.
+    The others wait until then.
     """
 
     def work(item: int) -> int:

@@ -1,4 +1,4 @@
-"""Servers that tests start and that leave nothing behind."""
+"""Servers that tests start, and that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Servers:
-    """Foreground processes, each with a log, that are ended together with their children."""
+    """Foreground processes with logs, which end together with their children."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -37,7 +37,7 @@ def walk(nodes: Nodes, tmp_path: Path) -> Callable[[str], list[str]]:
 
 
 def test_ray_provider_without_a_cluster_raises_with_the_remedy(tmp_path):
-    """This test is the first in the file, because Ray finds any cluster running on this machine."""
+    """This test comes first in the file, because Ray finds any cluster on this machine."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     output = tmp_path / "said"
     subprocess.run(
@@ -66,8 +66,10 @@ def test_killed_agent_ends_and_releases_its_resources(walk):
 
 
 def test_agents_end_with_their_driver_before_the_peer_timeout(nodes, tmp_path):
-    """When a driver has exited, Ray ends its actors, and the actors end their agents. The agents here do not
-    watch their driver."""
+    """When a driver exits, Ray ends its actors, and they end their agents.
+
+    The agents here do not watch their driver.
+    """
     done = nodes.run(sys.executable, str(WALKS), "killed_driver", str(tmp_path / "said"))
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = [int(word) for word in (tmp_path / "said").read_text().split()]

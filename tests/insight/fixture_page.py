@@ -67,9 +67,9 @@ def described(graph: Graph) -> dict[str, Any]:
 
 
 class Figures:
-    """Generate snapshots of a made-up run.
+    """Snapshots of a made-up run.
 
-    One stage limits the run. Earlier stages wait for room in their outputs, and later ones wait for input.
+    One stage limits the run: earlier stages wait for room in their outputs, and later ones for input.
     """
 
     def __init__(self, graph: Mapping[str, Any], seed: int = 1) -> None:
@@ -183,7 +183,7 @@ class Figures:
 
 
 class Events:
-    """Stream server-sent events to one viewer. ``None`` in the queue closes the connection."""
+    """Streams server-sent events to one viewer. ``None`` in the queue closes the connection."""
 
     kind = "text/event-stream"
 
@@ -208,7 +208,7 @@ def _event(name: str, data: Any) -> bytes:
 
 
 class FixturePage:
-    """Serve the page of one graph. The test decides when to send a snapshot."""
+    """Serves the page of one graph. The test decides when it sends a snapshot."""
 
     def __init__(self, graph: Mapping[str, Any], seconds: int = 60) -> None:
         self.graph = graph

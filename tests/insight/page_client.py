@@ -26,7 +26,7 @@ def get_json(address: str, path: str) -> Any:
 
 
 class PageViewer:
-    """Viewer that reads the events of a page one at a time."""
+    """A viewer that reads the events of a page one by one."""
 
     def __init__(self, address: str) -> None:
         url = urlsplit(address)

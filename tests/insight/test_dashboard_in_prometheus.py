@@ -106,7 +106,7 @@ def test_dashboard_query_returns_series_of_run(
 
     def has_series() -> bool:
         found[:] = prometheus.query(target["expr"])
-        # a stage whose workers have not begun has no utilisation
+        # a stage whose workers have not started has no utilisation
         return bool(found) and not any(math.isnan(value) for _, value in found)
 
     wait_until(has_series, what=lambda: (target["expr"], found))

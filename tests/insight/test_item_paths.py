@@ -1,4 +1,4 @@
-"""Test the paths of sampled items through a graph, and their latencies."""
+"""Test the paths of sampled items through a graph, and the latencies along them."""
 
 from __future__ import annotations
 

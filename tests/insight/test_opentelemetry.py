@@ -23,7 +23,7 @@ from flowchan.viz.insight.metrics import samples
 
 
 class Backend:
-    """Collect the spans and metrics that a run sends."""
+    """Collects the spans and metrics of a run."""
 
     def __init__(self) -> None:
         self._spans, self._metrics = InMemorySpanExporter(), InMemoryMetricReader()

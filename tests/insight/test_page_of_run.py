@@ -169,7 +169,7 @@ def test_slow_viewer_delays_neither_other_viewers_nor_end_of_run(
             filled = page._publish
 
             def publish(state: Any) -> None:
-                filled(state | {"filler": "x" * 3_000_000})  # more than the buffers of a connection can store
+                filled(state | {"filler": "x" * 3_000_000})  # more than a connection's buffers can hold
 
             monkeypatch.setattr(page, "_publish", publish)
             for _ in range(3):

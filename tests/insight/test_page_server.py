@@ -16,7 +16,7 @@ from flowchan.viz.insight.server import HttpReply, LocalServer, Streaming, json_
 
 
 class Endless:
-    """HttpReply that sends data until the client disconnects."""
+    """A reply that sends data until the client disconnects."""
 
     kind = "text/event-stream"
 

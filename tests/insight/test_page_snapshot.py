@@ -39,7 +39,7 @@ def edge(name: str, writer: str, reader: str, **values: object) -> EdgeStats:
 
 
 def stats(*stages: StageStats, edges: tuple[EdgeStats, ...] = (), **values: object) -> RunStats:
-    """Return statistics of the graph. All stages that are not given are idle."""
+    """Return statistics of the graph, in which all stages that are not given are idle."""
     given = {one.name: one for one in stages}
     every = tuple(given.pop(name, None) or stage(name) for name in ("numbers", MARKUP, "failed", "end"))
     first = RunStats("demo", "running", 10.0, (*every, *given.values()), edges, None, window=5.0)

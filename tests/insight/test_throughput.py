@@ -24,7 +24,7 @@ def test_unchanged_model_predicts_measured_rate() -> None:
 
 
 def test_model_with_variable_work_times_predicts_measured_rate() -> None:
-    """No stage is always busy, because the stages wait for each other."""
+    """The stages wait for each other, so none is always busy."""
     blocked = model(chain(source(), stage("a", 0.007, wait="place"), stage("b", 0.007)))
     assert blocked.rate() == pytest.approx(100, rel=0.02)
     assert gain(blocked, Change({"a": 2})) == pytest.approx(1 / 0.7 / (1 + 2**-1.94) ** (1 / 1.94), rel=0.02)
@@ -54,7 +54,7 @@ def test_doubling_speed_of_slowest_stage_doubles_rate() -> None:
 
 
 def test_items_added_by_a_stage_increase_work_of_later_stages() -> None:
-    """For each item of stage a (5 ms), stage b takes 10 items (1 ms each)."""
+    """For each item of stage a (5 ms), stage b has 10 items (1 ms each)."""
     one = model(chain(source(), stage("a", 0.005, out=10), stage("b", 0.001, 1000)))
     assert one.bounds()["a"] == pytest.approx(200)
     assert one.bounds()["b"] == pytest.approx(100)
@@ -92,7 +92,7 @@ def test_threads_that_use_several_cores_are_not_limited_by_lock() -> None:
 
 
 def test_faster_thread_leaves_more_lock_time_to_others() -> None:
-    """For each item, a stage holds the lock for 5 ms and waits 5 ms for the other stage."""
+    """Each stage holds the lock for 5 ms per item and waits 5 ms for the other."""
     one = model(chain(source(), stage("a", 0.01, cpu=0.005), stage("b", 0.01, cpu=0.005)))
     assert gain(one, Change(faster={"a": 2.0})) == pytest.approx(4 / 3, rel=0.1)
 
@@ -139,7 +139,7 @@ def test_cause_outside_the_stages_limits_the_rate(kind: str, limit: str) -> None
 
 
 def test_items_in_flight_limit_rate_of_loop() -> None:
-    """Two items circulate in the loop of p and q. Only a faster stage reduces the time per round."""
+    """Two items circulate between p and q. Only a faster stage shortens the round."""
     stats = chain(
         source(), stage("steer", 0.0, 200),
         stage("p", 0.01, workers=4), stage("q", 0.01, workers=4), cause=("in_flight", None),

@@ -1,4 +1,4 @@
-"""Test ``trace=``: the trace file, and that tracing does not change the items or their order."""
+"""Test ``trace=``: the trace file, and that tracing changes neither the items nor their order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def every_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sample every item, also in worker processes, which inherit the setting by fork."""
+    """Sample every item, even in worker processes, which inherit the setting by fork."""
     monkeypatch.setattr(item_recorder, "CLOSEST_NS", -1)
 
 

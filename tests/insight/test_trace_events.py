@@ -1,4 +1,4 @@
-"""Test the events of a trace if the clocks of hosts are corrected and workers change hosts."""
+"""Test the events of a trace when the clocks of hosts are corrected and workers change hosts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def parsed(lines: Iterable[str]) -> list[Event]:
 def item_events(*spans: tuple[str, int, int]) -> list[Event]:
     """Return the events of one item that passes through these spans.
 
-    Each span is given as (stage, begin, end), with times in ms. Earlier, stage "b" has
-    processed another item, from 50 to 60 ms.
+    Each span is (stage, begin, end), with times in ms. Before that, stage "b" has processed another item,
+    from 50 to 60 ms.
     """
     events = TraceEvents("g", ("a", "b", "c"), 0)
     lines = [*events.begin(), *events.items("b", 1, (7,), 50 * MS, 60 * MS)]
@@ -36,14 +36,14 @@ def item_events(*spans: tuple[str, int, int]) -> list[Event]:
 
 
 def arrow(events: list[Event]) -> list[tuple[str, str, float]]:
-    """Return the kinds, the stages and the times in ms of the arrow's steps."""
+    """Return the kind, the stage and the time in ms of each step of the arrow."""
     processes, _ = names_of(events)
     steps = [event for event in events if event["ph"] in "stf"]
     return [(step["ph"], processes[step["pid"]], step["ts"] / 1000) for step in steps]
 
 
 def test_arrow_meets_span_that_clock_correction_has_moved() -> None:
-    """After the correction, the span of "b" would overlap with the worker's previous span."""
+    """After the correction, the span of "b" would overlap its worker's previous span."""
     assert arrow(item_events(("a", 30, 31), ("b", 40, 70), ("c", 80, 81))) == [
         ("s", "a", 30),
         ("t", "b", 60),

@@ -1,4 +1,4 @@
-"""Test that the trace of a run shows workers on a host with another clock at the driver's times."""
+"""Test that a trace shows workers on a host with a different clock at the driver's times."""
 
 from __future__ import annotations
 

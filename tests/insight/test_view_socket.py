@@ -210,7 +210,7 @@ def test_run_continues_if_viewer_thread_cannot_start(monkeypatch: pytest.MonkeyP
 
 
 class Delivered(Feed):
-    """Feed that delivers statistics only when the test tells it to."""
+    """A feed that delivers statistics only on the test's command."""
 
     def __init__(self) -> None:
         pass
@@ -288,7 +288,8 @@ def served(*messages: dict[str, object]) -> ViewedRun:
 
 def test_socket_uses_next_name_if_its_name_is_taken() -> None:
     with socket.socket(socket.AF_UNIX) as other:
-        other.bind(f"\0{socket_prefix()}{os.getpid()}-1")  # for example, of a program in a container
+        # for example, a program in a container has this name
+        other.bind(f"\0{socket_prefix()}{os.getpid()}-1")
         gate = Gate()
         graph = Graph("next")
         graph.source([1]).sink(gate.wait)

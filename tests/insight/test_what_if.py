@@ -128,7 +128,7 @@ def test_advice_for_ordered_stage_gives_upper_limit_of_gain() -> None:
 
 
 def test_advice_names_buffer_between_stages_that_wait_alternately() -> None:
-    """Work times vary, so sometimes stage a waits for room and sometimes stage b waits for input."""
+    """Work times vary, so stage a sometimes waits for room, and stage b sometimes waits for input."""
     varied = chain(source(), stage("a", 0.0065, wait="place"), stage("b", 0.007), cause=("bottleneck", "b"))
     assert advice(varied) == "a larger buffer before 'b' would give up to 1.4 × the rate"
     varied = chain(source(), stage("a", 0.007, wait="place"), stage("b", 0.0065), cause=("bottleneck", "a"))

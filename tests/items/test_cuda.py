@@ -144,7 +144,7 @@ def test_sender_does_not_see_writes_by_the_receiver():
 
 def _put_late(ch: Channel) -> None:
     tensor = torch.zeros(LARGE, device="cuda")
-    ch.put(tensor.fill_(4))  # the first put in a process allocates memory and therefore waits for the device
+    ch.put(tensor.fill_(4))  # the first put of a process allocates memory, so it waits for the device
     torch.cuda.synchronize()
     torch.cuda._sleep(A_WHILE)
     ch.put(tensor.fill_(5))
@@ -154,8 +154,10 @@ def _put_late(ch: Channel) -> None:
 
 
 def test_receiver_stream_waits_for_the_senders_event(start):
-    """The put must not wait for the device, and the receiver's stream must wait until the contents are
-    complete."""
+    """The put must not wait for the device.
+
+    The receiver's stream must wait until the contents are complete.
+    """
     ch = channel()
     start(_put_late, ch)
     assert ch.get().sum() == 4 * LARGE

@@ -137,7 +137,7 @@ def test_contents_are_read_and_written_under_inference_mode():
 
 
 class Stream:
-    """Stream that does all work immediately."""
+    """A stream that does all work at once."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -146,7 +146,7 @@ class Stream:
 
 
 class Event:
-    """Event that other processes open from its handle."""
+    """An event that other processes open by its handle."""
 
     made: ClassVar[list[Event]] = []
 

@@ -1,4 +1,4 @@
-"""Test ``pack`` and ``unpack``: a packed value is sent next to other data and is not unpacked on the way."""
+"""Test ``pack`` and ``unpack``: a packed value travels with other data and is not unpacked on the way."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_packed_value_passes_through_channels_without_being_unpickled() -> None:
 
 
 class Made:
-    """Value that calls a function when it is unpacked."""
+    """A value that calls a function when it is unpacked."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.made_by = function, args

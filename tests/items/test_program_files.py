@@ -1,4 +1,4 @@
-"""Test in-memory files that belong to the program."""
+"""Test in-memory files that are part of a program."""
 
 from __future__ import annotations
 

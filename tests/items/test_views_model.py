@@ -1,7 +1,7 @@
 """Use arrays in a channel's memory at random, and check that their contents never change.
 
-One process does all operations, with little memory and varying sizes, so memory is divided repeatedly around
-the arrays in use. Every array is filled with its number, and all arrays are read after each step.
+One process does all operations. Memory is short and sizes vary, so free memory is often divided around the
+arrays in use. Each array is filled with its number, and all arrays are checked after each step.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        # number of the first array, size, and number of the put
+        # number of the first array, size, and number of arrays
         self.inside: deque[tuple[int, int, int]] = deque()
         self.held: list[tuple[Any, int]] = []
         self.lent: list[tuple[Any, int]] = []
         self.released: list[Any] = []  # former loans that have been put
-        self.readers: list[tuple[Any, list[tuple[int, int, int]]]] = []  # each reader with its leased items
+        self.readers: list[tuple[Any, list[tuple[int, int, int]]]] = []  # readers with their leased items
         self.writers: list[Any] = []
         self.number = self.puts = 0
 
@@ -57,7 +57,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, capacity: int) -> None:
         self.capacity = capacity
         self.channel: Any = Channel(capacity, across="processes", max_bytes=MAX_BYTES)
-        # Ports that stay open until the end, because closing the last port would close the channel.
+        # These ports stay open to the end, because the channel closes with the last one.
         self.remain = self.channel.reader(), self.channel.writer()
 
     def new(self) -> int:
@@ -196,7 +196,7 @@ class Machine(RuleBasedStateMachine):
             assert stats.holders == ()
 
     def teardown(self) -> None:
-        """Release everything, and check that two items of the largest size fit again."""
+        """Release everything, and check that two items of the largest size fit."""
         if not hasattr(self, "channel"):
             return
         for port, hand in self.readers:
@@ -235,7 +235,7 @@ def test_c1_arrays_in_shared_memory_keep_their_contents(
 
 
 def test_put_waits_if_items_between_dropped_loans_leave_no_gap() -> None:
-    """Seven small items fragment the memory, although it has enough free bytes for a large item."""
+    """Seven small items split the memory, so no gap fits the large item in spite of enough free bytes."""
     channel: Any = Channel(8, across="processes", max_bytes=MAX_BYTES)
     loans = []
     for number in range(7):

@@ -1,6 +1,6 @@
 """Connect two ends of a link in one process, with threads as remote workers.
 
-The workers must get the same guarantees as over a link between two machines.
+The workers must get the same guarantees as over a link between machines.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class RemoteWorker:
         linked.worker_side.open_stream(number, [self.feed], self.drains, lends=lends)
 
     def die(self, number: int) -> RemoteWorker:
-        """Simulate the failure of the worker's host, and return a replacement that takes over its items.
+        """Act as if the worker's host had failed, and return a replacement that takes over its items.
 
-        ``number`` is the stream number of the replacement.
+        ``number`` is the replacement's stream number.
         """
         self.linked.owner_side.drop(self.number)
         self.linked.worker_side.drop(self.number)

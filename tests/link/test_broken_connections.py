@@ -1,6 +1,6 @@
 """Cut a connection in the middle of a large item.
 
-Outputs that are already in the channel are skipped once, and repeated frames are put only once (R4, C11).
+Outputs that the channel already has are skipped once, and repeated frames are put only once (R4, C11).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Cut(Linked):
         for cut in cuts:
             self._connect_through(cut)
             while not isinstance(event := next_event(self.owner_side, WAIT_LIMIT_S), LinkBroken):
-                if isinstance(event, LinkClosed):  # all bytes arrived without a cut
+                if isinstance(event, LinkClosed):  # all bytes have arrived without a cut
                     return
             wait_until(lambda: not self.worker_side.state()["connected"])
             self.stuck.append(self.worker_side.state()["stuck_for"])
@@ -142,7 +142,7 @@ def test_output_continues_after_the_bytes_that_arrived_before_a_break() -> None:
         feeding(source, range(2)).join(WAIT_LIMIT_S)
         assert [len(output) for output in results] == [size, size]
         thread.join(WAIT_LIMIT_S)
-        # over each connection, at most 64 KB of an item and the state frames are sent again
+        # each connection resends at most 64 KB of an item, and the state frames
         assert linked.owner_side.state()["bytes_in"] < 2 * size + 20 * 64_000
         assert max(linked.stuck) == 0
 

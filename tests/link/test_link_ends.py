@@ -1,4 +1,4 @@
-"""Check the cost of an idle link, and how a link ends, including in a forked child."""
+"""Check what an idle link costs, and how a link ends, including in a forked child."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def threads() -> set[str]:
 
 
 def seconds(*numbers: str) -> float:
-    """Return the total CPU time in seconds of the given threads, without those that have ended."""
+    """Return the CPU seconds of all given threads that still run."""
     ticks = 0
     for number in numbers:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/stat") as file:
@@ -55,7 +55,7 @@ def test_idle_link_uses_no_cpu() -> None:
 
 
 def switches(*numbers: str) -> int:
-    """Return how often the given threads have gone to sleep, without those that have ended."""
+    """Return how often the given threads that still run have gone to sleep."""
     times = 0
     for number in numbers:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/status") as file:
@@ -102,7 +102,7 @@ def test_link_with_many_workers_sleeps_while_idle() -> None:
 
 
 def test_process_that_was_stopped_does_not_consider_its_peer_silent() -> None:
-    """R11: a stopped program handles received frames before it decides that its peer is silent."""
+    """R11: a program that was stopped first handles received frames, and only then judges its peer."""
     own_end, silent = socket.socketpair()
     reported = Channel[float](10_000, across="processes")
 
@@ -134,7 +134,7 @@ def test_process_that_was_stopped_does_not_consider_its_peer_silent() -> None:
 
 
 def test_two_threads_can_close_a_link_at_once() -> None:
-    """Both calls return once the link is closed."""
+    """Both calls return when the link is closed."""
     for _ in range(50):
         with Linked() as linked:
             both = threading.Barrier(2)
@@ -153,9 +153,9 @@ def test_two_threads_can_close_a_link_at_once() -> None:
 
 
 def test_forked_child_has_no_copy_of_the_connection() -> None:
-    """Otherwise the other side would not notice when this process ends.
+    """Otherwise, the other side would not notice the end of this process.
 
-    The child may drop or close the link while items are in transit; the parent's link continues.
+    The child may drop or close the link while items are in transit, and the parent's link continues.
     """
     before = _sockets()
     with Linked() as linked:
@@ -194,7 +194,7 @@ def test_forked_child_drops_a_link_closed_by_its_parent() -> None:
 
 @pytest.mark.parametrize("size", [0, 64 << 20], ids=["same stacks", "large stacks"])
 def test_forked_child_drops_a_link_after_starting_own_threads(size: int) -> None:
-    """The C library reuses the stacks of the link's threads for the child's threads, or unmaps them."""
+    """The C library reuses or unmaps the stacks of the link's threads for the child's threads."""
     link = _core.Link(True)
     child = os.fork()
     if not child:

@@ -49,7 +49,7 @@ def run(
 ) -> list[Any]:
     """Return all outputs of ``workers`` workers for ``range(n)``.
 
-    If ``breaks`` is given, the connection breaks repeatedly.
+    If ``breaks`` is given, the connection keeps breaking.
     """
     source, results = channel(), channel()
     one = function is not several
@@ -113,7 +113,7 @@ def test_arrays_arrive_unchanged(linked: Linked) -> None:
 
 
 def test_worker_with_slow_items_gets_none_in_advance(linked: Linked) -> None:
-    """C8: no worker is idle while another worker holds an item that it has not started."""
+    """C8: no worker is idle while another has an item that it has not started."""
     source, results = channel(), channel()
     go = threading.Event()
 
@@ -137,7 +137,7 @@ def test_worker_with_slow_items_gets_none_in_advance(linked: Linked) -> None:
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
 def test_unstarted_items_are_recalled_when_other_readers_wait(linked: Linked, breaks: bool) -> None:
-    """C8: a worker gets many cheap items in advance. If one is slow, waiting readers get the rest."""
+    """C8: a worker gets many cheap items in advance. When one is slow, waiting readers get the others."""
     source, results = channel(4_000), channel(4_000)
     go = threading.Event()
 
@@ -245,7 +245,7 @@ def test_remote_reader_returns_untaken_items_when_it_closes(linked: Linked) -> N
 
 @pytest.mark.parametrize("size", [40, 3_000])
 def test_remote_worker_can_lease_any_number_of_items_at_once(linked: Linked, size: int) -> None:
-    """The worker takes items without finishing any, and the link must keep delivering more."""
+    """The worker takes items without finishing any, and the link keeps delivering."""
     source, results = channel(), channel()
     remote = RemoteWorker(linked, 1, source, results)
     batches: list[list[int]] = []
@@ -271,8 +271,7 @@ def test_remote_worker_can_lease_any_number_of_items_at_once(linked: Linked, siz
 
 
 def test_outputs_of_a_dead_host_are_not_repeated() -> None:
-    """R4: if a host died after putting some outputs of an item, the item's next worker skips these
-    outputs."""
+    """R4: if a host died after some of an item's outputs were put, the item's next worker skips these."""
     source, results = channel(4), channel(1000)
     with Linked() as first:
         remote = RemoteWorker(first, 1, source, results)
@@ -297,7 +296,7 @@ def test_outputs_of_a_dead_host_are_not_repeated() -> None:
 
 
 def test_item_stays_leased_while_output_from_several_inputs_waits(linked: Linked) -> None:
-    """R4: an output waiting on the owner side does not finish its item, and is lost if its host dies."""
+    """R4: an output that waits on the owner side does not finish its item, and is lost with its host."""
     sources, results = [channel(), channel()], channel(1)
     readers, writer = [source.reader() for source in sources], results.writer()
     rings, drains = [channel(), channel()], channel()
@@ -353,8 +352,7 @@ def test_no_item_is_lost_or_repeated_when_workers_die(linked: Linked, ordered: b
 
 @pytest.mark.parametrize("owner", [True, False], ids=["owner", "worker"])
 def test_invalid_frames_end_only_the_connection(owner: bool) -> None:
-    """Frames that an agent never sends end the connection with an error, even if the peer is
-    authenticated."""
+    """Frames that no agent sends end the connection with an error, even from an authenticated peer."""
     draw = random.Random(7)
     link = _core.Link(owner)
     source, results = channel(), channel()
@@ -379,7 +377,7 @@ def test_invalid_frames_end_only_the_connection(owner: bool) -> None:
             peer_end.sendall(frame + draw.randbytes(draw.randrange(200)))
             peer_end.close()
             while not isinstance(next_event(link, WAIT_LIMIT_S), LinkBroken):
-                pass  # a valid frame may cause other events first
+                pass  # before that, a valid frame may cause other events
     finally:
         link.close()
 
@@ -416,7 +414,7 @@ def test_fast_worker_gets_more_items_in_advance_over_slow_connections(one_output
 
 @pytest.mark.parametrize("one_output", [True, False], ids=["outputs", "items"])
 def test_byte_window_grows_only_while_the_receiver_is_fast(one_output: bool) -> None:
-    """C2: the window grows until the bytes fill the connection, and shrinks while the receiver is slow."""
+    """C2: the window grows until the bytes fill the connection, and shrinks when the receiver is slow."""
     size, least = 256 << 10, 4 << 20
     quick, over = threading.Event(), threading.Event()
     quick.set()

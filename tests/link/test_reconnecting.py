@@ -67,7 +67,7 @@ class Returning(Linked):
                     self.connect()
 
     def break_(self) -> None:
-        """Break the connection, whether this process or a TLS proxy holds it."""
+        """Break the connection, in this process or in its TLS proxy."""
         kill_tls_proxies() if self.tls else cut()
 
     def are_connected(self) -> bool:

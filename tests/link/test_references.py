@@ -85,7 +85,7 @@ class Fetcher:
 
 
 class Hosts:
-    """Two links: the workers of the first make outputs, and the workers of the second read them."""
+    """Two links. The workers of the first make outputs, and those of the second read them."""
 
     def __init__(self, reachable: Any = lambda: True) -> None:
         self.makers, self.readers = Linked(), Linked()
@@ -181,7 +181,7 @@ def test_replays_are_sent_beyond_the_full_window_of_their_maker() -> None:
             RemoteWorker(hosts.makers, n, source, between, ordered=False, one_output=True, lends=True)
             for n in (1, 2)
         )
-        second.out[0]._share = SIZE  # one unread output then fills the window of the second worker
+        second.out[0]._share = SIZE  # one unread output then fills the second worker's window
         reading = [RemoteWorker(hosts.readers, n, between, results, one_output=True) for n in (1, 2)]
         out = results.reader()
         threads = [feeding(source, range(100)), first.start(made)]

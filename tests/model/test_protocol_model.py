@@ -1,9 +1,9 @@
 """Models of the protocols. Spin searches them exhaustively, with a death between any two steps.
 
 They cover the ring, its leases and waiting, the streams between hosts, requests to the owner of a channel,
-and the rounds of a group. The top of each model states its scope and the source line that each step
-represents. To show that every property can fail, the search must find planted faults (``PLANT_…``) and
-weaknesses of the source (``SOURCE_…``).
+and the rounds of a group. The top of each model states its scope, and the source line behind each step. The
+search must also find planted faults (``PLANT_…``) and weaknesses of the source (``SOURCE_…``), to show that
+every property can fail.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ needs_spin = pytest.mark.skipif(
 
 CALM = "SPURIOUS=0 QUITS=0"
 
-# Each model, with the parameters that make a full search fastest. Unchanged models give the same results, so
-# only `make soak` runs the other searches.
+# Each model, with the parameters of the fastest full search. Unchanged models give the same results, so only
+# `make soak` runs the other searches.
 WHOLE = [
     ("ring", "ITEMS=1 DEATHS=1"),
     ("lease", "ITEMS=1 OUTPUTS=2 DEATHS=2 WORKERS=1"),
@@ -37,7 +37,7 @@ WHOLE = [
     ("asking", "GETTERS=1 DEATHS=0"),
     ("group", "DEATHS=2 STOPS=1"),
 ]
-# Each model, with one parameter increased enough to find every planted fault below.
+# Each model, with one parameter raised just enough to find every planted fault below.
 LONGEST = [
     ("group", "DEATHS=1 CLOSES=1"),
     ("ring", "ITEMS=2 DEATHS=1"),
@@ -142,7 +142,7 @@ FAULTS = [
     ("group", "DIRECT DEATHS=0 STOPS=1 OPERATIONS=1", "PLANT_trusts"),
     ("group", "DIRECT DEATHS=0 OPERATIONS=1", "PLANT_returns"),
 ]
-FAR_FAULT = ("gate", f"ITEMS=2 {CALM}", "PLANT_wake_one")  # found only after millions of states
+FAR_FAULT = ("gate", f"ITEMS=2 {CALM}", "PLANT_wake_one")  # takes millions of states to find
 AT_ONCE = list({fault[0]: fault for fault in reversed(FAULTS)}.values())
 """The first fault of each model. Unchanged models contain the same faults, so only make soak searches for the
 others."""
@@ -180,7 +180,7 @@ def search(model: str, defines: str, folder: Path, optimise: str) -> tuple[int, 
 @needs_spin
 @pytest.mark.parametrize(("model", "defines"), [*WHOLE, *map(long, LONGEST)])
 def test_protocol_model_holds_in_an_exhaustive_search(model: str, defines: str, tmp_path: Path) -> None:
-    # optimising takes longer than a short search
+    # optimising would take longer than a short search
     errors, states, printed = search(
         model, defines, tmp_path, "-O1" if (model, defines) in LONGEST else "-O0"
     )
@@ -217,7 +217,7 @@ def test_every_planted_fault_is_tried() -> None:
 
 @pytest.mark.parametrize("model", ["ring", "lease", "gate", "line", "asking", "group"])
 def test_model_table_lists_existing_source_names(model: str) -> None:
-    """Each "file: name, name" in the table at the top must list names that exist in the file.
+    """Each "file: name, name" in the table at the top must list names that exist in that file.
 
     Each step in the table must also exist in the model.
     """

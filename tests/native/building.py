@@ -1,4 +1,4 @@
-"""Build the native test programs on demand, with the Makefile in this folder."""
+"""Build the native test programs on demand, with the Makefile of this folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OUT = ROOT / "build" / "native-tests"
 def program(name: str) -> Path:
     """Return the path of an up-to-date program in ``build/native-tests``.
 
-    ``make test`` builds the programs beforehand. Otherwise, one of the test processes builds them, while the
+    ``make test`` builds the programs in advance. Otherwise, one of the test processes builds them while the
     others wait.
     """
     OUT.mkdir(parents=True, exist_ok=True)

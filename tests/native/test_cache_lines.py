@@ -16,7 +16,7 @@ def numbers(output: str) -> list[int]:
 
 
 def test_put_and_get_share_two_cache_lines_besides_the_slot() -> None:
-    """The shared lines contain the lock and the counts. Each side writes its own redo record."""
+    """The shared lines have the lock and the counts. Each side has its own redo record."""
     ended = run(program("plain/lines"))
     assert ended.returncode == 0, ended.stderr
     *_, in_both, with_the_next = numbers(ended.stdout)
@@ -25,9 +25,9 @@ def test_put_and_get_share_two_cache_lines_besides_the_slot() -> None:
 
 
 def turn_taking(one: int, other: int) -> tuple[int, int]:
-    """Return the number of runs and of rests in 20,000 operations.
+    """Return how many runs 20,000 operations form, and how many rests they take.
 
-    ``one`` and ``other`` are the times in ns that each side spends on other work between two operations.
+    ``one`` and ``other`` are the ns that each side spends on other work between two operations.
     """
     ended = run(program("plain/turn_taking"), str(one), str(other), "20000")
     assert ended.returncode == 0, ended.stderr

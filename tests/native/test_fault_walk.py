@@ -1,8 +1,8 @@
 """Check C11: a process killed at any instruction, with any lock, never blocks or corrupts the others.
 
 ``walk.cpp`` kills a process at every fault point of every operation on a ring. It also kills a second process
-while the others recover: at every fault point with ``--long``, otherwise at every 48th. The chosen points
-differ between steps, so that each point is tested at some step. Each time, the others take the lock, check
+during the recovery: at every fault point with ``--long``, otherwise at every 48th. The chosen points differ
+between steps, so each point is tested at some step. After each death, other processes take the lock, check
 every invariant of the ring, and read the ring to its end. Each item is read exactly once and in order, or not
 at all if its operation had not taken effect.
 """

@@ -1,8 +1,8 @@
 """Kill a member of a group at any point of any operation, and compare the survivors.
 
-Either all survivors complete the operation with the right result, or all report that it is impossible. The
-same holds for two simultaneous deaths, and for a member that another thread of its process closes at that
-point. ``group_walk.cpp`` kills the member at every fault point with ``--long``, otherwise at every fifth.
+Either all survivors complete the operation with the right result, or all report that it is impossible. This
+also holds for two deaths at once, and for a member that another thread of its process closes.
+``group_walk.cpp`` kills the member at every fault point with ``--long``, otherwise at every fifth.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from test_native_stress import OPTIONS, SANITIZERS, planted
 
 pytestmark = pytest.mark.timeout(600)  # the first test may have to compile the program for all tests
 
-# The thread sanitizer records memory as sent only when the call returns. At that time, the data may have
-# arrived, and the memory may be in use again.
+# The thread sanitizer records memory as sent only when the call returns. The data may have arrived before
+# that, and the memory may be in use again.
 ENVIRONMENTS = OPTIONS | {"thread": {"TSAN_OPTIONS": OPTIONS["thread"]["TSAN_OPTIONS"] + ":intercept_send=0"}}
 WALKS = [
     ("2", "unordered", "100"),
-    ("100", "unordered", "100"),  # uses more rings than one thread can sleep on
+    ("100", "unordered", "100"),  # has more rings than one thread can sleep on
     ("3", "ordered", "100"),
     ("3", "ordered", "0"),
 ]
@@ -41,7 +41,7 @@ def test_each_sanitizer_reports_no_error_in_a_link(sanitizer: str) -> None:
 @planted
 def test_each_sanitizer_finds_a_fault_planted_in_a_link(sanitizer: str, plant: str, report: str) -> None:
     harmed = program(f"{sanitizer}/links-{plant}")
-    # the planted race needs two threads that run at the same moment, which may not happen on a busy machine
+    # the planted race needs two threads that run at the same moment, which a busy machine may not offer
     for _ in range(10):
         ended = run(harmed, "200", "2", "unordered", "0", **ENVIRONMENTS[sanitizer])
         if ended.returncode != 0:
@@ -52,7 +52,7 @@ def test_each_sanitizer_finds_a_fault_planted_in_a_link(sanitizer: str, plant: s
 
 @pytest.mark.parametrize("copied", [24, 3000, 15_000])
 def test_link_frees_sent_bytes_while_more_are_queued(copied: int) -> None:
-    """Without this, a host that sends faster than its connection would use more and more memory."""
+    """Otherwise, a host that sends faster than its connection would use ever more memory."""
     ended = run(program("plain/outgoing"), "500", str(copied))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == f"received all {500 * (copied + 100_000)} bytes\n"
@@ -63,7 +63,7 @@ def test_link_frees_sent_bytes_while_more_are_queued(copied: int) -> None:
 def test_link_puts_valid_frames_and_disconnects_after_invalid_frames(
     pytestconfig: pytest.Config, long_walk: bool, world: str
 ) -> None:
-    """C1, C4: no invalid frame is put, no valid frame is lost, and nothing crashes or hangs."""
+    """C1, C4: every valid frame is put, no invalid one is, and nothing crashes or hangs."""
     how, seeds, frames = "plain", 2, 2000
     if long_walk:
         how, seeds, frames = "address", 100, pytestconfig.getoption("--frames") // 100

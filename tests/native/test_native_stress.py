@@ -1,4 +1,4 @@
-"""Load the ring without Python, with and without each sanitizer, and expect exact totals."""
+"""Load the ring without Python, under each sanitizer and without one, and expect exact totals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ planted = pytest.mark.parametrize(
 
 
 def seeds(number: int) -> Any:
-    """Parametrize a test with seeds; all but the first run only in ``make soak``."""
+    """Parametrize a test with seeds. Only ``make soak`` runs more than the first."""
     more = (pytest.param(seed, marks=pytest.mark.long) for seed in range(1, number))
     return pytest.mark.parametrize("seed", [0, *more])
 
@@ -81,7 +81,7 @@ def test_each_sanitizer_reports_no_error_under_stress(sanitizer: str) -> None:
 
 @planted
 def test_each_sanitizer_finds_a_planted_fault(sanitizer: str, plant: str, report: str) -> None:
-    # the planted race needs two threads that run at the same moment, which may not happen on a busy machine
+    # the planted race needs two threads that run at the same moment, which a busy machine may not offer
     for _ in range(10):
         ended = run(program(f"{sanitizer}/stress-{plant}"), "threads", "200", **OPTIONS[sanitizer])
         if ended.returncode != 0:

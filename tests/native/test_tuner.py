@@ -1,4 +1,4 @@
-"""Check that the tuner finds the fastest of several plans, even if another plan becomes the fastest."""
+"""Check that the tuner finds the fastest of several plans, even when another plan becomes the fastest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HALF = 20_000
 def shares(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[float]]:
     """Return each plan's share of the operations in both halves of a run.
 
-    ``before`` and ``after`` are the times in ns that each plan takes in the first and in the second half.
+    ``before`` and ``after`` are the plans' times in ns in the first and in the second half.
     """
     ended = run(program("plain/tuner"), *map(str, (HALF, len(before), *before, *after)))
     assert ended.returncode == 0, ended.stderr
@@ -44,6 +44,6 @@ def test_every_plan_is_tried_even_if_one_is_much_faster() -> None:
 
 
 def test_every_plan_is_tried_when_the_fastest_becomes_slow() -> None:
-    """In this case, all plans are tried, long before their next regular trial."""
+    """In this case, all plans are tried long before their next regular trial."""
     _, after = shares((100, 500, 500, 500), (400, 500, 100, 500))
     assert after[2] > 0.99
