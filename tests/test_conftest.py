@@ -86,7 +86,7 @@ def test_shared(null):
 
 
 def test_resources_of_a_session_fixture_are_not_leftovers(tmp_path: Path) -> None:
-    """Some hooks of a conftest.py do not run for session fixtures unless the root folder contains it."""
+    """For session fixtures, some hooks run only if the conftest.py is in the root folder."""
     below = tmp_path / "tests"
     below.mkdir()
     (below / "conftest.py").symlink_to(HERE / "conftest.py")
@@ -430,7 +430,7 @@ def test_process():
 
 
 def test_each_file_runs_once_and_large_ones_apart(tmp_path: Path) -> None:
-    """A long file has its own process; small ones share a process, but not with those that load torch."""
+    """A long file has its own process. Small files share one, but not with files that load torch."""
     for name in ("a", "b", "large", "random_breaks"):
         (tmp_path / f"test_{name}.py").write_text(PROCESS)
     (tmp_path / "test_large.py").write_text(PROCESS + "if False:\n    import torch\n")

@@ -1,8 +1,8 @@
-"""Kill servers, clients, agents and connections at random while clients push numbers that reveal any error.
+"""Kill servers, clients, agents and connections at random, while clients push numbers that reveal any error.
 
-Push k of a client adds 2**k to that client's place in two tensors, which are on different shards. After n
-pushes, the place contains 2**n - 1. After a lost or repeated push, it contains another value. Each push also
-adds 1 to every element of a third tensor, so every element equals the version.
+Push k of a client adds 2**k at that client's place in two tensors, which are on different shards. After n
+pushes, the place contains 2**n - 1; a lost or repeated push would change that. Each push also adds 1 to every
+element of a third tensor, so these elements equal the version.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def workers_named(name: str) -> list[psutil.Process]:
 
 
 def killing(victims: Callable[[], list[psutil.Process]]) -> Callable[[random.Random], bool]:
-    """Return a function that kills one random process from ``victims()``."""
+    """Return a function that kills a random process of ``victims()``."""
 
     def kill(chance: random.Random) -> bool:
         found = victims()
@@ -180,7 +180,7 @@ def resetting(wires: Sequence[Wire]) -> Callable[[random.Random], bool]:
 
 
 def limited(deed: Callable[[random.Random], bool], most: int) -> Callable[[random.Random], bool]:
-    """Return a function that calls ``deed`` only until ``deed`` has killed ``most`` times."""
+    """Return a function that calls ``deed`` until ``deed`` has killed ``most`` times."""
     left = [most]
 
     def kill(chance: random.Random) -> bool:

@@ -34,7 +34,7 @@ class PlainHandle:
 
 
 class PlainPull:
-    """Handle of a prefetch, with the values from the moment when the prefetch began."""
+    """A prefetch, with the values from the moment when it began."""
 
     def __init__(self, client: PlainClient, values: dict[str, Tensor], version: int) -> None:
         self.client, self.values, self.version = client, values, version

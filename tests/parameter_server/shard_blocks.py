@@ -25,7 +25,7 @@ def cloned(value: Any) -> Any:
 
 
 class Blocks:
-    """Current block and shadow block, which swap roles after each push."""
+    """The current block and the shadow block, which swap roles after each push."""
 
     def __init__(self, tensors: Mapping[str, Any], **options: Any) -> None:
         self.updates = BlockUpdates(tensors, **options)

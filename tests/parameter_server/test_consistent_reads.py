@@ -23,7 +23,7 @@ def ones() -> dict[str, Any]:
 
 
 class Interrupted:
-    """Copy function that makes another client push in the middle of a pull."""
+    """A copy function that makes another client push in the middle of a pull."""
 
     def __init__(self, client: ParameterClient, times: int, pushes: int) -> None:
         self.client, self.times, self.pushes = client, times, pushes
@@ -55,7 +55,7 @@ def test_pull_overtaken_by_pushes_returns_one_version(
 
 
 def test_reader_locks_the_block_if_pushes_keep_overtaking_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server delays the second push until the reader has copied the block."""
+    """The server delays the second push until the reader has copied its block."""
     monkeypatch.setattr(shard_memory, "MOST_LOCKED_S", WAIT_LIMIT_S)
     with ParameterServer(state(), on="thread") as server:
         client, other = server.client(), server.client()

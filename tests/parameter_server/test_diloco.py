@@ -59,7 +59,7 @@ def test_diloco_matches_its_simulation_bit_for_bit(kind: str, outer: str) -> Non
 
 
 def test_round_with_a_quorum_ends_after_the_grace_period() -> None:
-    """The third worker never contributes, as if it had been killed."""
+    """The third worker never contributes, like a worker that was killed."""
     data = simulations.batches(workers=3, steps=4)
     rounds = [[(r, data[w][r * 2 : r * 2 + 2]) for w in (0, 1)] for r in range(2)]
     expected = simulations.diloco(rounds, lr=LR, outer=nesterov)
@@ -83,7 +83,7 @@ def test_late_contribution_counts_in_the_next_round() -> None:
         DiLoCo(server.client(), model, every=2, workers=2, quorum=1, grace=0, timeout=60) for model in models
     )
     train(quick, models[0], data[0][:2])
-    train(late, models[1], data[1][:2])  # starts from the initial parameters
+    train(late, models[1], data[1][:2])  # starts with the initial parameters
     train(quick, models[0], data[0][2:])
     rounds = [[(0, data[0][:2])], [(0, data[1][:2])], [(1, data[0][2:])]]
     expected = simulations.diloco(rounds, lr=LR, outer=nesterov)
@@ -92,7 +92,7 @@ def test_late_contribution_counts_in_the_next_round() -> None:
 
 
 def test_next_call_continues_a_round_that_timed_out() -> None:
-    """The second call does not contribute the replica's update a second time."""
+    """The second call must not contribute the replica's update again."""
     data = simulations.batches(workers=2, steps=2)
     server = PlainServer(DiLoCo.tensors(simulations.model()))
     models = [simulations.model(), simulations.model()]
@@ -136,13 +136,13 @@ def test_other_replica_closes_round_if_last_contributor_dies(monkeypatch: pytest
 
 
 def test_round_closes_once_if_two_replicas_close_it() -> None:
-    """Both replicas see a complete round. The server drops the push of the second replica."""
+    """Both replicas see a complete round, and the server drops the push of the second one."""
     data = simulations.batches(workers=2, steps=1)
     (expected,) = simulations.diloco([[(0, data[0]), (0, data[1])]], lr=LR, outer=nesterov)
     server, turns, dropped = PlainServer(DiLoCo.tensors(simulations.model())), Turns([0, 1]), []
 
     class BeatenOnce(PlainClient):
-        """Client that loses a race: another replica closes the round between the client's pull and push."""
+        """A client that loses a race: another replica closes the round between the client's pull and push."""
 
         def push(self, values: Any, rule: Any = "add", **options: Any) -> Any:
             handle = super().push(values, rule, **options)
@@ -194,7 +194,7 @@ def test_finish_contributes_the_steps_of_an_incomplete_round() -> None:
 
 
 def test_replacement_worker_keeps_the_outer_optimizer_state() -> None:
-    """The server holds the state of the outer optimizer, so a replacement worker keeps the momentum."""
+    """The server has the state of the outer optimizer, so a replacement worker keeps the momentum."""
     (data,) = simulations.batches(workers=1, steps=4)
     expected = simulations.diloco([[(0, data[:2])], [(1, data[2:])]], lr=LR, outer=nesterov)
     server = PlainServer(DiLoCo.tensors(simulations.model()))

@@ -66,7 +66,7 @@ def test_qsgd_preserves_zeros_and_a_single_nonzero_element(x: torch.Tensor) -> N
 
 
 class Pickled:
-    """Code with pytorch_ps_mpi's interface. Its ``decode`` receives the encoded values of all ranks."""
+    """A code with pytorch_ps_mpi's interface, whose ``decode`` gets the encoded values of all ranks."""
 
     def encode(self, x: torch.Tensor) -> dict[str, Any]:
         where = x.nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""Test that tensors and optimizer state have the same version wherever the server's worker is killed."""
+"""Test that tensors and optimizer state have the same version, wherever a kill hits the server's worker."""
 
 from __future__ import annotations
 

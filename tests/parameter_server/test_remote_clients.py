@@ -116,7 +116,7 @@ def test_rows_optimizers_and_codes_work_from_a_host() -> None:
 
 
 def push_ahead(client: Any, worker: int) -> list[bool]:
-    """Push four times, and return which pushes were sent. A slow client has pulled only version 0."""
+    """Push four times, and return which pushes were sent. A slow client has only pulled version 0."""
     sent = []
     for _ in range(4):
         try:

@@ -73,7 +73,7 @@ def test_row_push_changes_only_its_rows_and_their_state(name: str) -> None:
 
 
 def test_next_push_copies_only_changed_rows_to_the_other_block() -> None:
-    """The cost of a push does not depend on the number of rows in the table."""
+    """The cost of a push does not depend on the table's number of rows."""
     blocks = Blocks({"users": table()}, rows={"users": RowOptimizer.adagrad()})
     for step in range(3):
         blocks.push_rows("gradient", "users", *summed(*some_rows(step)))

@@ -66,7 +66,7 @@ def test_gradient_pushes_match_plain_torch(on: str, shards: int, make: Any) -> N
 
 
 class Killed(optim.Adam):
-    """Adam that kills its process once, before or after step ``at``."""
+    """Adam that kills its process once, right before or after step ``at``."""
 
     def __init__(self, params: Any, flag: Path, at: int, after: bool) -> None:
         super().__init__(params, lr=0.1)
@@ -180,7 +180,7 @@ class KilledInRows(optim.Adagrad):
 
 
 def test_rows_keep_their_state_after_a_kill_during_a_push(tmp_path: Path) -> None:
-    """torchrec#481: a server stores the rows and their optimizer state, and may be replaced."""
+    """torchrec#481: a server that stores rows with their optimizer state may be replaced."""
 
     class Killing(RowOptimizer):
         def __call__(self, params: Any) -> optim.Optimizer:

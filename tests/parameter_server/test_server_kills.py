@@ -63,7 +63,7 @@ class KillAtLine:
 def test_push_is_applied_once_if_worker_dies_at_any_line(
     shards: int, names: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Incarnation n of the worker dies after n lines of push n. The next incarnation applies push n."""
+    """Incarnation n of the worker dies after n lines of push n, which the next incarnation applies."""
     serve = Shard._serve
 
     def serve_and_die(self: Shard, push: Push) -> None:

@@ -52,8 +52,10 @@ def test_other_workers_finish_if_one_worker_is_killed(name: str) -> None:
 
 
 def test_diloco_matches_its_simulation_if_a_worker_is_killed() -> None:
-    """The worker dies before its first contribution. A sum of two contributions does not depend on their
-    order."""
+    """The worker dies before its first contribution.
+
+    A sum of two contributions does not depend on their order.
+    """
     data = simulations.batches(workers=3, steps=6)
     rounds = [[(r, data[w][r * 2 : r * 2 + 2]) for w in (0, 1)] for r in range(3)]
     expected = simulations.diloco(rounds, lr=LR, outer=nesterov)

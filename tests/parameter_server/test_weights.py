@@ -199,7 +199,7 @@ def test_refresh_raises_empty_if_the_version_is_late(where: str) -> None:
 
 @everywhere
 def test_refresh_gets_whole_versions_while_the_trainer_publishes_continuously(where: str) -> None:
-    """All values of one version are equal, so a mixture of versions would be visible."""
+    """All values of one version are equal, so a mixture of versions would show."""
     trained, stop = {"a": np.zeros(30_000), "b": np.zeros(3)}, threading.Event()
     with Weights(trained) as weights:
 

@@ -41,7 +41,7 @@ def change(block: np.ndarray, begin: int, end: int, fraction: float, seed: int) 
 def test_delta_turns_the_old_block_into_the_new_one(steps: list[tuple[Any, ...]]) -> None:
     old = np.random.default_rng(0).integers(0, 2**16, UNITS, np.uint16)
     new, bits = old.copy(), np.zeros(UNITS // 8, np.uint8)
-    for step in steps:  # ``bits`` collects the changes of all steps
+    for step in steps:  # ``bits`` accumulates the changes of all steps
         before = new.copy()
         change(new, *step)
         bits |= changed_units(memoryview(before).cast("B"), memoryview(new).cast("B"))

@@ -104,7 +104,7 @@ class ClientInTurn:
 
 
 def at_once(work: Callable[[int], Any], workers: int) -> list[Any]:
-    """Call ``work`` with the number of each worker, in one thread per worker."""
+    """Call ``work`` with each worker's number, in one thread per worker."""
     with ThreadPoolExecutor(workers) as threads:
         return list(threads.map(work, range(workers), timeout=100))
 
@@ -121,7 +121,7 @@ def real(tensors: Any, **options: Any) -> Iterator[Any]:
 
 
 class Serving:
-    """Real server with a fixed order of calls: the clients wait for each push and prefetch."""
+    """A real server with a fixed order of calls: clients wait for each push and prefetch."""
 
     def __init__(self, server: ParameterServer) -> None:
         self._server = server

@@ -1,4 +1,4 @@
-"""Combinations of processes that share a pattern, and the peers with which tests run them."""
+"""The combinations of processes that share a pattern, and the peers with which tests run them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PEERS: dict[str, Any] = {"processes": ProcessPeer, "hosts": HostPeer}
 
 
 class _OnHosts:
-    """Workers like ``map``'s workers, but each in a separate program."""
+    """Workers like those of ``map``, but each in a separate program."""
 
     def __init__(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._args = args  # kept alive until the peers have received them

@@ -104,11 +104,11 @@ def test_death_of_a_participant_does_not_release_the_others_early(across: Any) -
     barrier = Barrier(2, across=across)
     first = PEERS[across](barrier.wait)
     wait_blocked(barrier._generation.gates[0], readers=1)
-    os.kill(first.pid(), signal.SIGSTOP)  # the first thread therefore cannot return from its first wait
+    os.kill(first.pid(), signal.SIGSTOP)  # so the first thread cannot return from its first wait
     assert barrier.wait() == 1
     first.kill()
     first.join()
-    for _ in range(2):  # another process takes the dead one's place in the second and third waits
+    for _ in range(2):  # in the second and third waits, another process takes the dead one's place
         other = PEERS[across](barrier.wait)
         assert barrier.wait() in (0, 1)
         other.join()
@@ -238,7 +238,7 @@ def test_waiter_of_set_event_continues_after_immediate_clear(across: Any) -> Non
 
 @between
 def test_death_of_a_process_does_not_change_the_event(across: Any) -> None:
-    """One process dies while it is waiting for the event. Another process dies after setting it."""
+    """One process dies while it waits for the event, and another after setting it."""
     event = Event(across=across)
     waiting = PEERS[across](event.wait)
     wait_blocked(event._gates["now"], readers=1)
@@ -337,7 +337,7 @@ def test_wait_that_times_out_reacquires_lock_and_removes_waiter(across: Any) -> 
 
 @between
 def test_notification_between_timeout_and_lock_counts(across: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process holds the lock while the wait times out, and notifies before it releases the lock."""
+    """Another process has the lock when the wait times out, and notifies before it releases the lock."""
     condition = Condition(across=across)
     acquire = condition._lock._acquire_restore
 
@@ -387,7 +387,7 @@ def wait_in(condition: Condition) -> bool:
 
 @between
 def test_killed_waiter_does_not_consume_a_notification(across: Any) -> None:
-    """When the death is noticed, the notification goes to the next waiter."""
+    """The next waiter gets the notification as soon as the death is noticed."""
     condition = Condition(across=across)
     first = PEERS[across](wait_in, condition)
     wait_until(lambda: waiters(condition) == 1)
@@ -428,7 +428,7 @@ def test_killed_notifier_releases_lock_and_keeps_waiters(across: Any) -> None:
 
 
 def owner_of_all(reported: Channel[Any]) -> None:
-    """Run on another host, and own all the objects created here while this process is alive."""
+    """On another host, own all objects created here until this process ends."""
     serve(peer_timeout=2)
     condition = Condition(across="hosts")
     reported.put([Barrier(2, across="hosts"), Event(across="hosts"), condition, SharedDict(across="hosts")])
@@ -437,7 +437,7 @@ def owner_of_all(reported: Channel[Any]) -> None:
 
 
 def test_waiters_raise_after_death_of_creating_process() -> None:
-    """C11: the calls fail like calls on a channel whose owner has died."""
+    """C11: like calls on a channel whose owner has died."""
     reported: Channel[Any] = Channel(across="hosts")
     owner = PEERS["hosts"](owner_of_all, reported)
     barrier, event, condition, shared = reported.get()
@@ -460,7 +460,7 @@ def test_waiters_raise_after_death_of_creating_process() -> None:
 
 @everywhere
 def test_unused_wait_queues_are_freed(across: Any, on: Any) -> None:
-    """C12: unused wait queues are freed in every process."""
+    """C12: this holds in every process."""
     event, barrier = Event(across=across), Barrier(1, across=across)
 
     def use(event: Event, barrier: Barrier, worker: int) -> None:

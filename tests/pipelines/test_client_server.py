@@ -1,4 +1,4 @@
-"""Test what torch-ipc's client and server promise, and what happens when either side dies.
+"""Test the promises of torch-ipc's client and server, and what happens when either side dies.
 
 Each of torch-ipc's tests has a counterpart here. Clients are threads, or separate programs if the test kills
 them.
@@ -119,7 +119,7 @@ def test_recv_nowait_raises_empty_until_a_message_arrives(server):
 
 
 def test_broadcast(server):
-    """testBroadcast: send first to the clients with one tag, and then to all."""
+    """testBroadcast: send first to the clients with one tag, then to all."""
     peers = [
         with_helper(server, lambda client: [client.recv() for _ in range(1 + (client.tag == "odd"))], tag)
         for tag in ["even", "odd"] * 5
@@ -308,7 +308,7 @@ ImpatientOwner = partial(ChannelServer, peer_timeout=2)
 
 
 def test_death_of_client_differs_from_its_close(monkeypatch):
-    """Everything that the client sent before its death is received first."""
+    """All messages that the client sent before its death arrive first."""
     monkeypatch.setattr(joining, "ChannelServer", ImpatientOwner)
 
     def work(address, secret):

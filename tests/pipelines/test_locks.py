@@ -36,7 +36,7 @@ def fork(work: Callable[[], object]) -> Any:
 
 @everywhere
 def test_lock_admits_one_user_at_a_time(across: Any, on: Any, tmp_path: Path) -> None:
-    """No change is lost, although reading the file and writing it are two separate steps."""
+    """Although the file is read and written in two separate steps, no change is lost."""
     counter = tmp_path / "counter"
     counter.write_text("0")
 
@@ -108,7 +108,7 @@ class TimedTurn:
 
 
 class TokenPort:
-    """Stand-in for a port without a token. It records how long its reader would wait."""
+    """Stand-in for a port without a token, which records how long its reader would wait."""
 
     def __init__(self) -> None:
         self.timeouts: list[float] = []
@@ -287,7 +287,7 @@ def test_semaphore_can_be_acquired_with_and_without_blocking(across: Any) -> Non
 
 
 def test_process_cannot_release_more_permits_than_it_acquired() -> None:
-    """Permits are counted for all threads of the process together."""
+    """A process counts the permits of all its threads together."""
     semaphore = Semaphore(2)
     semaphore.acquire()
     map(1, lambda worker: semaphore.release()).join()

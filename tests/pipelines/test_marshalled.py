@@ -138,7 +138,7 @@ def test_marshalled_object_can_be_read_after_a_reader_is_killed() -> None:
 
 
 def test_channels_in_marshalled_object_outlive_their_creator() -> None:
-    """C14: each reader gets the channels, although the process that created them was killed."""
+    """C14: each reader gets the channels, even after the kill of the process that created them."""
     handles: Channel[Any] = Channel(across="processes")
 
     def make() -> None:

@@ -98,8 +98,10 @@ def hold_one(text: str, number: int) -> int:
 
 @pytest.mark.parametrize("kind", ["map", "TaskPool"])
 def test_call_on_lost_host_fails_and_is_not_repeated(tmp_path: Path, kind: str) -> None:
-    """The call may already have had an effect, so it is not repeated. Other calls continue on the agent's
-    replacement."""
+    """The call may already have had effects, so it is not repeated.
+
+    Other calls continue on the agent's replacement.
+    """
     text, error = HOLD.format(str(tmp_path)), None
     if kind == "map":
         workers = pipelines.map(2, hold_one, text, on=local(2))
@@ -136,7 +138,7 @@ def has_begun(crew: object) -> bool:
 
 
 def test_ctrl_c_ends_program_that_waits_for_remote_calls(tmp_path: Path) -> None:
-    """The second Ctrl-C ends the program, because the calls never return."""
+    """Only a second Ctrl-C ends the program, because the calls never return."""
     script = tmp_path / "interrupted.py"
     script.write_text(
         textwrap.dedent("""

@@ -111,7 +111,7 @@ def test_all_workers_run_at_the_same_time(on: Any) -> None:
 
 @everywhere
 def test_each_call_has_its_own_worker(on: Any) -> None:
-    """The calls return so quickly that the first worker to be ready could otherwise run all of them."""
+    """Calls return so quickly that, otherwise, the first worker to be ready could run all of them."""
     assert map(20, lambda number: worker().number, on=on).join() == list(range(1, 21))
 
 
@@ -283,7 +283,7 @@ def test_map_rejects_wrong_arguments() -> None:
 
 @everywhere
 def test_dropping_the_handle_frees_the_workers_channels(on: Any) -> None:
-    """R6: they are closed at once, not only after a garbage collection."""
+    """R6: they are closed at once, without waiting for a garbage collection."""
     gc.disable()
     try:
         workers = map(2, str, on=on)

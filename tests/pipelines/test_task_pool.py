@@ -230,9 +230,9 @@ def test_pool_without_references_finishes_its_tasks(on: Any) -> None:
 
 
 def test_process_is_replaced_after_max_tasks() -> None:
-    """No task is lost, run twice, or delayed by the pause that follows a death.
+    """No task is lost, run twice, or delayed by the pause after a death.
 
-    The initializer is called in each process.
+    Each process calls the initializer.
     """
     begun = Channel[int](across="processes")
     with TaskPool(1, on="process", initializer=lambda: begun.put(os.getpid()), max_tasks_per_child=2) as pool:

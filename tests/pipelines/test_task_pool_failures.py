@@ -1,6 +1,6 @@
 """Test ``TaskPool``: an error in a task affects only its future, and a failed pool reports the cause.
 
-Idle workers keep no object alive.
+Idle workers keep no objects alive.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ def test_workers_with_many_answers_do_not_block_on_owner(
     queue, reported = workqueue(capacity=1, across=across), workqueue(across=across)
     running = start(2, repeat, queue, reported, on=on(across))
     queue.put_many([1, 2, 3])
-    # the owner may first wait for something else, and then put more questions
+    # the owner may first wait for something else, and only then put more questions
     assert [reported.get() for _ in range(3)] == ["done"] * 3
     queue.put(4)
     queue.close()
@@ -475,7 +475,7 @@ class LateAnswers:
 
 @pytest.mark.parametrize("last", ["get", "close", "end"])
 def test_question_is_finished_after_its_answer_reaches_the_owner(last: str) -> None:
-    """Otherwise, another worker would find all questions finished and close the answer channel too early."""
+    """Otherwise, another worker would find all questions finished and close the answer channel too soon."""
 
     def answer_one(queue: WorkQueue, worker: int) -> None:
         queue.put(queue.get())

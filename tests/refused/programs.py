@@ -29,7 +29,7 @@ def waiting(channels: list[Channel]) -> bool:
 def blocked_select() -> None:
     """Print the fraction of a core that a blocked select uses.
 
-    After that, print the result of the select when an item is put into the last channel.
+    Then put an item into the last channel, and print the result of the select.
     """
     channels = [Channel(across=transport) for transport in ("threads", "processes", "processes")]
     got: list[object] = []
@@ -46,7 +46,7 @@ def blocked_select() -> None:
 
 
 def blocked_coroutines() -> None:
-    """Await two calls in one event loop, one for each transport."""
+    """In one event loop, await two calls, one per transport."""
     channels = [Channel(across=transport) for transport in ("threads", "processes")]
 
     async def get_both() -> list[object]:
@@ -119,7 +119,7 @@ def threads() -> None:
 
 
 def tls() -> None:
-    """Connect two ends over TLS. Then one process dies while a child still has copies of both ends."""
+    """Connect two ends over TLS. One process then dies while its child still has copies of both ends."""
     from flowchan.transport import tcp
     from flowchan.transport.authentication import meet
 

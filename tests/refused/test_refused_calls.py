@@ -62,7 +62,7 @@ def test_c12_workers_end_with_their_killed_parent_without_pidfd_open(error: int)
         assert parent.stdout is not None
         assert [parent.stdout.readline() for _ in range(2)] == ["at work\n"] * 2
         parent.send_signal(signal.SIGKILL)
-        # standard output ends when the workers, which also have it open, have exited
+        # standard output ends only when the workers, which also have it open, have exited
         assert parent.stdout.read() == ""
 
 
@@ -109,6 +109,6 @@ def test_process_channel_error_names_the_missing_proc_mount() -> None:
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed: pip install torch")
 def test_parts_in_processes_work_without_sched_setaffinity(torch_programs: Template) -> None:
-    """One error is enough, because the code does not distinguish the errors."""
+    """The code treats all errors alike, so one error is enough."""
     ended = torch_programs.run(PROGRAMS, "parts", "sched_setaffinity", errno.EPERM)
     assert (ended.returncode, ended.stdout) == (0, "(4, 3)\n"), ended.stderr

@@ -60,7 +60,7 @@ def test_templates_are_dropped_although_the_program_never_waits(nodes: Any, tmp_
 
 
 def test_threads_that_discard_templates_lose_no_command(nodes: Any) -> None:
-    """A template that a call of another thread uses stays on the node until its command has arrived."""
+    """A template in use by another thread's call stays on the node until that call's command has arrived."""
     x = torch.ones(SIZES, device=nodes[0])
     errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""Test that a program that exits without ``close()`` reports the failures that it has not seen."""
+"""Test that a program that exits without ``close()`` reports all failures that it has not yet seen."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_program_without_unseen_failure_reports_nothing(torch_programs: Template
 
 
 def test_busy_node_does_not_stop_the_report_of_another(torch_programs: Template, tmp_path: Path) -> None:
-    """The latch is released after the report, so a wait without a limit would not end."""
+    """The latch is released only after the report, so a wait without a limit would never end."""
     text = f"""
 failures_at_exit.EXIT_WAIT_S = 0.5
 latch = failing_operations.Latch(Path({str(tmp_path / "latch")!r}))
@@ -107,7 +107,7 @@ for _ in range(1000):
 @pytest.mark.parametrize("on", ["process", "hosts"])
 @pytest.mark.parametrize("end", ["", "with nodes:\n    raise KeyError"], ids=["exit", "raise"])
 def test_busy_node_is_killed_without_a_request_to_end(torch_programs: Template, on: str, end: str) -> None:
-    """The program does not wait for commands whose results it cannot use any more."""
+    """The program cannot use the results of such commands any more, so it does not wait for them."""
     found = run(torch_programs, OCCUPIED + end, on)
     assert set(found.stdout.split()) == {"True"}
     assert found.stderr.rpartition("\n")[0].endswith("KeyError" if end else "")

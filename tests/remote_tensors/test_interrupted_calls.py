@@ -69,7 +69,7 @@ def waits(nodes: Any) -> int:
 def test_interrupt_at_each_point_leaves_no_lock_held(
     nodes: Any, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """A lock that stays locked would stop the background thread, another thread, or ``close()``."""
+    """A lock that stays locked would block the background thread, another thread, or ``close()``."""
     monkeypatch.setattr(flusher, "QUIET_ROUNDS", 1)
     files = (threading.__file__, str(Path(flusher.__file__).parent), interrupts.__file__)
     x, client = torch.ones(3, device=nodes[0]), nodes._clients[0]
@@ -94,8 +94,7 @@ def test_interrupt_at_each_point_leaves_no_lock_held(
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
 def test_every_interrupt_of_issuing_operations_raises(nodes: Any, native: bool) -> None:
-    """Python ignores an exception that a signal handler raises in a finaliser, so there must be no
-    finaliser."""
+    """Python ignores exceptions that signal handlers raise in a finaliser, so there must be no finaliser."""
     x = torch.ones(2, 3, device=nodes[0])
     x.max(0)  # an exception in the imports of torch's first meta kernel would become a RuntimeError
     rang = raised = 0
@@ -201,7 +200,7 @@ def test_alarms_at_random_times_do_not_mix_up_values(nodes: Any, long_walk: bool
 # a signal handler raises in a finaliser
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_alarms_while_issuing_neither_lose_nor_repeat_commands(nodes: Any, long_walk: bool) -> None:
-    """A command whose call was interrupted may or may not run. All others run once and in order."""
+    """A command whose call was interrupted runs at most once. All others run once and in order."""
     chance = random.Random(2)
     total = torch.zeros((), dtype=torch.int64, device=nodes[0])
     sure = unsure = 0

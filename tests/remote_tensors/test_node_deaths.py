@@ -54,7 +54,7 @@ def check_others(nodes: Any, dead: int = 0) -> None:
 
 
 class KillWhenBusy(threading.Thread):
-    """Thread that kills a node as soon as the node executes the latch's operation."""
+    """Thread that kills a node as soon as the node runs the latch's operation."""
 
     def __init__(self, latch: Latch) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_waiting_call_raises_node_died(nodes: Any, latch: Latch, fetch: Callable
 
 
 def test_program_that_issues_into_a_full_channel_raises_node_died(nodes: Any, latch: Latch) -> None:
-    """The node executes nothing, so its channel fills up and the program has to wait for room."""
+    """The node executes nothing, so its channel fills up and the program must wait for room."""
     y = latch.occupy(ones(nodes[0]))
     killer = threading.Timer(0.3, lambda: os.kill(latch.wait(), signal.SIGKILL))
     killer.start()

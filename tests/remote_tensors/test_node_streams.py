@@ -166,7 +166,7 @@ def test_synchronize_waits_for_all_commands_of_a_node(two_nodes: Any, tmp_path: 
 
 
 def test_unread_events_do_not_block_the_other_node(two_nodes: Any) -> None:
-    """The second node waits for a copy from the first one, and the program waits for the second one."""
+    """The second node waits for a copy from the first, and the program waits for the second."""
     stream = torch.remote.current_stream(two_nodes[0])
     x = torch.ones(3, device=two_nodes[0])
     timed = [torch.remote.Event(enable_timing=True) for _ in range(200)]

@@ -108,7 +108,7 @@ def test_node_frees_temporaries(two_nodes: Any) -> None:
 
 
 def test_freed_tensors_leave_the_node_of_an_idle_program(two_nodes: Any) -> None:
-    """Ids to free do not wait for the next command."""
+    """The ids of freed tensors are sent without waiting for the next command."""
     from support.waiting import wait_until
 
     process = psutil.Process(two_nodes.stats()[0].pid)

@@ -1,4 +1,4 @@
-"""Test that the record of sent messages keeps unhandled ones, wherever a thread switches to another one."""
+"""Test that the record of sent messages keeps unhandled ones, wherever one thread interrupts another."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def switched(first: Callable[[], Any], second: Callable[[], Any], point: int) ->
 
 
 def test_record_keeps_unhandled_messages_at_each_thread_switch() -> None:
-    """One thread receives the answer to all messages but the last one, another one sends a message."""
+    """One thread receives the answer to all messages except the last, while another sends a message."""
     from flowchan.pipelines.remote_tensors.command_format import TemplateSpec, pack_batch
     from flowchan.pipelines.remote_tensors.sent_commands import RECENT, SentCommands
 

@@ -1,6 +1,6 @@
 """Create events about workers, as a supervisor receives them.
 
-Most events come from other processes, so their names equal those in the state, but are other objects.
+Most events come from other processes, so their names are equal to those in the state but different objects.
 """
 
 from __future__ import annotations

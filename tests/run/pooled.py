@@ -62,13 +62,13 @@ def halves() -> tuple[Graph, Callable[[WorkerPool, list[int]], list[float]]]:
 
 
 def pooled_of(pool: WorkerPool) -> dict[str, PooledProcess]:
-    """Return the processes of a pool by the names of their workers."""
+    """Return the processes of a pool, keyed by the names of their workers."""
     assert pool._pooled is not None
     return {str(id): pooled for id, pooled in list(pool._pooled._known.items())}
 
 
 def workers_of(pool: WorkerPool) -> dict[str, int]:
-    """Return the pids of a pool's processes by the names of their workers."""
+    """Return the pids of a pool's processes, keyed by the names of their workers."""
     return {name: pooled.process.pid for name, pooled in pooled_of(pool).items()}
 
 

@@ -20,7 +20,7 @@ def rounds(stream: Stream) -> list[Reduced]:
 
 
 def some(numbers: Out[int]) -> None:
-    """Put one number in worker 1, two numbers in worker 2, and so on."""
+    """In worker n, put n numbers."""
     me = worker().number
     for k in range(me):
         numbers.put(10 * me + k)

@@ -25,7 +25,7 @@ def train(
 
 
 def shares(numbers: Out[int]) -> None:
-    """Put one number in worker 1, two numbers in worker 2, and so on."""
+    """In worker n, put n numbers."""
     number = worker().number
     numbers.put_many(range(10 * number, 11 * number))
 
@@ -92,7 +92,7 @@ def test_results_for_a_worker_that_has_left_count_as_unwanted() -> None:
 
 
 def test_loop_survives_the_death_of_a_worker() -> None:
-    """A replacement gets the same items again, but earlier outputs are not repeated."""
+    """A replacement gets the same items again, but does not repeat outputs."""
     deaths: Channel[None] = Channel(1, across="processes")
     deaths.put(None)
 

@@ -260,7 +260,7 @@ def test_late_cancellation_does_not_cancel_another_request() -> None:
 
 
 def test_caller_learns_that_its_item_entered_an_ended_branch() -> None:
-    """The item is dropped by a ``take`` that has enough items, or by a stage before it."""
+    """A ``take`` that has enough items drops the item, or a stage before it does."""
 
     async def main() -> None:
         graph = Graph("ask_in_graph")
@@ -311,7 +311,7 @@ def test_caller_learns_that_its_item_cannot_be_unpickled(variant: Any, item: Any
 
 @pytest.mark.parametrize("item", [5, "five", [5]], ids=str)
 def test_caller_learns_that_its_batch_cannot_be_unpickled(item: Any) -> None:
-    """Only the readable item of the batch has a caller. It would get an answer if it were alone."""
+    """Only the batch's readable item has a caller, which would get an answer if the item were alone."""
 
     async def main() -> None:
         graph = Graph("ask_in_graph")

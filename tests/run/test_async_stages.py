@@ -1,7 +1,7 @@
 """Test ``async def`` stages on threads.
 
-The workers of such a stage are tasks in one event loop on one thread. Order, errors, retries and ends are the
-same as for other stages.
+The workers of such a stage are tasks in one event loop, on one thread. Order, errors, retries and ends are
+the same as for other stages.
 """
 
 from __future__ import annotations
@@ -395,7 +395,7 @@ def test_stop_finishes_items_in_flight() -> None:
 
 
 def test_abort_ends_tasks_that_await_forever() -> None:
-    """Tasks can be cancelled, so the run does not warn about code that is still running."""
+    """Tasks can be cancelled, so the run warns of no code that is still running."""
     inside: list[int] = []
     cleaned: list[int] = []
 

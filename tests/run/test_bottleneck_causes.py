@@ -1,8 +1,8 @@
-"""Test the cause that is reported for the speed of a run.
+"""Test which cause a run reports for its speed.
 
-The tests cover simple cases. They also cover nine cases in which fractions of the whole run suggested the
-wrong cause. The nine cases run real graphs and check only which cause is named. Other tests pass snapshots to
-the pure function, because a loaded machine could hide some effects.
+The tests cover simple cases, and nine cases in which fractions of the whole run suggested the wrong cause.
+Those nine run real graphs and check only which cause is named. Other tests pass snapshots to the pure
+function, because a loaded machine could hide some effects.
 """
 
 from __future__ import annotations

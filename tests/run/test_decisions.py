@@ -277,7 +277,7 @@ def test_group_failures_without_deaths_use_the_gangs_restarts() -> None:
 
 
 def test_missing_member_is_not_reported_next_to_a_later_failure() -> None:
-    """Members on other hosts may have reported it earlier."""
+    """Members on other hosts may have reported the missing member earlier."""
     first, second, _ = GANG
     failure_left = dataclasses.replace(missing(second), error=MemberLeft("rank 0 has left"))
     state, _ = decide(GANG_AT_WORK, failure_left, 0.0)

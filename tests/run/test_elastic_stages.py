@@ -99,7 +99,7 @@ def test_elastic_operators_neither_lose_nor_repeat_items(on: Any, ordered: bool)
 
 @everywhere
 def test_new_worker_works_while_the_first_is_blocked(on: Any) -> None:
-    """The output for the first worker's current item still comes first."""
+    """Still, the first worker's output for its current item comes first."""
     gate = Gate()
 
     def work(item: int) -> tuple[int, int]:
@@ -173,7 +173,7 @@ def test_second_worker_keeps_order_although_the_first_is_idle(on: Any) -> None:
 
 @everywhere
 def test_items_put_one_at_a_time_arrive_after_scaling(on: Any) -> None:
-    """The next item is put only after the last output has arrived, so no output may be held back."""
+    """Each item is put only after the last output has arrived, so no output may be held back."""
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     out = numbers.filter(lambda item: item % 2 == 0, on=on, name="work").collect()

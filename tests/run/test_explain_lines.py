@@ -38,7 +38,7 @@ def test_worker_waits_at_any_channel_of_its_stage() -> None:
 
 
 def test_more_waits_than_live_workers_are_a_wait() -> None:
-    """A worker that ended after its channel was read is counted there."""
+    """A worker counts at a channel that was read before the worker ended."""
     assert all_wait(stats(stage("zip"), edges=(edge("numbers", "zip", waiting_readers=2),)))
 
 

@@ -52,7 +52,7 @@ def test_program_gets_the_log_records_from_worker_processes(caplog: pytest.LogCa
 
 @pytest.mark.usefixtures("_method")
 def test_logging_levels_and_handlers_of_the_program_apply(caplog: pytest.LogCaptureFixture) -> None:
-    """One logger has a lower level than the root logger, and does not propagate its records."""
+    """One logger has a lower level than the root logger, and keeps its records to itself."""
     own, kept = logging.getLogger("own.parts"), Kept()
     before = own.level, own.propagate
     own.setLevel(logging.DEBUG)

@@ -33,7 +33,7 @@ def goes_on(run: Run, checks: Callable[[], int]) -> bool:
 
 
 def test_slow_stage_is_not_a_deadlock(checks: Callable[[], int]) -> None:
-    """All workers are waiting except one, which processes its item without changing any count."""
+    """All workers wait except one, whose processing changes no count."""
     gate = Gate()
     graph = Graph("slow")
     out = graph.source(range(5), capacity=1).map(lambda _: gate.wait(), capacity=1).map(same)
@@ -156,7 +156,7 @@ def test_async_stage_with_other_work_is_not_a_deadlock(works: Any, checks: Calla
 
 
 def test_worker_that_awaits_another_task_counts_as_working(checks: Callable[[], int]) -> None:
-    """This holds even if that task awaits a channel, because only the worker's own task is examined."""
+    """This holds even if the other task awaits a channel, because only the worker's own task is examined."""
 
     async def first(back: In[int], out: Out[int]) -> None:
         waiting = asyncio.create_task(back.aget())
@@ -171,7 +171,7 @@ def test_worker_that_awaits_another_task_counts_as_working(checks: Callable[[], 
 
 
 def test_coroutine_with_a_time_limit_is_not_a_deadlock(checks: Callable[[], int]) -> None:
-    """The task itself awaits the channel, and only its event loop knows the time limit."""
+    """The task awaits the channel itself, and only its event loop knows the time limit."""
     over = threading.Event()
 
     async def first(back: In[int], out: Out[int]) -> None:
@@ -231,8 +231,7 @@ def test_coroutines_that_await_their_own_channel_are_not_a_deadlock(checks: Call
 
 
 def test_stopped_process_is_not_a_deadlock(checks: Callable[[], int]) -> None:
-    """The process was woken, but is stopped. The other workers wait for it, and it continues after
-    SIGCONT."""
+    """The process was woken but is stopped until SIGCONT, while the other workers wait for it."""
     graph = Graph("stopped")
     numbers = graph.input(capacity=1)
     result = numbers.map(same, on="process", restarts=0).collect()

@@ -14,7 +14,7 @@ from flowchan.run.worker.requests import Answering
 
 
 class TimedInput:
-    """Input whose items arrive at fixed times of the clock. Waiting for an item advances the clock."""
+    """Input whose items arrive at fixed times, and whose waits advance the clock."""
 
     def __init__(self, clock: ScriptedClock, arrivals: dict[float, Any]) -> None:
         self._clock = clock

@@ -170,7 +170,7 @@ def joined() -> Plan:
 
 
 def test_queued_items_that_others_depend_on_are_kept() -> None:
-    """Dropping an item before a zip would shift the pairs; results and failed items belong to the user."""
+    """Dropping an item before a zip would shift the pairs. Results and failed items belong to the user."""
     assert set(joined().queues()) == {"zip", "both.1", "ports", "last"}
 
 

@@ -201,7 +201,7 @@ def test_idle_worker_keeps_no_resources_of_the_last_run() -> None:
 
 
 def test_pool_frees_a_run_without_references() -> None:
-    """Neither does the pool keep a reference to the run's results."""
+    """The pool does not keep the run's results alive either."""
     graph, run = halves()
     with graph.pool() as pool:
         with pool.start() as running:

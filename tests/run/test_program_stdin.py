@@ -1,4 +1,4 @@
-"""Test that worker processes start while another thread of the program is reading standard input."""
+"""Test that worker processes start even while another thread of the program reads standard input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test R3 and R5 with random graphs that break at a random point: each result must be complete or missing."""
+"""Test R3 and R5 with random graphs that break at a random point: each result is complete or missing."""
 
 from __future__ import annotations
 

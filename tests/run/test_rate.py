@@ -1,7 +1,7 @@
-"""Test ``rate=``: the starts of a stage's items are evenly spaced over all its workers.
+"""Test ``rate=``: the starts of a stage's items are evenly spaced over all of its workers.
 
-A start may be late but never early, so the tests assert only the earliest time of each start. Start number n,
-counted from 0, comes at least n intervals after the beginning of the run.
+A start may be late but never early, so the tests check only the earliest time of each start. Start number n,
+counted from 0, comes at least n intervals after the run began.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from flowchan.viz.live.model import bars, bars_line, plain_line
 
 
 class Model:
-    """Callable with a constructor that waits at a gate, in the workers for which ``held`` is true."""
+    """Callable whose constructor waits at a gate, in the workers for which ``held`` is true."""
 
     def __init__(self, gate: Gate, held: Any = lambda _: True) -> None:
         if held(worker()):

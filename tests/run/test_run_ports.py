@@ -33,7 +33,7 @@ def between_two_outputs() -> RunPorts:
 def test_input_is_closed_only_if_all_outputs_close_unbroken(
     end_first: Callable[[Any], object], end_second: Callable[[Any], object], closed: bool
 ) -> None:
-    """A broken output is a failure. Its cause must reach the stage that is waiting for an item."""
+    """A broken output is a failure, and its cause must reach the stage that waits for an item."""
     ports = between_two_outputs()
     (inputs, outputs), *_ = [pair for pair in ports._between if len(pair[1]) == 2]
     end_first(outputs[0])

@@ -13,7 +13,7 @@ from flowchan.run.policy.plan import plan
 
 
 class Slow(WorkerId):
-    """Worker id that modifies the table during a lookup, as another thread could at that moment."""
+    """Worker id whose lookup modifies the table, as another thread could do at that moment."""
 
     def __hash__(self) -> int:
         for change in changes:

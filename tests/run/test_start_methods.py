@@ -414,8 +414,10 @@ def test_process_that_returns_during_a_run_ends_the_run(method: str, tmp_path: P
 def test_only_one_thread_at_a_time_disconnects_from_parents_forkserver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two threads could close the forkserver's descriptor twice. The second close could hit another file with
-    the same number."""
+    """Otherwise, two threads could close the forkserver's descriptor twice.
+
+    The second close could hit another file with the same number.
+    """
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     reader, writer = os.pipe()
     for name, value in {"pid": os.getppid(), "alive_fd": writer, "address": ""}.items():
@@ -437,7 +439,7 @@ def test_only_one_thread_at_a_time_disconnects_from_parents_forkserver(
 
 
 def test_forked_child_of_the_program_has_its_own_forkserver(tmp_path: Path) -> None:
-    """Without this, Python would try to use the parent's forkserver and fail."""
+    """Otherwise, Python would try to use the parent's forkserver and fail."""
     program = """
         import multiprocessing, os
         from flowchan import Graph
@@ -496,7 +498,7 @@ def test_forkserver_that_is_killed_while_a_worker_starts_is_named(tmp_path: Path
 
 
 def test_code_of_operators_is_imported_before_a_worker_is_forked(tmp_path: Path) -> None:
-    """Otherwise, one run can fork while a thread of another run holds the lock of the import."""
+    """Otherwise, one run could fork while another run's thread holds the import lock."""
     program = """
         import os, sys
         from flowchan import Graph

@@ -340,7 +340,7 @@ def test_second_sigterm_aborts_a_started_run(tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_an_event_loop_as_before(tmp_path: Path) -> None:
-    """An exception in the middle of the event loop could not drain the run."""
+    """If a signal raised in the middle of the event loop, the run could not be drained."""
     text = """
         import asyncio, os, signal
         from flowchan import Graph

@@ -1,6 +1,6 @@
-"""Test what the supervisor requests from the crew and the channels, event by event.
+"""Test what the supervisor asks of the crew and the channels, event by event.
 
-Neither processes nor channels are created. The only thread is the supervisor's.
+The tests create neither processes nor channels, and the only thread is the supervisor's.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def test_module_keeps_earlier_steps_after_a_failure(on: Any) -> None:
 
 
 def killed_at(blocker: Blocker, pid: Path, mark: Path | None = None) -> threading.Thread:
-    """Kill the process that is waiting at the blocker, but not before ``mark`` exists."""
+    """Kill the process that waits at the blocker, as soon as ``mark`` exists."""
 
     def kill() -> None:
         blocker.wait_held()
@@ -282,7 +282,7 @@ def test_killed_worker_that_sent_no_output_has_no_known_step(tmp_path: Path) -> 
 
 
 def test_killed_worker_is_reported_with_its_last_received_step(tmp_path: Path) -> None:
-    """The worker is blocked in F2 of step 1; the result of F1 has already reached the next part."""
+    """The worker is blocked in F2 of step 1, and the next part already has the result of F1."""
     blocker, pid, arrived = Blocker(), tmp_path / "pid", tmp_path / "arrived"
 
     def hold() -> None:

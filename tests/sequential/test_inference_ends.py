@@ -224,7 +224,7 @@ def test_ctrl_c_ends_a_waiting_call_but_not_the_pipe() -> None:
 
 @on_both_placements
 def test_ctrl_c_in_a_call_does_not_affect_a_stream(on: Any) -> None:
-    """A call also reads outputs of other batches, and Ctrl-C may interrupt the call at any point."""
+    """A call also reads outputs of other batches, and Ctrl-C may interrupt it at any point."""
     generator = random.Random(0)
     interrupted = 0
     with Sequential([nn.Identity(), nn.Identity()], on=on, chunks=4) as pipe, interrupting_alarms():

@@ -12,7 +12,7 @@ torch = optional("torch")
 
 
 def test_freed_memory_does_not_close_newer_memory_at_its_address() -> None:
-    """A thread may run between the unmapping of freed memory and the closing of its descriptor."""
+    """A thread may run after freed memory is unmapped and before its descriptor is closed."""
     from flowchan.pipelines.sequential import shared_memory
 
     size = 64 << 20  # the kernel then maps the next block of this size at the same address

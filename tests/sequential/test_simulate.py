@@ -117,7 +117,7 @@ def test_durations_can_differ_by_part_and_by_weights() -> None:
 
 
 def test_interleaved_with_a_remainder_is_faster_than_1f1b() -> None:
-    """Five micro-batches run on two workers. A part that is half as large takes half the time."""
+    """Five micro-batches run on two workers. A part of half the size takes half the time."""
     whole = simulate(plan("1f1b", 2, 2, 5), 1, 2)
     halves = simulate(plan("interleaved", 2, 4, 5), 0.5, 1)
     assert halves.makespan < whole.makespan

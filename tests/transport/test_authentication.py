@@ -261,7 +261,7 @@ def test_two_dialling_ends_refuse_each_other_with_the_reason() -> None:
     "results", [b"[1]", b"\xff", b"", b"{", b"[" * HELLO, b"NaN", b'"' + b"x" * 99 + b'"']
 )
 def test_hello_other_than_a_json_object_is_refused(results: bytes) -> None:
-    """This must also hold for a peer with the secret."""
+    """This must hold even for a peer with the secret."""
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(listens, dialled=False))
         own_sock = authentication.greeting(authentication.DIALLED)

@@ -143,7 +143,7 @@ def crowd(listener: AuthenticatedListener, open_ones: contextlib.ExitStack, coun
 
 
 def test_flood_of_silent_peers_leaves_a_peer_with_a_greeting() -> None:
-    """The peer is the oldest one, and its age alone would cause a refusal."""
+    """The peer is the oldest one, and would be refused because of its age alone."""
     with opened() as listener, contextlib.ExitStack() as open_ones:
         steps = authentication.handshake(SECRET, {}, dialled=True)
         peer = authentication.PendingHandshake(tcp.dial(listener.address, 30), steps, 30)
@@ -212,7 +212,7 @@ def test_listener_survives_thousands_of_hostile_connections(long_walk: bool) -> 
 
 
 def test_listener_recovers_from_a_shortage_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listener must not fail because of the shortage; the peer waits in the backlog."""
+    """The listener survives the shortage, and the peer waits in the backlog."""
     with opened() as listener:
         tried: list[int] = []
         accept = tcp.Listener.accept_now

@@ -153,7 +153,7 @@ def test_send_buffer_may_grow_between_hosts(peer: str, is_here: bool) -> None:
 
 
 def test_socket_connected_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that dials a free port may get that port as its own, and then connects to itself."""
+    """A program that dials a free port may get that very port as its own, and connect to itself."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     with tcp.listen("127.0.0.1:0") as listener:
         port = int(listener.address.rpartition(":")[2])

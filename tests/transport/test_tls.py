@@ -70,7 +70,7 @@ def test_bytes_are_sent_in_both_directions_at_once() -> None:
 
 @pytest.mark.parametrize("ending", [0, 1])
 def test_bytes_sent_before_close_arrive(ending: int) -> None:
-    """This must hold even if the other end is still sending."""
+    """This must hold even while the other end is still sending."""
     data = os.urandom(5_000_000)
     with encrypted() as ends:
         first, last = ends[ending], ends[1 - ending]
@@ -136,7 +136,7 @@ with test_tls.encrypted() as ends:
 
 
 def test_proxy_exits_when_its_parent_is_killed() -> None:
-    """This must hold even if a child of the killed process still has the descriptors."""
+    """This must hold even if a child of the dead process has inherited the descriptors."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:
@@ -223,8 +223,7 @@ def test_observer_sees_only_encrypted_bytes() -> None:
 
 
 def test_tls_interceptor_is_detected() -> None:
-    """The interceptor forwards the proofs and then presents a different certificate. Both ends must
-    refuse."""
+    """The interceptor forwards the proofs, but presents a different certificate, so both ends must refuse."""
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
         one = meet_in_thread(dialled, dialled=True, tls=True)
         two = meet_in_thread(listens, tls=True)
