@@ -251,7 +251,7 @@ calls = {
 }
 
 def interrupt():
-    while not first._see(0)[4]:  # in an operation
+    while not first._see(0)[4]:  # until it runs an operation
         threading.Event().wait(0.001)
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -33,7 +33,7 @@ GRAPH = """
 
 MISSING = """
     import select
-    del select.epoll, select.EPOLLIN  # first, because other modules use them when they are imported
+    del select.epoll, select.EPOLLIN  # first, because other modules use these names when they are imported
     import os, resource, signal, socket, sys, sysconfig
     sysconfig.get_config_vars()
     for module, names in [

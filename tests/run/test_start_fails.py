@@ -136,13 +136,13 @@ PROGRAM = """
         usual, calls = getattr(owner, name), itertools.count(1)
         def refusing(*arguments, **named):
             if next(calls) == n:
-                raise type(error)(*error.args)  # another one, for it keeps what its traceback holds
+                raise type(error)(*error.args)  # a new exception, because the old one keeps alive what its traceback references
             return usual(*arguments, **named)
         setattr(owner, name, refusing)
         return lambda: setattr(owner, name, usual)
 
     def descriptors():
-        # The supervisor's thread holds the run until it ends, a moment after the run.
+        # The supervisor's thread keeps the run alive until the thread ends, a moment after the run.
         for thread in threading.enumerate():
             if thread is not threading.current_thread():
                 thread.join()
@@ -165,16 +165,16 @@ PROGRAM = """
                 again = refuse(os, name, n, OSError(errno.EMFILE, "too many"))
                 end = attempt()
                 again()
-                # A forkserver that died has fewer.
+                # There are fewer if the forkserver has died.
                 assert descriptors() <= before, (name, n, end, before, descriptors())
                 if end is None:
                     break
-                # Python's forkserver ends after an incomplete start: it refuses the next one, or accepts it
-                # and ends then.
+                # After an incomplete start, Python's forkserver refuses the next start, or accepts it and
+                # then ends.
                 gone = "a worker process could not be started with the start method"
                 refused = sys.argv[1] == "forkserver" and gone in end
                 assert refused or end == repr(OSError(errno.EMFILE, "too many")), end
-        for n in range(1, 6):  # a worker's, the mail's, the watch's, the supervisor's
+        for n in range(1, 6):  # the threads of a worker, the mail, the watch and the supervisor
             again = refuse(threading.Thread, "start", n, RuntimeError("can't start new thread"))
             print(attempt(), flush=True)
             again()

@@ -154,7 +154,7 @@ def test_ctrl_c_after_a_with_block_finishes_items_in_flight(tmp_path: Path) -> N
                 enough.set()
 
         def announce(channel):
-            while not channel.stats().waiting_readers:  # the main thread waits at the end of its block
+            while not channel.stats().waiting_readers:  # until the main thread waits at the end of its block
                 threading.Event().wait(0.001)
             os.write(1, b"going\\n")  # which needs no lock at the end
 
@@ -221,7 +221,7 @@ def test_ctrl_c_during_the_start_stops_the_run(tmp_path: Path) -> None:
 
         def start_thread(self, id):
             usual(self, id)
-            if id.stage == "camera":  # once: a second Ctrl-C during the start aborts the run
+            if id.stage == "camera":  # only once, because a second Ctrl-C during the start would abort the run
                 seen_by_us.wait()
                 os.kill(os.getpid(), signal.SIGINT)
 
@@ -253,7 +253,7 @@ def test_ctrl_c_while_iterating_in_with_block_stops_the_run(tmp_path: Path) -> N
             for number in run.iter(numbers):
                 if number == 10:
                     print("going", flush=True)
-                seen = number  # or Python from 3.12 on may leave the block without its end
+                seen = number  # otherwise, Python from 3.12 on may leave the block before it ends
     """
     with start(script(tmp_path, text)) as process:
         going(process)

@@ -81,9 +81,9 @@ ENDS = """
 
     if __name__ == "__main__":
         with LiveView():
-            pass  # all is imported that is needed
+            pass  # by now, everything that is needed has been imported
         with watching(Graph("first")):
-            pass  # and the forkserver runs, where it is the default
+            pass  # the forkserver runs now, where it is the default
         sys.stdout = Stdout()
         at_first, real = state(), os.dup2
         for view in (LiveView, lambda: watching(Graph("watched"))):
