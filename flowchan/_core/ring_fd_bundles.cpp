@@ -7,9 +7,9 @@
 // queued, because the next receiver needs it if this one dies.
 //
 // All of this runs under the ring's lock. A put sends the bundle before it commits, so every existing item
-// has its bundle. If the put dies or fails in between, it leaves a bundle without an item. Each send first
-// removes old bundles from the front of the queue, and so does each received item afterwards. They stop at
-// the first bundle whose item still exists.
+// has its bundle. If the put dies or fails in between, it leaves a bundle without an item. Old bundles are
+// removed from the front of the queue before each send and after each received item. The removal stops at the
+// first bundle whose item still exists.
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <algorithm>

@@ -5,8 +5,9 @@
 // a returning item determines its position (`find_place`). The head would be wrong if items with lower
 // numbers have returned before it.
 //
-// A session's lease list keeps the order of its takes, on which links rely. This may differ from the order of
-// the numbers: a reader with item 3 may then take item 1, which another reader gave back.
+// A session's lease list has the order in which the session took the items, and links rely on that. This may
+// differ from the order of the numbers: a reader with item 3 may then take item 1, which another reader gave
+// back.
 #include <algorithm>
 #include <utility>
 

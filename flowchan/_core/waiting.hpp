@@ -190,9 +190,10 @@ struct WaitQueue {
         return k && k == asleep ? INT_MAX / 8 : k;
     }
     uint32_t call_all() { return call(UINT32_MAX); }
-    // Do the same for readers, in the order of their ranks, with at most as many on their way as there are
-    // cores. A reader that takes an item and leaves another wakes the next reader (Ring::try_take). While a
-    // waiter starves, wake all readers, because a woken reader may have to let it go first.
+    // Do the same for readers. They are woken in the order of their ranks, and never more of them are on
+    // their way than there are cores. A reader that takes an item and leaves another wakes the next reader
+    // (Ring::try_take). While a waiter starves, wake all readers, because a woken reader may have to let it
+    // go first.
     void wake_by_rank(uint32_t k, Wakes& wakes);
 
     // `again`: the caller continues a wait with another slice.

@@ -23,7 +23,7 @@ from flowchan import Channel
 
 def tell_when_blocked():
     wait_blocked(ch, {side}=1)
-    os.write(1, b"blocked\\n")  # no interpreter can end while a daemon is at its stdout
+    os.write(1, b"blocked\\n")  # not print(), whose lock could block the interpreter's exit
 
 ch = Channel(1, across={across!r})
 {prepare}

@@ -69,7 +69,7 @@ telling.start()
 try:
     select([a], puts=[(b, "new")])
 except KeyboardInterrupt:
-    telling.join()  # no interpreter can end while a daemon is at its output
+    telling.join()  # a daemon thread that prints could block the interpreter's exit
     print("interrupted", a.stats().selecting, b.stats().selecting, len(a), b.get())
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}

@@ -31,7 +31,7 @@ constexpr uint64_t IN_PLACE = 100'000, AT_A_TIME = 64 << 10, LEFT = 1000;
 
 char byte_at(uint64_t place) { return char(place * 11400714819323198485u >> 56); }
 
-// Check that bytes arrive in the order of their addition.
+// Check that bytes arrive in the order in which they were added.
 void run(uint64_t rounds, uint64_t copied) {
     const auto ring = std::make_shared<Ring>(16, 1 << 20);
     const uint64_t round = copied + IN_PLACE, all = rounds * round;

@@ -36,7 +36,7 @@ SUM = """
 
     def announce():
         passed.wait()
-        os.write(1, b"going\\n")  # which needs no lock at the end
+        os.write(1, b"going\\n")  # unlike print(), takes no lock that could block the exit
 
     def add(total, number):
         return total + number
@@ -138,7 +138,7 @@ def test_ctrl_c_interrupts_a_waiting_iteration_outside_a_with_block(tmp_path: Pa
         def announce():
             while not run.stats().edges[0].waiting_readers:
                 threading.Event().wait(0.001)
-            os.write(1, b"going\\n")  # which needs no lock at the end
+            os.write(1, b"going\\n")  # unlike print(), takes no lock that could block the exit
 
         graph = Graph("loop")
         numbers = graph.input("numbers")

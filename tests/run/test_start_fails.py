@@ -136,7 +136,7 @@ PROGRAM = """
         usual, calls = getattr(owner, name), itertools.count(1)
         def refusing(*arguments, **named):
             if next(calls) == n:
-                raise type(error)(*error.args)  # a new exception, because the old one keeps alive what its traceback references
+                raise type(error)(*error.args)  # a new one: a traceback keeps objects alive
             return usual(*arguments, **named)
         setattr(owner, name, refusing)
         return lambda: setattr(owner, name, usual)

@@ -41,7 +41,7 @@ PROGRAM = """
 
     def announce():
         ready.wait()
-        os.write(1, b"going\\n")  # which needs no lock at the end
+        os.write(1, b"going\\n")  # unlike print(), takes no lock that could block the exit
 
     graph = Graph("endless")
     graph.source(numbers).map(same, on="process", workers=2).sink(save)
@@ -156,7 +156,7 @@ def test_ctrl_c_after_a_with_block_finishes_items_in_flight(tmp_path: Path) -> N
         def announce(channel):
             while not channel.stats().waiting_readers:  # until the main thread waits at the end of its block
                 threading.Event().wait(0.001)
-            os.write(1, b"going\\n")  # which needs no lock at the end
+            os.write(1, b"going\\n")  # unlike print(), takes no lock that could block the exit
 
         graph = Graph("block")
         graph.source(itertools.count, name="numbers").map(abs, on="process").sink(save)
@@ -221,7 +221,7 @@ def test_ctrl_c_during_the_start_stops_the_run(tmp_path: Path) -> None:
 
         def start_thread(self, id):
             usual(self, id)
-            if id.stage == "camera":  # only once, because a second Ctrl-C during the start would abort the run
+            if id.stage == "camera":  # only once: a second Ctrl-C during the start aborts the run
                 seen_by_us.wait()
                 os.kill(os.getpid(), signal.SIGINT)
 
