@@ -42,8 +42,8 @@ struct Traits<LocalQueue> {
         Node*& first = q.wait_list(caller.side).starving;
         if (!first && !caller.ordered) first = &node;
     }
-    // End a call. Between waking this waiter and letting it run, the queue woke no other waiter
-    // (wait_list.hpp). So wake the next one, even if the call failed.
+    // End a call. While this waiter was woken but had not run, the queue woke no other (wait_list.hpp). So
+    // wake the next one now, even if the call failed.
     static void end(LocalQueue& q, const Caller& caller, Node& node, bool, Wakes& wakes) {
         Node*& first = q.wait_list(caller.side).starving;
         if (first == &node) first = nullptr;

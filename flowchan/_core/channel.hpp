@@ -144,7 +144,6 @@ struct Out;
 // Algorithm. A sampled item travels in a box (items/sampled_item.py) whose marks identify the sample. A get
 // unpacks the box. Until the port's next get, the worker is processing that item, so each put boxes its
 // output with the same marks. The recorder is a Python object; unsampled items never call it.
-// sampled items.
 struct ItemTracing {
     nb::object recorder;  // has the methods took, finished, boxed and sent
     // Several threads may use the ports. The counters only select the items to sample, so relaxed memory

@@ -14,7 +14,7 @@
 
 namespace flowchan {
 
-// A Frame that keeps the objects alive whose memory its pieces use.
+// A Frame that keeps alive the objects into which its pieces point.
 struct ObjectFrame : Frame {
     bool leaves = false;  // the item is for another host; set this before encoding
     PyObject* keep = nullptr;

@@ -208,7 +208,7 @@ struct DirectReader {
                 if (c > 0x10ffff) return nullptr;
             }
         return PyUnicode_FromKindAndData(int(width), aligned.data(), Py_ssize_t(n));
-    }  // an element takes at least one byte
+    }
 };
 
 inline PyObject* DirectReader::object(int depth) {

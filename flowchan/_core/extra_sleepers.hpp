@@ -47,7 +47,7 @@ class ExtraSleeper {
 class ExtraSleepers {
   public:
     explicit ExtraSleepers(std::function<void()> ring) : ring_(std::move(ring)) {}
-    // Give each sleeper one part. Return false if a sleeper is missing because the system started no thread.
+    // Give each sleeper one part. Return false if the system refused to start a thread for one of them.
     bool watch(std::vector<Watched> parts);
     void end() { all_.clear(); }
     void abandon() {

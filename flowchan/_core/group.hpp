@@ -137,7 +137,8 @@ class Patience {
   public:
     explicit Patience(Deadline deadline) : deadline(deadline) {}
     virtual ~Patience() = default;
-    // Called before a longer wait than a short spin, and before a large transfer. May be called repeatedly.
+    // Called before any wait that is longer than a short spin, and before a large transfer. May be called
+    // repeatedly.
     virtual void waits() {}
     // Called every 20 ms during a wait. Returns true if the call must give up.
     virtual bool interrupted(int64_t) { return false; }

@@ -128,7 +128,6 @@ class Link {
     void open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
                      bool on_demand, bool limited, bool lends = false);
     // owner side: do not grant stream `writes` the room that items prefetched through stream `reads` take up
-    // grant
     void pair_streams(uint32_t writes, uint32_t reads);
     // Owner side: send up to `most` more items from a stream's input, even if other readers wait. Return how
     // many were sent in total, and whether the channel has ended or the stream is gone. Return nothing during
@@ -257,9 +256,7 @@ class Link {
         LinkStream* stream = nullptr;
         Sink* sink = nullptr;  // null: the item is dropped, because no port receives it
         Slot* slot = nullptr;  // null: the item has no room yet
-        // whether to skip this item, because a dead worker already put it; its index among the outputs for
-        // its input
-        // input
+        // whether a dead worker already put this item, and the item's index among the outputs for its input
         bool skips = false;
         uint64_t index = 0;
         bool is_of_replay = false;

@@ -16,8 +16,8 @@
 
 namespace flowchan {
 
-// Locks a ring without needing the GIL. After unlocking, it wakes the waiters that the operations have
-// collected.
+// Locks a ring without needing the GIL. After unlocking, it performs the wake-ups that the operations have
+// requested.
 class RingLock {
   public:
     explicit RingLock(Ring& ring) : ring_(ring) {
@@ -34,7 +34,7 @@ class RingLock {
     Ring& ring_;
 };
 
-// An entry in a ring's wait queue. It may stay over many sleeps, until the ring wakes it.
+// An entry in a ring's wait queue, which stays there across sleeps until the ring wakes it.
 class KeptPlace {
   public:
     KeptPlace(Ring& ring, Side side, uint32_t session) : ring_(ring), caller_{side, this, session} {}
@@ -314,8 +314,8 @@ class Sink {
     ~Sink();
 
     bool drops_items() const { return over || refuses; }  // later items are dropped
-    // Put the item as an output for item `number` of the worker's input ring. Slot::KEYLESS means that it
-    // is an output for no item.
+    // Put the item as an output for item `number` of the worker's input ring. Slot::KEYLESS means that it is
+    // an output for no item at all.
     Step put(const Received& item, uint64_t number, Wakes& wakes);
     Step begin(uint64_t number);  // Done: the caller must skip this output
     // Result of the last put: whether it was skipped, and the output's index among the outputs for its input

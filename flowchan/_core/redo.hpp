@@ -1,5 +1,5 @@
-// The redo record makes a critical section on shared memory atomic. Even if its process is killed, either all
-// of its changes happen or none does.
+// The redo record makes a critical section on shared memory atomic. Even if the process is killed in the
+// middle, either all changes happen or none does.
 //
 // Algorithm (write-ahead redo logging, as in databases). A change to the shared state is a list of (word, new
 // value) pairs. The process first writes the list to the record. It then marks the record as valid, applies

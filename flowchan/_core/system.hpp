@@ -33,7 +33,6 @@ inline int open_pidfd(int pid) { return int(syscall(SYS_pidfd_open, pid, 0)); }
 
 // Check that /proc is mounted. The core reads there which users of a channel are alive, and which files their
 // descriptors have open.
-// open.
 inline void need_proc() {
     struct stat st;
     if (stat("/proc/self/stat", &st) != 0)
