@@ -14,7 +14,8 @@
 //
 // If one host cannot connect to another, the owner pulls the output to itself and sends it on.
 //
-// Threads. One table serves all links of the process. Take its lock last, after the locks of links and rings.
+// Threads. One table serves all links of the process. Its lock must be taken last, after the locks of links
+// and rings.
 #pragma once
 
 #include <atomic>

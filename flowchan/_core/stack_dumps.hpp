@@ -4,8 +4,8 @@
 namespace flowchan {
 
 // Claim signal `number` for dumps, and return whether this worked. A signal with its default action is
-// ignored from now on. After frame_dumps() was called for the signal, nothing changes. When the interpreter
-// later removes faulthandler's handler, the signal does not kill the process but is ignored.
+// ignored from now on. If frame_dumps() was already called for the signal, this changes nothing. When the
+// interpreter later removes faulthandler's handler, the signal does not kill the process but is ignored.
 bool claim_signal(int number);
 
 // Write marks to `fd` before and after each dump for signal `number`. faulthandler's handler for the signal

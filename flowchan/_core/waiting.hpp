@@ -59,7 +59,7 @@ inline int64_t now_ns() {
     return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
-// Return the same time at a tenth of the cost, but up to a few milliseconds late. Every channel call needs
+// Return the same time at a tenth of the cost, but up to a few milliseconds behind. Every channel call needs
 // it.
 inline int64_t coarse_now_ns() {
     timespec t;
@@ -237,7 +237,7 @@ struct Wakes {
     void clear() { readers = writers = words = ranks = 0; }
     void add(std::atomic<uint32_t>& one, bool shared) {
         if (words == MOST)
-            // The list is rarely full. Then wake this word at once, in spite of the lock.
+            // If the list is full, which is rare, wake this word at once, in spite of the lock.
             futex_wake(one, 1, shared);
         else
             word[words++] = &one;

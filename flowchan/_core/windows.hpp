@@ -79,7 +79,7 @@ class Windows {
     char* slots_ = nullptr;                // where offset 0 would be, if the window reached that far
     std::atomic<char*> blocks_ = nullptr;  // where offset 0 would be, if the window reached that far
     std::atomic<uint64_t> blocks_to_ = 0;
-    // Newest of all windows, as a linked list. Additions are release stores, and lookups are acquire loads.
+    // Head of the list of all windows. Additions are release stores, and lookups are acquire loads.
     std::atomic<const Window*> newest_ = nullptr;
 };
 

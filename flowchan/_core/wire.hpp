@@ -38,19 +38,12 @@ enum class FrameType : uint8_t {
     // then has a `Kept` as its payload. An ITEM frame has a `Location`, followed by an address.
 
     // owner side -> worker side, input port: the payload is the output behind item n, or its location
-
     MOVED = 12,
-
     // worker side -> owner side, input port: the output behind item n cannot be fetched
-
     UNREACHABLE = 13,
-
     // owner side -> worker side, output port: send output n in full
-
     PULL = 14,
-
     // worker side -> owner side, output port: output n, with its kind in the flags
-
     PULLED = 15,
 };
 
