@@ -2,12 +2,12 @@
 // sleeps for all of them.
 //
 // Algorithm. A coroutine that cannot continue enters the wait queue like a thread, and then tries once more.
-// From then on, every event that it waits for changes the queue's word. It stays in the queue until its
-// operation succeeds, or until it is woken or cancelled.
+// From then on, every event that it waits for changes the queue's word. The coroutine stays in the queue
+// until its operation succeeds, or until it is woken or cancelled.
 //
-// The watcher thread sleeps in futex_waitv on the words of all its coroutines. It removes those whose words
-// have changed from the queues, and the event loop resumes them. A coroutine that leaves the queue without
-// using its wake-up passes it on.
+// The watcher thread sleeps in futex_waitv on the words of all its coroutines. When words change, it removes
+// their coroutines from the queues, and the event loop resumes them. A coroutine that leaves the queue
+// without using its wake-up passes it on.
 #include "channel.hpp"
 
 namespace flowchan {

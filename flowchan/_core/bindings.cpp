@@ -95,7 +95,7 @@ void supervise(Port& port) {
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.session(port.state.session).supervised = 1; });
 }
 
-// Return how many seconds calls of this port have waited in total, and for a turn. Both are 0 after the
+// Return for how many seconds calls of this port have waited in total, and for a turn. Both are 0 after the
 // session has ended.
 template <class Port>
 nb::tuple waited(Port& port) {
@@ -182,8 +182,8 @@ bool is_retired(In& in) {
              [&](Ring& ring) { return in.open && (ring.session(in.state.session).orders & RETIRE) != 0; }});
 }
 
-// Make a live worker repeat its leased items. It takes each item again, and skips outputs that their channel
-// already has.
+// Make a live worker repeat its leased items. It takes each item again, and skips outputs that were already
+// put.
 void begin_again(In& in) {
     locked_ring(*in.ch, [&](Ring& ring, Wakes&) { ring.begin_again(in.state); });
     for (Out* out : in.feeds) out->state.keyed = false;
@@ -242,8 +242,8 @@ void die_with(int pid) {
 }
 
 // Make this process die of signal `number` after the interpreter has shut down. Python does this only after
-// an uncaught KeyboardInterrupt, but not after a subclass of it. A shell stops a loop around the program only
-// if the program died of the signal.
+// an uncaught KeyboardInterrupt, but not after a subclass of it. A shell that runs the program in a loop
+// stops the loop only if the program died of the signal.
 void die_of(int number) {
     static int of = 0;
     if (of || Py_AtExit([] { signal(of, SIG_DFL), kill(getpid(), of); })) return;
@@ -270,8 +270,7 @@ void construct_port(Port* self, nb::handle channel, int session) {
 }  // namespace
 
 NB_MODULE(_core, m) {
-    nb::set_leak_warnings(false);  // threads may still wait at the interpreter's exit, and that is not a leak
-    // threads that still wait when the interpreter exits are not a leak
+    nb::set_leak_warnings(false);  // threads that still wait when the interpreter exits are not a leak
     m.doc() = "The native core of flowchan: channels and their ports.";
 
     nb::class_<View>(m, "View", nb::type_slots(view_slots),

@@ -25,7 +25,7 @@ PyObject* unreadable(uint64_t kind, const char* at, uint64_t size) {
     return data.is_valid() ? PyObject_CallOneArg(py_unreadable, data.ptr()) : nullptr;
 }
 
-// Return whether a signal handler raised this error, so that the item is not to blame.
+// Return whether a signal handler raised this error. If so, the item is not to blame.
 bool is_of_a_handler(PyObject* error) {
     PyObject* is = PyObject_CallOneArg(py_is_of_a_handler, error);
     const bool answer = !is || is == Py_True;  // null: a signal handler has just raised an error in this call
@@ -81,8 +81,8 @@ bool is_interrupt() {
 
 namespace {
 
-// Return whether this process lacks memory or descriptors, so that the item is not to blame for the current
-// error.
+// Return whether the current error means that this process lacks memory or descriptors. If so, the item is
+// not to blame.
 bool is_shortage() {
     if (PyErr_ExceptionMatches(PyExc_MemoryError)) return true;
     if (!PyErr_ExceptionMatches(PyExc_OSError)) return false;
@@ -179,7 +179,7 @@ Step give_up_suspect(In& in, PyObject*& item, uint64_t deaths) {
     return give_up(in, std::exchange(item, nullptr), deaths, nullptr);
 }
 
-// Take and decode an item, which stays in the ring until then; see In::copying.
+// Take an item and decode it. The item stays in the ring until it is decoded; see In::copying.
 Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     Taken taken;
     const Step step = take_encoded(ring, ch, in, deadline, taking, taken);
@@ -203,7 +203,7 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
     return killer ? give_up_suspect(*in, result, taken.deaths) : Step::Done;
 }
 
-// Wait until the channel has room for another output, or until few enough other writers wait for room.
+// Wait until the channel has room for another output, or until only a few other writers wait for room.
 Step await_place(LocalQueue& queue, Out& out) {
     const auto waits = [&] { return out.open && queue.is_crowded(); };
     Locked lock(queue);
@@ -219,7 +219,7 @@ Step await_place(LocalQueue& queue, Out& out) {
         [&](Wakes&) { return waits() ? Step::Wait : Step::Done; }, Deadline{});
 }
 
-// The writers waiting for a ring each sleep on their own word, so their number costs nothing.
+// In a ring, each waiting writer sleeps on its own word, so any number of them costs nothing.
 Step await_place(Ring&, Out&) { return Step::Done; }
 
 // Call this before a worker of an ordered stage takes an item. Wait until fewer outputs wait for room

@@ -49,8 +49,8 @@ size_t result_length(uint32_t size) { return rounded(BIG / size + LINE, PAGE); }
 size_t big_length(uint32_t size) { return (BIG + result_length(size)) * 2 * size; }
 size_t entries_length(uint32_t size) { return rounded(sizeof(ChannelEntry) * TABLES * size * size, PAGE); }
 
-// Execute a fence in all threads of all processes that share the group. If another thread missed the caller's
-// last store, that thread's earlier store is visible to the caller after this. Return false if the kernel
+// Execute a fence in all threads of all processes that share the group. If another thread stored a value and
+// then missed the caller's last store, the caller sees that value after this call. Return false if the kernel
 // refuses the call.
 bool fence_all_threads() { return syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0) == 0; }
 
@@ -186,7 +186,7 @@ void Member::depart() {
 void Member::give_up() {
     uint32_t present = PRESENT;
     slot_of(rank).membership.compare_exchange_strong(present, GAVE_UP);
-    // From now on, this member's arrays may change under the readers of other members. They must see the new
+    // From now on, this member's arrays may change while other members read them. These must see the new
     // `membership` before any new data.
     std::atomic_thread_fence(std::memory_order_release);  // pairs with the fence in pull
     broken_ = true;
@@ -312,9 +312,9 @@ End Member::await(uint32_t member, Patience& patience) {
     }
 }
 
-// A yield lets another member run if the members themselves keep all cores busy. If other programs do, a
-// yield takes as long as their time slices, while a thread that wakes from a sleep runs first. So after a
-// long yield, the next waits do without.
+// If the members themselves keep all cores busy, a yield lets another member run. If other programs keep them
+// busy, a yield takes as long as their time slices, but a thread that wakes from a sleep runs first. After
+// one long yield, the next waits therefore do not yield.
 bool Member::arrives_after_yields(uint32_t member) {
     if (left_out_) return --left_out_, false;
     for (int i = 0; i < YIELDS; ++i) {

@@ -25,9 +25,9 @@ PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObj
     return end == End::Done ? Py_NewRef(out) : raise_end(self, end, REDUCE_SCATTER, x, op_name);
 }
 
-// Combines the arrays of all members, for the member `root` or, if it is negative, for all. Returns
-// NotImplemented unless `x` and `out` are contiguous arrays of matching sizes. `part_of`: key of the call
-// across several hosts of which this is one step.
+// Combines the arrays of all members. Only the member `root` gets the result, or all members if `root` is
+// negative. Returns NotImplemented unless `x` and `out` are contiguous arrays of matching sizes. `part_of`:
+// if this is one step of a call across several hosts, the key of that call.
 PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
                         int root, PyObject* timeout, uint64_t part_of) {
     PyGroup& group = group_of(self);

@@ -23,12 +23,12 @@ namespace {
 constexpr size_t LEAST_CHUNK = 32 * 1024;
 constexpr size_t WARM = 2 * 1024;  // bytes that stay in the first-level cache between two copies
 
-// Returns a chunk size that gives at least two chunks.
+// Returns a chunk size that splits the data into at least two chunks.
 size_t halves_of(size_t bytes, size_t most) {
     return std::clamp((bytes / 2 + LINE - 1) / LINE * LINE, std::min(LEAST_CHUNK, most), most);
 }
 
-// Returns a chunk size that keeps data of up to `most` bytes in one chunk.
+// Returns a chunk size that does not split data of up to `most` bytes.
 size_t chunk_of(size_t bytes, size_t most) {
     return bytes <= most ? std::max<size_t>(bytes, 1) : halves_of(bytes, most);
 }

@@ -19,8 +19,8 @@ std::unordered_set<Link*> live;
 }  // namespace
 
 // A forked child gets a copy of the socket but no threads, so it closes the copy. Otherwise, the other side
-// would not notice the end of this process before the child also ends. A fork first takes the locks of all
-// links, so that the child finds them consistent and holds no ring's lock.
+// would not notice the end of this process until the child also ends. A fork first takes the locks of all
+// links. The child then finds them in a consistent state, and has no ring locked.
 const int Link::fork_hook = pthread_atfork(before_fork, after_fork, in_child);
 
 void Link::before_fork() {
@@ -119,8 +119,8 @@ void Link::attach(int fd) {
 }
 
 void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
-    // End the old connection before this side reports over the new one which frames have arrived. A frame
-    // that still arrived over the old connection would otherwise be received twice.
+    // End the old connection before this side reports over the new one which frames have arrived. Otherwise,
+    // a frame that still arrives over the old connection would be received twice.
     while (fd_ >= 0 && !closed_) {
         if (!std::exchange(lost_, true)) {
             shutdown(fd_, SHUT_RDWR);

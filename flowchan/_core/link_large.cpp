@@ -135,7 +135,7 @@ class LowWaterMark {
     explicit LowWaterMark(int fd) : fd_(fd) {}
     ~LowWaterMark() { set(1); }
     LowWaterMark(const LowWaterMark&) = delete;
-    // Wait for `bytes` bytes or the end of the connection, but at most MOST_MS.
+    // Wait for `bytes` bytes or the end of the connection, for at most MOST_MS.
     void await(uint64_t bytes) {
         set(int(bytes));
         pollfd one{fd_, POLLIN, 0};

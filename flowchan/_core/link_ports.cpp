@@ -224,7 +224,7 @@ void Source::leave() {
     sent = base;
 }
 
-// Return whether this worker has long been busy with one item while other readers wait.
+// Return whether this worker has been busy with one item for a long time while other readers wait.
 bool Source::should_recall(int64_t round_trip) const {
     if (!may_recall() || now_ns() - progress_at < Window::slow(round_trip)) return false;
     // This worker wants no more items now, so leave them to other readers.

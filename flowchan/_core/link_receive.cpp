@@ -140,7 +140,7 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
     return handled;
 }
 
-// Return whether only this side of the link sends frames of this type, so it must not receive one.
+// Return whether only this side of the link sends frames of this type. If so, receiving one is an error.
 bool Link::is_sent_here_only(FrameType type) const {
     if (owner_side_)
         return type == FrameType::ITEM || type == FrameType::OUTPUT || type == FrameType::RECALL ||
@@ -281,8 +281,8 @@ void Link::count_arrival(Sink& sink, bool is_news) {
     has_news_ = has_news_ || is_news;
 }
 
-// Refuse an item that exceeds this side's memory limit, although its origin accepted it. No later item is
-// put.
+// Refuse an item that exceeds the memory limit on this side, although it was within the limit at its origin.
+// No later item is put.
 void Link::refuse(const LinkStream& stream, Sink& sink, uint64_t size) {
     sink.refuses = true;
     sink.forget_staged();

@@ -151,7 +151,7 @@ bool Link::handle_unreachable(Source& source, uint64_t item) {
     return true;
 }
 
-// If the outputs have no reader left, free those on the worker's host.
+// If no reader is left for the outputs, free those on the worker's host.
 bool Link::free_unread(LinkStream& stream, Sink& sink) {
     if (sink.lent.empty() || sink.has_readers()) return false;
     for (Sink::Lent& one : sink.lent) {

@@ -1,5 +1,5 @@
-// The sending thread of a link. It takes items, sends states, and moves staged items (link_staged.cpp).
-// Without work, it sleeps in the wait queues of all rings that may bring some.
+// The sending thread of a link. It takes items, sends states, and moves staged items (link_staged.cpp). When
+// it has no work, it sleeps in the wait queues of all rings from which work may come.
 #include "link.hpp"
 
 #include <sys/socket.h>
@@ -213,7 +213,7 @@ void Link::add_progress(LinkStream& stream) {
         Sink& sink = stream.sinks[port];
         Sink::Progress now = sink.seen;
         now.done = std::min(now.done, first);
-        // First, all outputs of the worker must be sent.
+        // All outputs of the worker must be sent first.
         if (first != Slot::KEYLESS) now.flags &= uint8_t(~NO_MORE);
         if (now == sink.last_sent && !sink.dirty) continue;
         sink.last_sent = now;
@@ -354,8 +354,8 @@ void Outgoing::forget_sent() {
 
 // --- sleeping ---
 
-// Sleep until there may be work: a change in a ring whose wait queue this thread has entered, or a ring of
-// the doorbell.
+// Sleep until there may be work: the doorbell rings, or a ring changes whose wait queue this thread has
+// entered.
 void Link::sleep(uint32_t heard) {
     // `own` gets the words that this thread sleeps on, and `others` those of the extra sleepers. Each port of
     // a stream has one word reserved, even while it is not watched. So a busy stream changes the words of

@@ -94,8 +94,8 @@ void Turn::leave() {
     if (waiting_.load(std::memory_order_seq_cst)) futex_wake(owner_, 1, false);
 }
 
-// Wait until no thread of this process reads or writes the port's items in place, and return with the
-// transport's lock. The lock is free during the wait.
+// Wait until no thread of this process reads or writes the port's items in place. Then take the transport's
+// lock, which stays free during the wait.
 template <class Transport, class Busy>
 static void lock_when_idle(Transport& transport, Busy busy, std::optional<Locked<Transport>>& locked) {
     for (;;) {

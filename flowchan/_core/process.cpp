@@ -45,7 +45,7 @@ auto& all_open = *new std::vector<std::weak_ptr<const Pidfd>>;
 void before_fork() { open_mutex.lock(); }
 void in_parent() { open_mutex.unlock(); }
 void in_child() {
-    // The child has no users of these descriptors, or they do not use them: see Peers::table.
+    // In the child, the users of these descriptors do not exist, or do not use them (see Peers::table).
     for (const auto& one : all_open)
         if (auto open = one.lock()) close(open->fd);
     all_open.clear();

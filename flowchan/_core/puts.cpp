@@ -12,7 +12,7 @@ using namespace nb::literals;
 
 namespace {
 
-// Return why a put failed whose port was closed while it waited.
+// Return the result of a put whose port was closed while it waited.
 Step left(uint64_t state) {
     return state == OPEN ? Step::PortClosed : state == BROKEN ? Step::Broken : Step::Closed;
 }
@@ -325,7 +325,7 @@ PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline) {
     }
     Py_DECREF(iterator);
     if (!PyErr_Occurred()) Py_RETURN_NONE;
-    // `items_put` of the error tells the caller with which item to continue.
+    // `items_put` of the error tells the caller how many items were put.
     add_to_error("items_put", PyLong_FromSsize_t(done));
     return nullptr;
 }

@@ -67,7 +67,7 @@ std::string fill(Channel& ch) {
     return text;
 }
 
-// Return a note for the error if this process lacks address space for an item. Otherwise return "".
+// If this process lacks address space for an item, return a note for the error. Otherwise return "".
 std::string address_space_note(Channel& ch, uint64_t size) {
     const bool copies = ch.with(Each{[](LocalQueue&) { return false; }, [](Ring&) { return true; }});
     if (!copies || size < (1 << 20)) return "";

@@ -154,9 +154,9 @@ bool Ring::redo() {
     return right;
 }
 
-// Repair the ring after its lock's owner died. The owner left at most one Change incomplete, which this
-// completes. Most operations with several Changes are continued by the next call; only `advance` must be
-// continued here.
+// Repair the ring after the owner of its lock died. At most one Change is incomplete, and this completes it.
+// Of the operations with several Changes, only `advance` must be continued here; the next call continues any
+// other.
 void Ring::recover() {
     if (!redo()) found_damage();
     Wakes wakes;

@@ -305,9 +305,9 @@ void Ring::release(Slot* slot, Wakes& wakes) {
 
 // --- the end ---
 
-// Return whether this reader can get no more items. Items that other readers give back count for a reader
-// without leases, unless it could not get them anyway. A reader with leases does not wait for them: two
-// readers that gather items (get_more) would wait for each other.
+// Return whether this reader can get no more items. Other readers may still give back leased items. A reader
+// without leases waits for these, unless it could not get them anyway. A reader with leases does not wait,
+// because two readers that gather items (get_more) would wait for each other.
 bool Ring::at_end_for(const ReaderState* reader) const {
     const bool goes = reader && (reader->alone || session(reader->session).leased > 0);
     return h_->state == CLOSED && is_exhausted() && (goes || h_->leased == 0);

@@ -2,8 +2,8 @@
 //
 // Invariant. An item gets its number when it is first taken, so numbers follow the FIFO order. Returned items
 // are therefore at the front, sorted by number, and the items behind them have no numbers yet. The number of
-// a returning item determines its position (`find_place`). The head would be wrong if items with lower
-// numbers have returned before it.
+// a returning item determines its position (`find_place`). It must not go to the head, because items with
+// lower numbers may have returned before it.
 //
 // A session's lease list has the order in which the session took the items, and links rely on that. This may
 // differ from the order of the numbers: a reader with item 3 may then take item 1, which another reader gave
@@ -127,8 +127,8 @@ uint64_t Ring::take_back(Wakes& wakes) {
     return n;
 }
 
-// Count a reader's death against the first `suspects` of its leased items. Set `last` to leased item number
-// `most`, and `rest` to the one after it. Return false if the ring is damaged.
+// Count the death of a reader against the first `suspects` of its leased items. Set `last` to leased item
+// number `most`, and `rest` to the one after it. Return false if the ring is damaged.
 bool Ring::count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64_t& rest) {
     for (uint64_t n = 0; n < most; ++n, last = rest, rest = at<Slot>(rest)->next) {
         if (!slot_exists(rest) || !is_leased(at<Slot>(rest))) return false;

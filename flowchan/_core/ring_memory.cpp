@@ -201,8 +201,8 @@ void Ring::fill_free_lists(const std::vector<uint64_t>& heads, Change& change) {
 
 namespace {
 
-// Return the gaps between used blocks, which are sorted. `top` is the start of the memory; it becomes the end
-// of the last used block.
+// Return the gaps between used blocks, which must be sorted. `top` is the start of the memory; it becomes the
+// end of the last used block.
 std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
     const std::vector<std::pair<uint64_t, uint64_t>>& used, uint64_t& top) {
     std::vector<std::pair<uint64_t, uint64_t>> gaps;
@@ -419,7 +419,7 @@ Step Ring::found_damage() {
 
 // Return the result of a put that finds no memory. It waits until some is freed, unless none is in use. If
 // this process lacks address space, it waits only while some reader has a port. Otherwise, a caller that is
-// the only reader would wait forever for itself.
+// itself the only reader would wait forever.
 Step Ring::no_slot() {
     if (h_->damaged) return Step::Broken;
     const bool waits = h_->slots_used && (h_->readers || !unmapped);

@@ -18,8 +18,8 @@ constexpr uint64_t TO_PUT = 7, TO_TAKE = 9, TO_FREE = 6;
 
 }  // namespace
 
-// Put the first of these items, up to the first one of another size class. They must be outputs for no input
-// item. Return how many were put, or 0 if they must be put singly.
+// Put the first of these items, up to the first one of another size class. None of them may be an output for
+// an input item. Return how many were put, or 0 if they must be put singly.
 uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
     if (h_->state != OPEN || map_incomplete_ || (h_->head && !slot_exists(h_->tail))) return 0;
     const uint64_t inside = h_->puts - h_->takes + h_->parked + h_->claimed;

@@ -143,9 +143,9 @@ bool Ring::may_still_view(uint32_t index) const {
     return s.views && (s.forked || s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));
 }
 
-// End a session. Its leased items are finished if `finished` is set, and given back otherwise. `died`: the
-// process ended without closing the session. If the session was a writer's, the channel then has no clean end
-// (C5), unless it was already closed.
+// End a session. If `finished` is set, finish its leased items; otherwise give them back. `died`: the process
+// ended without closing the session. If the session was a writer's, the channel then has no clean end (C5),
+// unless it was already closed.
 void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     Session& s = session(index);
     if (s.role == Session::NONE) return;

@@ -89,7 +89,7 @@ void Ring::advance(Wakes& wakes) {
 // Start to keep turns at item `number`. A stage with a single worker keeps no turns; when it gets more, its
 // port gets the order KEEP_TURNS. The first turn goes to the first unfinished item, because the outputs for
 // all earlier items are in the FIFO. If other workers have already started, their outputs for earlier items
-// are parked and complete.
+// are parked, and those items are complete.
 void Ring::start_turns_at(uint64_t number, Wakes& wakes) {
     if (h_->state != OPEN || number <= h_->turn) return;
     const uint64_t parked_to = std::min(number, h_->turn + groups_);

@@ -23,7 +23,7 @@ constexpr size_t MOST_RECALLS = 8;
 // a limit is needed, because other processes may keep moving remote items
 constexpr size_t MOST_ROUNDS = 100;
 
-// The queue entries of one wait, which end together.
+// The queue entries of one wait. The wait leaves all of them when it ends.
 class WaitQueues {
   public:
     WaitQueues(std::deque<Place>& places, bool again) : places_(places) {

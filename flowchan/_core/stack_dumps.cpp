@@ -5,8 +5,8 @@
 // therefore replaces it, and calls it between two marks. The option `chain` of faulthandler would not do: it
 // clears SA_RESTART, so signals would interrupt more system calls in C code.
 //
-// Invariants. Each signal is followed by the start of a dump. Dumps never overlap, because only one thread
-// writes even if several get signals at once. The handlers use only atomics and async-signal-safe functions.
+// Invariants. After each signal, a dump begins. Dumps never overlap, because only one thread writes even if
+// several get signals at once. The handlers use only atomics and async-signal-safe functions.
 #include "stack_dumps.hpp"
 
 #include <errno.h>

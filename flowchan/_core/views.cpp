@@ -94,7 +94,6 @@ nb::object private_view(nb::handle self) {
         p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, ring.fd(),
                  off_t(begin));
     if (p == MAP_FAILED) {  // the view is too small for a mapping, or no mapping is left: make a plain copy
-        // make a plain copy if the view is too small for a mapping, or no mapping is left
         nb::object copy = View::copy_of(view.at, view.size);
         nb::inst_ptr<View>(copy)->writable = true;
         return copy;

@@ -56,7 +56,7 @@ Lists gone(const Values& all, int least, int most) {
 Scenario viewing(const char* name, Values all) {
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
-        fill(*scene.in, all);                                     // another reader, which stays to the end
+        fill(*scene.in, all);
         scene.users.push_back(open(*scene.in, Session::READER));  // another reader, which never ends
     };
     s.look = [](Scene& scene, int) {
