@@ -155,8 +155,8 @@ bool Ring::redo() {
 }
 
 // Repair the ring after the owner of its lock died. At most one Change is incomplete, and this completes it.
-// Of the operations with several Changes, only `advance` must be continued here; the next call continues any
-// other.
+// An operation with several Changes is continued by the next call, except for `advance`, which must be
+// continued here.
 void Ring::recover() {
     if (!redo()) found_damage();
     Wakes wakes;
