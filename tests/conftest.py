@@ -248,8 +248,8 @@ def by_fork() -> Iterator[None]:
 
 @pytest.fixture
 def impatient() -> Iterator[None]:
-    """imported here, because only some tests need it"""
-    from flowchan.hosts import serve  # not needed by every test
+    """Shorten the peer timeout to 2 s, for tests that wait until a remote process counts as dead."""
+    from flowchan.hosts import serve  # imported here, because only some tests need it
 
     serve(peer_timeout=2)
     yield

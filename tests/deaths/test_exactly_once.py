@@ -375,7 +375,7 @@ def test_c11_worker_killed_while_waiting_for_room_loses_nothing() -> None:
 
 
 def test_r4_idle_worker_may_use_all_its_restarts() -> None:
-    """A worker that often dies without a leased item is not one that cannot start."""
+    """Many deaths without a leased item do not mean that the worker cannot start."""
     graph = Graph("idle")
     numbers = graph.input()
     out = numbers.map(abs, on="process", name="work").collect()

@@ -226,7 +226,7 @@ def test_program_that_ends_normally_reaps_the_fork_server(tmp_path: Path) -> Non
     text = """
     import atexit
 
-    @atexit.register  # before those of flowchan's runs, so it is called after them
+    @atexit.register  # registered before flowchan's functions, so called after them
     def tell():
         try:
             os.waitpid(-1, os.WNOHANG)

@@ -140,9 +140,9 @@ def test_timeout_error_from_a_signal_handler_loses_no_item(how):
 
 
 def test_remote_get_many_leaves_items_that_it_cannot_receive():
-    """C9: the call returns the items before that one.
+    """C9: the call returns the items before the one that it cannot receive.
 
-    After Ctrl-C, they are in ``items_got`` of the error.
+    After Ctrl-C, these items are in ``items_got`` of the error.
     """
     channel = make()
 

@@ -260,7 +260,7 @@ def test_late_cancellation_does_not_cancel_another_request() -> None:
 
 
 def test_caller_learns_that_its_item_entered_an_ended_branch() -> None:
-    """A ``take`` that has enough items drops the item, or a stage before it does."""
+    """A ``take`` that has enough items, or a stage before the ``take``, drops the item."""
 
     async def main() -> None:
         graph = Graph("ask_in_graph")

@@ -99,7 +99,7 @@ def test_elastic_operators_neither_lose_nor_repeat_items(on: Any, ordered: bool)
 
 @everywhere
 def test_new_worker_works_while_the_first_is_blocked(on: Any) -> None:
-    """Still, the first worker's output for its current item comes first."""
+    """The output for the first worker's current item must still come first."""
     gate = Gate()
 
     def work(item: int) -> tuple[int, int]:

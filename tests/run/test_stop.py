@@ -1,4 +1,4 @@
-"""Test R5 (Stop) from the program.
+"""Test R5 (Stop) when the program itself stops or aborts the run.
 
 ``run.stop()`` stops the sources, and all items in flight are finished. ``run.abort()`` breaks all channels.
 """
