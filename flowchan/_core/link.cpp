@@ -1,4 +1,4 @@
-// The connection of a link, and its streams. link_send.cpp and link_receive.cpp have the two threads.
+// The connection of a link, and its streams. The two threads are in link_send.cpp and link_receive.cpp.
 #include "link.hpp"
 #include "process.hpp"
 

@@ -193,7 +193,7 @@ class Source {
     void release(uint64_t key);  // an output for item `key` has left the worker's host
     // Owner side: check whether the next item is a replay. Call this after outputs were lost.
     void look_for_replay();
-    void give_back_replays();  // owner side: the outputs on the worker's host are lost
+    void give_back_replays();  // owner side: the worker's host has lost outputs
     void leave();              // the reader is gone, so this gives back the remaining items
     // Start over on a new connection. No item counts as sent until the other side has reported what it
     // received.

@@ -71,7 +71,7 @@ bool read_stat(uint64_t pid, char& state, uint64_t& started) {
     const char* p = strrchr(text, ')');  // the command name may contain ")" and spaces
     if (!p) return false;
     unsigned long long start = 0;
-    // After the ")" come field 3 of the line, which is the state, and then, as field 22, the start time.
+    // The rest of the line, after the ")", begins with field 3, the state. The start time is field 22.
     if (sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
                &state, &start) != 2)
         return false;

@@ -74,7 +74,7 @@ class References {
 
     // Add a reference to an output for input item `key` of a worker's stream.
     uint64_t add(Link* link, const OutputKey& output, uint64_t key, uint64_t size, uint64_t kind);
-    // Record that the reference is in `ring`, as output `index` for the item with `number`.
+    // Record that the reference is in `ring`, as output `index` for item `number`.
     void place(uint64_t id, const Ring* ring, uint64_t number, uint64_t index);
     // Replace the lost output at this position with the output of reference `with`. Return the reference that
     // now has the output, or 0 if no output is lost there. In both cases, the reference `with` no longer

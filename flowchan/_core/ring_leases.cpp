@@ -233,7 +233,7 @@ void Ring::order(uint32_t index, Orders what, Wakes& wakes) {
     wakes.readers += h_->reader_queue.call_all();
 }
 
-// Give a session's reserved items back to all readers, because it ends without trying them.
+// Give a session's reserved items back to all readers, because the session ends without trying them.
 void Ring::give_back_reserved(Session& s, Wakes& wakes) {
     if (h_->damaged) return;
     Change change(record(Side::Writer), windows_);

@@ -1,7 +1,7 @@
 // The list of threads that wait on one side of a `threads` channel.
 //
-// Algorithm. Each waiting thread has a node with its own futex word on its stack. A node is asleep (in a
-// list, oldest first), or woken but not running yet. When a call becomes possible, only the oldest sleeper is
+// Algorithm. On its stack, each waiting thread has a node with a futex word. A node is asleep (in a list,
+// oldest first), or woken but not running yet. When a call becomes possible, only the oldest sleeper is
 // woken, so the cost is one wake-up even if a thousand waiters sleep. Until that waiter runs, no other is
 // woken. An operation that leaves another call possible then wakes the next waiter (LocalQueue::try_put,
 // try_take). A woken waiter that does not use its wake-up does the same. So if k calls are possible, k

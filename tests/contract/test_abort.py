@@ -69,7 +69,7 @@ def test_peer_gets_the_same_abort_cause(make, spawn_peer, call):
 
 @pytest.mark.parametrize("call", ["get", "get_timeout", "get_many", "iteration"])
 def test_every_waiting_reader_raises_broken_from_the_cause(make, spawn_peer, call):
-    """C6."""
+    """Check C6."""
     ch = make()
     peers = [spawn_peer(cause_seen, CALLS[call], ch) for _ in range(3)]
     wait_blocked(ch, readers=3)
@@ -79,7 +79,7 @@ def test_every_waiting_reader_raises_broken_from_the_cause(make, spawn_peer, cal
 
 @pytest.mark.parametrize("call", ["put", "put_timeout", "put_many"])
 def test_every_waiting_writer_raises_broken_from_the_cause(make, spawn_peer, call):
-    """C6."""
+    """Check C6."""
     ch = make(1)
     ch.put(0)
     peers = [spawn_peer(cause_seen, CALLS[call], ch) for _ in range(3)]
@@ -98,7 +98,7 @@ def test_put_many_interrupted_by_abort_raises_broken(make, spawn_peer):
 
 
 def test_abort_by_a_peer_breaks_the_channel(make, spawn_peer):
-    """C6."""
+    """Check C6."""
     ch = make()
     ch.put("discarded")
     spawn_peer(lambda: ch.abort(KeyError("from the peer"))).result()
@@ -110,7 +110,7 @@ def test_abort_by_a_peer_breaks_the_channel(make, spawn_peer):
 
 
 def test_abort_discards_the_items_inside(make):
-    """C6."""
+    """Check C6."""
     ch = make()
     ch.put_many(range(10))
     ch.abort()
@@ -195,7 +195,7 @@ def test_abort_of_a_drained_channel_has_no_effect(make):
 
 
 def test_close_after_abort_has_no_effect(make):
-    """C3, C6."""
+    """Check C3 and C6."""
     ch = make()
     ch.abort(ValueError("bad wind"))
     ch.close()
@@ -219,7 +219,7 @@ class Item:
 
 
 def test_abort_frees_the_discarded_items():
-    """C6, C12."""
+    """Check C6 and C12."""
     ch = Channel(across="threads")
     item = Item()
     reference = weakref.ref(item)

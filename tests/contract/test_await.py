@@ -63,7 +63,7 @@ def test_aput_and_aget_pass_items(make):
 
 
 def test_async_for_ends_when_the_channel_is_drained(make):
-    """C4, C9."""
+    """Check C4 and C9."""
 
     async def main():
         ch = make()
@@ -75,7 +75,7 @@ def test_async_for_ends_when_the_channel_is_drained(make):
 
 
 def test_a_waiting_aget_is_woken_by_another_thread_or_process(make, spawn_peer):
-    """C8, C9."""
+    """Check C8 and C9."""
 
     async def main():
         ch = make()
@@ -90,7 +90,7 @@ def test_a_waiting_aget_is_woken_by_another_thread_or_process(make, spawn_peer):
 
 
 def test_a_waiting_aput_is_woken_by_another_thread_or_process(make, spawn_peer):
-    """C2, C8, C9."""
+    """Check C2, C8 and C9."""
 
     async def main():
         ch = make(1)
@@ -150,7 +150,7 @@ def test_ports_can_be_awaited_like_channels(make):
 
 
 def test_event_loop_runs_while_a_coroutine_waits(make):
-    """C9."""
+    """Check C9."""
 
     async def main():
         ch = make()
@@ -168,7 +168,7 @@ def test_event_loop_runs_while_a_coroutine_waits(make):
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Drained), ("abort", Broken)])
 def test_close_or_abort_wakes_every_waiting_aget(make, end, raised):
-    """C3, C6, C9."""
+    """Check C3, C6 and C9."""
 
     async def main():
         ch = make()
@@ -182,7 +182,7 @@ def test_close_or_abort_wakes_every_waiting_aget(make, end, raised):
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Closed), ("abort", Broken)])
 def test_close_or_abort_wakes_every_waiting_aput(make, end, raised):
-    """C3, C6, C9."""
+    """Check C3, C6 and C9."""
 
     async def main():
         ch = make(1)
@@ -196,7 +196,7 @@ def test_close_or_abort_wakes_every_waiting_aput(make, end, raised):
 
 
 def test_closing_a_port_ends_an_await_on_the_port(make):
-    """C5, C9."""
+    """Check C5 and C9."""
 
     async def main():
         ch = make()
@@ -214,7 +214,7 @@ def test_closing_a_port_ends_an_await_on_the_port(make):
 
 @pytest.mark.copying
 def test_an_item_that_cannot_be_sent_raises_in_aput(make):
-    """C9, C13."""
+    """Check C9 and C13."""
 
     async def main():
         ch = make()
@@ -229,7 +229,7 @@ def test_an_item_that_cannot_be_sent_raises_in_aput(make):
 
 
 def test_cancelled_aget_has_taken_no_item(make):
-    """C9."""
+    """Check C9."""
 
     async def main():
         ch = make()
@@ -246,7 +246,7 @@ def test_cancelled_aget_has_taken_no_item(make):
 
 
 def test_cancelled_aput_has_put_no_item(make):
-    """C9."""
+    """Check C9."""
 
     async def main():
         ch = make(1)
@@ -262,7 +262,7 @@ def test_cancelled_aput_has_put_no_item(make):
 
 
 def test_timeout_around_aget_takes_no_item(make):
-    """C7, C9."""
+    """Check C7 and C9."""
 
     async def main():
         ch = make()
@@ -294,7 +294,7 @@ def test_cancelled_call_that_was_woken_wakes_the_next_reader(make):
 
 
 def test_cancelled_call_passes_its_wake_up_to_a_thread(make):
-    """C8, C9."""
+    """Check C8 and C9."""
 
     async def main():
         for _ in range(50):

@@ -65,7 +65,7 @@ def test_channel_made_by_a_peer_works_after_it_was_sent(make, spawn_peer, transp
 
 
 def test_peer_closes_a_sent_channel_while_the_sender_waits(make, spawn_peer):
-    """C14, C3."""
+    """Check C14 and C3."""
     carrier, sent = make(1), make(1)
     closer = spawn_peer(lambda: carrier.get().close())
     reader = spawn_peer(sent.get)
@@ -88,7 +88,7 @@ def test_channels_can_be_nested_in_items(make):
 
 
 def test_a_channel_can_be_sent_twice(make):
-    """C14."""
+    """Check C14."""
     carrier, sent = make(), make()
     carrier.put_many([sent, sent])
     first, second = carrier.get_many(2)

@@ -52,7 +52,7 @@ def test_put_after_close_raises_closed_and_puts_nothing(make, put):
 
 @pytest.mark.parametrize("put", PUTS)
 def test_put_into_a_full_closed_channel_raises_closed_not_full(make, put):
-    """C3."""
+    """Check C3."""
     ch = make(1)
     ch.put("before")
     ch.close()
@@ -98,7 +98,7 @@ def test_waiting_put_many_reports_its_count_when_the_channel_closes(make, spawn_
 
 
 def test_a_waiting_put_many_that_had_put_nothing_raises_closed(make, spawn_peer):
-    """C3."""
+    """Check C3."""
     ch = make(1)
     ch.put("before")
     peer = spawn_peer(ch.put_many, [1, 2])
@@ -124,7 +124,7 @@ def test_items_put_before_the_close_stay_readable(make, spawn_peer):
 
 @pytest.mark.parametrize("get", sorted(GETS.keys() - {"get_nowait"}))
 def test_all_waiting_readers_wake_when_an_empty_channel_closes(make, spawn_peer, get):
-    """C3."""
+    """Check C3."""
     ch = make()
     peers = [spawn_peer(GETS[get], ch) for _ in range(3)]
     wait_blocked(ch, readers=3)
@@ -135,7 +135,7 @@ def test_all_waiting_readers_wake_when_an_empty_channel_closes(make, spawn_peer,
 
 
 def test_waiting_iterations_end_when_the_channel_closes(make, spawn_peer):
-    """C3, C4."""
+    """Check C3 and C4."""
     ch = make()
     peers = [spawn_peer(list, ch) for _ in range(3)]
     wait_blocked(ch, readers=3)
@@ -211,7 +211,7 @@ def test_iteration_ends_when_drained(make):
 
 
 def test_closing_an_empty_channel_drains_it(make):
-    """C4."""
+    """Check C4."""
     ch = make()
     ch.close()
     assert ch.closed
@@ -221,7 +221,7 @@ def test_closing_an_empty_channel_drains_it(make):
 
 
 def test_an_open_empty_channel_is_not_drained(make):
-    """C4."""
+    """Check C4."""
     ch = make()
     ch.put(1)
     ch.get()

@@ -20,7 +20,7 @@ def test_one_item_goes_in_and_comes_out(make):
 
 
 def test_items_are_received_in_the_order_of_their_puts(make):
-    """C1."""
+    """Check C1."""
     ch = make(100)
     for i in range(100):
         ch.put(i)
@@ -55,7 +55,7 @@ def test_order_is_kept_while_the_ring_wraps_around(make):
 
 
 def test_order_is_kept_for_puts_by_a_peer(make, spawn_peer):
-    """C1."""
+    """Check C1."""
     ch = make(8)
 
     def write():
@@ -69,7 +69,7 @@ def test_order_is_kept_for_puts_by_a_peer(make, spawn_peer):
 
 
 def test_none_is_an_item_like_any_other(make):
-    """C1."""
+    """Check C1."""
     ch = make()
     ch.put(None)
     ch.put_many([None, None])
@@ -81,7 +81,7 @@ def test_none_is_an_item_like_any_other(make):
 
 
 def test_falsy_items_arrive(make):
-    """C1."""
+    """Check C1."""
     items = [0, False, "", b"", (), 0.0, None, [], {}]
     ch = make()
     ch.put_many(items)
@@ -185,7 +185,7 @@ def test_put_many_draws_no_more_items_than_fit(make, spawn_peer):
 
 
 def test_get_waits_for_an_item(make, spawn_peer):
-    """C1."""
+    """Check C1."""
     ch = make()
     peer = spawn_peer(ch.get)
     wait_blocked(ch, readers=1)
@@ -205,7 +205,7 @@ def test_get_many_waits_for_one_item_and_takes_available_ones(make, spawn_peer):
 
 
 def test_get_many_takes_at_most_max(make):
-    """C1."""
+    """Check C1."""
     ch = make()
     ch.put_many(range(5))
     assert ch.get_many(2) == [0, 1]
@@ -231,7 +231,7 @@ def test_max_bytes_limits_the_bytes_inside_the_channel(make):
 
 
 def test_put_waits_while_the_channel_contains_max_bytes(make, spawn_peer):
-    """C2."""
+    """Check C2."""
     ch = make(1_000, max_bytes=100_000)
     ch.put(bytes(80_000))
     peer = spawn_peer(ch.put, bytes(80_001))

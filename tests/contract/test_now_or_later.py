@@ -12,13 +12,13 @@ from flowchan import Closed, Empty, Full
 
 
 def test_get_nowait_raises_empty(make):
-    """C7."""
+    """Check C7."""
     with pytest.raises(Empty):
         make().get_nowait()
 
 
 def test_put_nowait_raises_full_and_puts_nothing(make):
-    """C7."""
+    """Check C7."""
     ch = make(1)
     ch.put_nowait("first")
     with pytest.raises(Full):
@@ -28,7 +28,7 @@ def test_put_nowait_raises_full_and_puts_nothing(make):
 
 @pytest.mark.parametrize("standard", [queue.Empty, TimeoutError])
 def test_empty_can_be_caught_as_standard_exceptions(make, standard):
-    """C7."""
+    """Check C7."""
     with pytest.raises(standard):
         make().get_nowait()
     with pytest.raises(standard):
@@ -37,7 +37,7 @@ def test_empty_can_be_caught_as_standard_exceptions(make, standard):
 
 @pytest.mark.parametrize("standard", [queue.Full, TimeoutError])
 def test_full_can_be_caught_as_standard_exceptions(make, standard):
-    """C7."""
+    """Check C7."""
     ch = make(1)
     ch.put(1)
     with pytest.raises(standard):
@@ -55,7 +55,7 @@ def test_empty_and_full_are_not_subclasses_of_closed(make):
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 0.02, 1e-9])
 def test_timeout_raises_empty_when_it_expires_and_not_earlier(make, timeout):
-    """C7."""
+    """Check C7."""
     ch = make()
     for call in (ch.get, lambda timeout: ch.get_many(3, timeout=timeout)):
         begin = time.monotonic()
@@ -88,7 +88,7 @@ def test_put_many_that_times_out_reports_its_count(make):
 
 
 def test_timeout_zero_succeeds_if_no_wait_is_needed(make):
-    """C7."""
+    """Check C7."""
     ch = make(1)
     ch.put(1, timeout=0)
     assert ch.get(timeout=0) == 1
@@ -122,7 +122,7 @@ def test_a_very_long_timeout_is_accepted(make, spawn_peer, timeout):
 
 
 def test_item_that_arrives_within_the_timeout_is_returned(make, spawn_peer):
-    """C7."""
+    """Check C7."""
     ch = make()
     peer = spawn_peer(lambda: ch.get(timeout=1_000))
     wait_blocked(ch, readers=1)

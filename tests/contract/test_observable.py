@@ -19,7 +19,7 @@ COUNTS = (
 
 
 def test_counts_of_a_new_channel_are_zero(make):
-    """C15."""
+    """Check C15."""
     stats = make().stats()
     assert {name: getattr(stats, name) for name in COUNTS} == dict.fromkeys(COUNTS, 0)
 
@@ -52,7 +52,7 @@ def test_stats_count_items_in_and_out(make):
 
 
 def test_failed_calls_are_not_counted(make):
-    """C15."""
+    """Check C15."""
     ch = make(1)
     ch.put(1)
     for call in (lambda: ch.put_nowait(2), lambda: ch.put(2, timeout=0), lambda: ch.put_many([2], timeout=0)):
@@ -136,7 +136,7 @@ def test_stats_returns_a_frozen_value(make):
 
 @pytest.mark.parametrize("name", ["capacity", "across", "max_bytes", "closed", "drained", "broken"])
 def test_properties_cannot_be_set(make, name):
-    """C15."""
+    """Check C15."""
     with pytest.raises(AttributeError):
         setattr(make(), name, 1)
 

@@ -312,7 +312,7 @@ def test_killing_the_last_reader_closes_the_channel(make, spawn_peer):
 
 @pytest.mark.other_process
 def test_killing_the_last_reader_wakes_waiting_writers(make, spawn_peer):
-    """C5."""
+    """Check C5."""
     ch = make(1)
     reader = spawn_peer(open_reader_and_stay, ch)
     wait_stats(ch, readers=1)

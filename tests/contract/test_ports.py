@@ -73,7 +73,7 @@ def test_closing_the_last_reader_closes_the_channel(make):
 
 
 def test_port_closed_twice_is_counted_once(make):
-    """C5."""
+    """Check C5."""
     ch = make()
     first, second = ch.writer(), ch.writer()
     first.close()
@@ -144,7 +144,7 @@ def test_channel_without_ports_does_not_close(make):
 
 
 def test_stats_count_the_ports(make):
-    """C5, C15."""
+    """Check C5 and C15."""
     ch = make()
     outs, ins = [ch.writer() for _ in range(3)], [ch.reader() for _ in range(2)]
     assert (ch.stats().writers, ch.stats().readers) == (3, 2)
@@ -214,7 +214,7 @@ def test_writer_stops_when_all_readers_have_closed(make, spawn_peer, make_gate):
 
 
 def test_a_port_on_a_broken_channel_raises_broken(make):
-    """C5, C6."""
+    """Check C5 and C6."""
     ch = make()
     out, into = ch.writer(), ch.reader()
     ch.abort(ValueError("bad wind"))

@@ -92,14 +92,14 @@ def counts(channels):
 
 
 def test_select_gets_from_the_channel_that_has_an_item(several):
-    """C10."""
+    """Check C10."""
     a, b, c = several(3)
     b.put("item")
     assert select([a, b, c]) == Selected(b, "item", put=False)
 
 
 def test_select_puts_into_the_channel_with_room(several):
-    """C10."""
+    """Check C10."""
     a, b = several(2, capacity=1)
     a.put("old")
     assert select(puts=[(a, 1), (b, 2)]) == Selected(b, 2, put=True)
@@ -126,7 +126,7 @@ def test_a_channel_may_be_read_and_written_by_one_select(several):
 
 
 def test_none_is_an_item_like_any_other(several):
-    """C1, C10."""
+    """Check C1 and C10."""
     (ch,) = several(1)
     select(puts=[(ch, None)])
     assert select([ch], timeout=0) == Selected(ch, None, put=False)
@@ -148,7 +148,7 @@ def test_ports_are_selected_like_channels(several_local):
 
 
 def test_select_raises_for_an_item_that_cannot_be_sent():
-    """C10, C13."""
+    """Check C10 and C13."""
     ch = Channel(across="processes")
     with pytest.raises(TypeError, match="can't send"):
         select(puts=[(ch, threading.Lock())])
@@ -186,7 +186,7 @@ def check_that_no_list_is_refused(ch):
 
 
 def test_select_rejects_ports_of_the_wrong_side(several_local):
-    """C10."""
+    """Check C10."""
     (ch,) = several_local(1)
     check_that_ends_are_not_mixed_up(ch)
 
@@ -200,13 +200,13 @@ def check_that_ends_are_not_mixed_up(ch):
 
 @pytest.mark.parametrize("number", [0, 129])
 def test_select_accepts_1_to_128_operations(several_local, number):
-    """C10."""
+    """Check C10."""
     with pytest.raises(ValueError, match="1 to 128 operations"):
         select(several_local(number), timeout=0)
 
 
 def test_select_waits_on_128_channels(several_local):
-    """C10."""
+    """Check C10."""
     channels = several_local(128)
     with pytest.raises(NothingReady):
         select(channels, timeout=0.01)
@@ -232,7 +232,7 @@ def test_select_that_times_out_does_nothing(several, timeout):
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])
 def test_invalid_select_timeout_raises(several, timeout):
-    """C7, C10."""
+    """Check C7 and C10."""
     with pytest.raises(ValueError, match="timeout must be"):
         select(several(2), timeout=timeout)
 
@@ -241,7 +241,7 @@ def test_invalid_select_timeout_raises(several, timeout):
 
 
 def test_select_skips_drained_channels(several):
-    """C4, C10."""
+    """Check C4 and C10."""
     a, b = several(2)
     a.close()
     b.put(1)
@@ -252,7 +252,7 @@ def test_select_skips_drained_channels(several):
 
 
 def test_select_gets_items_left_in_a_closed_channel(several):
-    """C3, C10."""
+    """Check C3 and C10."""
     a, b = several(2)
     a.put_many([1, 2])
     a.close()
@@ -270,7 +270,7 @@ def test_select_that_puts_into_a_closed_channel_raises_closed(several):
 
 
 def test_select_on_a_broken_channel_raises_broken_from_its_cause(several):
-    """C6, C10."""
+    """Check C6 and C10."""
     a, b = several(2)
     b.abort(LookupError("gone"))
     with pytest.raises(Broken) as caught:
@@ -292,7 +292,7 @@ def test_waiting_select_is_woken_by_close_or_abort(several, end, raised):
 
 
 def test_select_rejects_a_closed_port(several_local):
-    """C5, C10."""
+    """Check C5 and C10."""
     (ch,) = several_local(1)
     check_that_a_closed_port_is_refused(ch)
 
@@ -312,13 +312,13 @@ def check_that_a_closed_port_is_refused(ch):
     [check_that_no_list_is_refused, check_that_ends_are_not_mixed_up, check_that_a_closed_port_is_refused],
 )
 def test_select_rejects_the_same_mistakes_with_remote_ports(check):
-    """C5, C10."""
+    """Check C5 and C10."""
     ch = Channel(across="hosts")
     HostPeer(check, ch).result()
 
 
 def test_closing_a_port_ends_a_select_that_waits_on_it(several_local):
-    """C5, C10."""
+    """Check C5 and C10."""
     a, b = several_local(2)
     keep, reader = a.reader(), a.reader()
     waiting = ThreadPeer(select, [reader, b])
@@ -403,7 +403,7 @@ def test_nonblocking_select_finds_an_item_that_moves_between_channels(several, m
 
 
 def test_gets_and_puts_are_chosen_about_equally_often(several):
-    """C10."""
+    """Check C10."""
     full, free = several(2, capacity=1_000)
     full.put_many(range(600))
     puts = sum(select([full], puts=[(free, 0)]).put for _ in range(600))

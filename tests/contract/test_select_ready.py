@@ -16,7 +16,7 @@ def moved(channel):
 
 
 def test_select_ready_leaves_the_item_in_the_channel(make):
-    """C10."""
+    """Check C10."""
     a, b = make(1), make(1)
     with pytest.raises(NothingReady, match="none of 2 operations"):
         select([a], ready=[b], timeout=0)
@@ -75,7 +75,7 @@ def test_select_on_ready_leaves_the_item_to_a_reader(make):
 
 
 def test_select_on_ready_raises_broken_from_its_cause(make):
-    """C6, C10."""
+    """Check C6 and C10."""
     ch = make(1)
     waiting = ThreadPeer(lambda: select(ready=[ch]))
     wait_blocked(ch, readers=1)

@@ -34,7 +34,7 @@ def test_put_by_another_thread_or_process_wakes_a_select(kind, chosen):
 
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
 def test_get_by_another_thread_wakes_a_select_that_puts(kind):
-    """C8, C10."""
+    """Check C8 and C10."""
     channels = [
         Channel(1, across="processes"),
         Channel(1, across="threads" if kind is ThreadPeer else "processes"),

@@ -194,7 +194,7 @@ def test_reader_does_not_sleep_while_an_item_is_available(make, spawn_peer, make
 
 
 def test_counts_of_waiting_users_return_to_zero(make, spawn_peer):
-    """C8, C15."""
+    """Check C8 and C15."""
     ch = make(1)
     reader = spawn_peer(ch.get)
     wait_blocked(ch, readers=1)
