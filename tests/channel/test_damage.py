@@ -53,7 +53,7 @@ ERRORS = (
 
 
 class Memory:
-    """A channel's memory, which tests write to like a stray pointer."""
+    """A channel's memory, which tests damage as a stray pointer would."""
 
     def __init__(self, channel: Channel[Any]) -> None:
         self.map = mmap.mmap(channel._fd, 0)

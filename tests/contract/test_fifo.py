@@ -254,7 +254,7 @@ def test_item_much_larger_than_the_other_items_arrives(make, spawn_peer):
 
 
 def test_fast_writer_never_exceeds_the_capacity(make, spawn_peer):
-    """C2: although the writer is faster than its reader."""
+    """C2: the writer is faster than its reader."""
     ch = make(5)
 
     def write():

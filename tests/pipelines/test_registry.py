@@ -89,7 +89,7 @@ def main():
     owner.join()
     for child in (owner, *workers):
         assert child.exitcode == 0
-    assert named().creator  # its owner has ended
+    assert named().creator  # the first owner has ended, so this process owns the queue
 """
 
 FROM_THE_MAIN_PROCESS = """

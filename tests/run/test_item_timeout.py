@@ -1,4 +1,4 @@
-"""Record the seconds passed to each call of ``setitimer``."""
+"""Test the timer that limits the time of an item, and programs that handle or block its signal."""
 
 from __future__ import annotations
 
