@@ -1,5 +1,5 @@
-/* Prints how long a cache line takes from one core to another and back, in ns. Two processes, each on a different
- * core, increment one word alternately. The result is the median of 100 times 1,000 round trips. */
+/* Prints the time in ns that a cache line takes from one core to another and back. Two processes, each on its own
+ * core, take turns to increment one word. The result is the median of 100 runs of 1,000 round trips. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdatomic.h>
