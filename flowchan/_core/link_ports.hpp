@@ -352,8 +352,8 @@ class Sink {
     void unstage();
     void forget_staged();
     uint64_t got = 0, used = 0, settled = 0;
-    // Owner side: outputs that have arrived, from number `released` on, if any of them was a reference. The
-    // referenced output stays on the worker's host until the owner releases the reference.
+    // Owner side: the outputs that have arrived, from number `released` on. Empty until one of them is a
+    // reference. The referenced output stays on the worker's host until the owner releases the reference.
     struct Lent {
         uint64_t reference = WAITING;  // 0: no reference
         uint64_t key = 0;

@@ -286,7 +286,8 @@ static nb::object lend(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadlin
     return view;
 }
 
-// Lend `size` bytes of the channel's memory, once they are free. The caller fills them and puts them.
+// Lend `size` bytes of the channel's memory, once they are free. The caller fills this memory and then puts
+// it.
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
     Deadline deadline;
     if (!ch.usable() || !parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();

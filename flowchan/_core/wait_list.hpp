@@ -19,7 +19,7 @@
 // Writers of an ordered stage wait for their turns, sorted by the numbers of their items. Only the first one
 // can continue, so only that one is woken. Workers without an output come last (ANY_TURN). While CROWD other
 // workers wait with outputs, a worker waits for room before it takes an item. So a few of the many workers of
-// a cheap function do the work. The others sleep on instead of waking for each item.
+// a cheap function do the work. The others keep sleeping instead of waking for each item.
 //
 // All of this runs under the queue's lock. No thread can die while it has the lock, so no repair is needed.
 #pragma once

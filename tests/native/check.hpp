@@ -230,7 +230,7 @@ class Check {
         }
         equal("viewed_bytes", h.viewed_bytes, seen);
     }
-    // Return whether a slot is free but in no list, which the tolerance permits.
+    // Return whether a slot is free but in no list, and the tolerance permits that.
     bool lost(uint64_t p) {
         return tolerance.lost_free_slots && slot(p)->place() == SlotState::Free && !where.count(p);
     }

@@ -49,8 +49,8 @@ int main() {
     const auto get = [&] { must(reader.get(value) == Step::Done, "get"); };
     for (int i = 0; i < 8; ++i) put();
     for (int i = 0; i < 40; ++i) put(), value += 1, get();
-    // Both also write the line of the lock. The comparison misses that, because unlocking restores the line's
-    // content.
+    // The put and the get also write the line of the lock. The comparison misses that, because unlocking
+    // restores the line's content.
     const Lines of_put = written(ring, put), of_get = written(ring, get);
     const Lines of_next = written(ring, put);
     printf("a put writes %zu lines, a get %zu, both %ld; the get and the next put %ld\n", of_put.size() + 1,

@@ -113,7 +113,7 @@ class Memory {
     std::deque<uint64_t> inside;
     uint64_t number = 0, hits = 0, misses = 0;
 
-    // Phases alternate: the memory fills up or empties.
+    // The memory fills up in one phase and empties in the other.
     bool phase() const { return number / 100 % 2; }
     uint64_t any_size() {
         const uint64_t most = std::max<uint64_t>(MAX_BYTES >> random() % 13, 16);

@@ -1,5 +1,5 @@
-// Faults planted into the stress tests, which prove that each sanitizer finds one. A build without -DPLANT_…
-// has none.
+// Faults that are planted into the stress tests, to prove that each sanitizer finds one. A build without
+// -DPLANT_… has none.
 #pragma once
 
 #include "ring.hpp"
