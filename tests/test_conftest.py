@@ -203,7 +203,7 @@ def test_test_that_passes_when_rerun_does_not_fail_the_run(tmp_path: Path) -> No
 
 
 def test_file_that_hides_a_large_import_fails_the_run(tmp_path: Path) -> None:
-    """Otherwise all tests of its process would fork at four times the cost."""
+    """A hidden import would make all tests of the process fork at four times the cost."""
     (tmp_path / "test_small.py").write_text("__import__('PIL')\ndef test_it(): ...\n")
     status, said = run_all(tmp_path)
     assert status == 1
@@ -466,6 +466,6 @@ def test_names_of_test_files_are_unique() -> None:
 
 
 def test_longer_soak_tests_use_the_long_walk_fixture() -> None:
-    """Otherwise ``--only-long`` would leave them out."""
+    """``--only-long`` would leave out tests without this fixture."""
     looks = [path.name for path in HERE.rglob("test_*.py") if "getoption(" + '"--long"' in path.read_text()]
     assert looks == []

@@ -151,7 +151,7 @@ def test_imports_go_down_only():
 
 
 def test_imports_have_no_cycle():
-    """This includes cycles within a part."""
+    """Modules within a part must not form a cycle either."""
     graph = {module: {target for target, _ in imports(module)} for module in MODULES}
     try:
         graphlib.TopologicalSorter(graph).prepare()

@@ -42,7 +42,7 @@ def test_import_flowchan_does_not_load_heavy_modules():
 
 
 def test_using_a_channel_does_not_load_heavy_modules():
-    """This includes a channel's first use."""
+    """The first use of a channel does not load heavy modules either."""
     statement = (
         "import flowchan\n"
         "for across in ('threads', 'processes'):\n"
@@ -56,7 +56,7 @@ def test_using_a_channel_does_not_load_heavy_modules():
 
 @pytest.mark.parametrize(("place", "needed"), [("thread", set()), ("process", {"cloudpickle"})])
 def test_graph_runs_without_heavy_imports(place: str, needed: set[str]) -> None:
-    """So a program's first run does not wait for heavy imports."""
+    """A program's first run must not wait for heavy imports."""
     statement = (
         "import flowchan\n"
         "graph = flowchan.Graph('light')\n"

@@ -117,7 +117,7 @@ def test_arrays_of_different_types_raise_mismatch(run_on_one_host: Any, call: st
 
 @pytest.mark.parametrize("algorithm", ["at once", "by a handle", "not in one piece"])
 def test_out_must_have_the_element_type_of_the_sender(run: Any, algorithm: str) -> None:
-    """Otherwise, the receiver would interpret the bytes as a different type."""
+    """Without this error, the receiver would interpret the bytes as a different type."""
 
     def numbers(count: int, dtype: str) -> Any:
         return np.zeros(2 * count, dtype)[::2] if algorithm == "not in one piece" else np.zeros(count, dtype)

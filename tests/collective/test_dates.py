@@ -104,7 +104,7 @@ def test_meaningless_operation_on_dates_raises(
 
 
 def test_dates_with_different_units_raise_mismatch(run: Any) -> None:
-    """Otherwise, one second and one millisecond would add up to two."""
+    """Without this error, one second and one millisecond would add up to two."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch, match=r"timedelta64\[s\]\[2\].*timedelta64\[ms\]\[2\]"):

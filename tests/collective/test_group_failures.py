@@ -350,7 +350,7 @@ def test_death_is_noticed_while_another_member_is_slow() -> None:
 
 
 def test_member_killed_before_joining_counts_as_dead() -> None:
-    """This holds even if other children of its parent have inherited the member's descriptors."""
+    """The member counts as dead even if other children of its parent have inherited its descriptors."""
 
     def enter(member: Any, answers: Channel[Any]) -> None:
         if member.rank == 1:
@@ -457,7 +457,7 @@ raise ValueError("a mistake")
 
 
 def test_failed_program_does_not_wait_for_started_operations() -> None:
-    """Otherwise, the program would wait for the other member, which is waiting for the program."""
+    """The other member waits for the program, so waiting for its operations would never end."""
     ended = subprocess.run([sys.executable, "-c", MISTAKE], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     assert "ValueError: a mistake" in ended.stderr

@@ -133,7 +133,7 @@ def test_mpi_members_on_several_hosts_need_address_and_secret(
 
 @pytest.mark.parametrize("launcher", ["PMI", "torchrun"])
 def test_members_on_several_hosts_form_a_group(launcher: str, torch_programs: Template) -> None:
-    """They find each other by an address and a secret in the environment, or through torchrun's store."""
+    """The members find each other by an address and a secret in the environment, or by torchrun's store."""
     if launcher == "torchrun" and importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed: pip install torch")
 
@@ -423,7 +423,7 @@ def test_processes_with_many_descriptors_form_a_group() -> None:
 
 
 def test_member_joins_next_group_if_rank_0_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This lets a stage continue whose workers are replaced."""
+    """A stage whose workers are replaced can continue in the next group."""
     take_slot, seen = SharedGroup._take_slot, []
 
     def be_killed() -> None:

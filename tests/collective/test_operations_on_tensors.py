@@ -91,7 +91,7 @@ def test_tensors_of_every_type_can_be_gathered_and_broadcast(run: Any) -> None:
 
 
 def test_array_and_tensor_of_one_type_can_be_combined() -> None:
-    """This also works across hosts."""
+    """Arrays and tensors can also be combined across hosts."""
 
     def body(g: Any) -> Any:
         x = torch.ones(2) if g.rank else np.ones(2, "f4")

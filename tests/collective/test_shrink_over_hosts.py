@@ -183,7 +183,7 @@ def test_shrink_fails_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shrink_fails_only_on_members_cut_off_from_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So only one part of a partitioned network continues."""
+    """If the network is partitioned, only the part with rank 0 continues."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
 
     def cut(*_: Any, why: str, **__: Any) -> Any:

@@ -94,7 +94,7 @@ def test_death_in_ddp_raises_on_the_other_rank(torch_programs: Template, tmp_pat
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_groups_remove_their_keys_from_the_store(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise, the next group in the same store would read the last group's values.
+    """If keys remained, the next group in the same store would read the last group's values.
 
     All groups that torchrun starts share one store.
     """
@@ -129,7 +129,7 @@ except Exception as error:
 
 
 def test_failed_rank_does_not_wait_for_started_operations(torch_programs: Template, tmp_path: Path) -> None:
-    """Otherwise, the rank would wait for the other rank, which is waiting for it."""
+    """The other rank waits for the failed one, so waiting for its operations would never end."""
     ranks = [
         torch_programs.popen(
             *("-c", MISTAKE, rank, tmp_path / "store"),

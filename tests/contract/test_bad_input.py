@@ -124,7 +124,7 @@ def test_put_many_raises_the_error_from_its_iterable(make):
 
 
 def test_item_larger_than_max_bytes_raises_at_once(make):
-    """This includes a full channel, where other puts would wait."""
+    """The put raises even into a full channel, where other puts would wait."""
     ch = make(1, max_bytes=100_000)
     for _ in range(2):
         with pytest.raises(ValueError, match="max_bytes") as caught:

@@ -158,7 +158,7 @@ def test_items_of_a_dropped_channel_are_freed():
 
 
 def test_channel_keeps_no_reference_to_a_received_item():
-    """This concerns ``threads`` channels."""
+    """A ``threads`` channel passes the object itself, so a kept reference would keep the object alive."""
     ch = Channel(across="threads")
     item = Item()
     reference = weakref.ref(item)

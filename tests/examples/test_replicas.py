@@ -35,7 +35,7 @@ def test_replicas_train_together_until_the_data_ends(torch_programs: Template) -
 
 
 def test_ctrl_c_lets_the_graph_finish_items_in_flight(torch_programs: Template) -> None:
-    """After that, the example tests the network that it has trained so far."""
+    """After the last item, the example tests the network that it has trained so far."""
     command = ("-c", COMMAND, "run", EXAMPLE, "--", 2, 1000000)
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with torch_programs.popen(

@@ -82,7 +82,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows(tmp_path: Path, w
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
 def test_elastic_gang_puts_each_output_once(tmp_path: Path, deed: Callable[[], Any], workers: int) -> None:
-    """This includes items that several members have started again, and those of a lost host."""
+    """Items that several members have started again, or of a lost host, also have their outputs once."""
     points = {(0, 0), (7, 1), (7, 2), (8, 1), (20, 2), (29, 0)}
 
     def work(items: In[int], group: Group, out: Out[tuple[int, int]]) -> None:

@@ -41,7 +41,7 @@ def wait_for_sessions(channel):
 
 
 def test_broken_connection_neither_loses_nor_repeats_items():
-    """This applies to puts and gets, both through ports and in single calls."""
+    """The items are put and got through ports and in single calls."""
     there, back, calls = make(), make(), make(100_000)
 
     def work():

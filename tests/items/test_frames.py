@@ -128,7 +128,7 @@ def test_an_image_arrives_equal(mode: str, size: tuple[int, int]) -> None:
 )
 @pytest.mark.parametrize("loaded", [False, True])
 def test_an_image_read_from_a_file_arrives_equal(kind: str, mode: str, loaded: bool, tmp_path: Path) -> None:
-    """Such an image is pickled by Pillow itself, which keeps its format."""
+    """Pillow itself pickles an image that was read from a file, and keeps its format."""
     path = tmp_path / f"image.{kind}"
     Image.linear_gradient("L").convert(mode).save(path)
     with Image.open(path) as image:

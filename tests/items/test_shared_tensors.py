@@ -133,7 +133,7 @@ def test_packed_value_contains_the_shared_tensor() -> None:
 
 
 def test_data_loader_batches_are_sent_as_copies() -> None:
-    """These batches are in shared memory as well, but only for their transfer."""
+    """A data loader's batches are also in shared memory, but only for their transfer."""
     data = torch.utils.data.TensorDataset(torch.arange(4.0))
     (batch,) = next(iter(torch.utils.data.DataLoader(data, 4, num_workers=1)))
     assert batch.is_shared()

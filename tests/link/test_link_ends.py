@@ -153,7 +153,7 @@ def test_two_threads_can_close_a_link_at_once() -> None:
 
 
 def test_forked_child_has_no_copy_of_the_connection() -> None:
-    """Otherwise, the other side would not notice the end of this process.
+    """If the child kept a copy, the other side would not notice the end of this process.
 
     The child may drop or close the link while items are in transit, and the parent's link continues.
     """

@@ -52,7 +52,7 @@ def test_each_sanitizer_finds_a_fault_planted_in_a_link(sanitizer: str, plant: s
 
 @pytest.mark.parametrize("copied", [24, 3000, 15_000])
 def test_link_frees_sent_bytes_while_more_are_queued(copied: int) -> None:
-    """Otherwise, a host that sends faster than its connection would use ever more memory."""
+    """A host that sends faster than its connection must not use ever more memory."""
     ended = run(program("plain/outgoing"), "500", str(copied))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == f"received all {500 * (copied + 100_000)} bytes\n"

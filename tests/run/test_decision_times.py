@@ -70,7 +70,7 @@ def test_run_that_does_not_end_waits_for_events(phase: Phase) -> None:
 
 @pytest.mark.parametrize("phase", ["stopping", "finishing", "failing", "aborting"])
 def test_only_tick_after_the_next_time_makes_progress(phase: Phase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise, the supervisor would keep waking up without a reason."""
+    """If other ticks made progress, the supervisor would keep waking up without a reason."""
     monkeypatch.setattr(decisions, "GRACE", 5.0)
     state = dataclasses.replace(START, phase=phase, since=100.0)
     times: list[float] = []

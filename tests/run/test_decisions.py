@@ -157,7 +157,7 @@ def test_restarts_in_an_earlier_period_do_not_count() -> None:
 
 
 def test_pauses_before_replacements_do_not_count_towards_the_restart_period() -> None:
-    """Otherwise, a limit higher than the number of pauses that fit in a period would never be reached."""
+    """If pauses counted, a limit above the number of pauses that fit in a period would never be reached."""
     state, now = at("running", limits={"map": 100}), 0.0
     for number in range(101):
         state, actions = decide(state, dataclasses.replace(died(MAP), deaths=number), now)

@@ -62,7 +62,7 @@ def test_interrupt_in_threading_leaves_no_lock_held(tmp_path: Path, calls: Calla
 
 
 def test_task_pool_uses_no_lock_at_exit() -> None:
-    """Otherwise, an interrupt in ``Event.set()`` would make a second call hang."""
+    """A lock like that of ``Event.set()`` would make a second call hang after an interrupt."""
     interrupt = Interrupt(1, (threading.__file__,))
     before = dict(task_pool._running)
     task_pool._running.clear()

@@ -156,7 +156,7 @@ def test_async_stage_with_other_work_is_not_a_deadlock(works: Any, checks: Calla
 
 
 def test_worker_that_awaits_another_task_counts_as_working(checks: Callable[[], int]) -> None:
-    """This holds even if the other task awaits a channel, because only the worker's own task is examined."""
+    """The other task may even await a channel, because only the worker's own task is examined."""
 
     async def first(back: In[int], out: Out[int]) -> None:
         waiting = asyncio.create_task(back.aget())

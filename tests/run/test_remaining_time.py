@@ -34,7 +34,7 @@ def test_estimate_reflects_slow_final_items_within_5_seconds(every: float) -> No
 
 
 def test_average_since_the_start_would_be_far_off() -> None:
-    """This shows that a simpler estimate would fail the test above."""
+    """A simpler estimate would fail the test of slow final items."""
     done = slow_at_the_end(15)
     assert (10_200 - done) * 15 / done < 1
 

@@ -238,7 +238,7 @@ def test_process_that_runs_the_graph_on_import_reports_its_end(method: str, tmp_
 def test_forkserver_preloads_modules_unless_the_program_chooses_them(
     before: str, found: str, tmp_path: Path
 ) -> None:
-    """These modules are flowchan's native module, and NumPy's if the program has imported NumPy."""
+    """The forkserver preloads flowchan's native module, and NumPy's if the program has imported NumPy."""
     text = f"""
         import multiprocessing, os
         from pathlib import Path
@@ -414,7 +414,7 @@ def test_process_that_returns_during_a_run_ends_the_run(method: str, tmp_path: P
 def test_only_one_thread_at_a_time_disconnects_from_parents_forkserver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise, two threads could close the forkserver's descriptor twice.
+    """Two threads at once could close the forkserver's descriptor twice.
 
     The second close could hit another file with the same number.
     """
@@ -439,7 +439,7 @@ def test_only_one_thread_at_a_time_disconnects_from_parents_forkserver(
 
 
 def test_forked_child_of_the_program_has_its_own_forkserver(tmp_path: Path) -> None:
-    """Otherwise, Python would try to use the parent's forkserver and fail."""
+    """A child that used its parent's forkserver could not start any process."""
     program = """
         import multiprocessing, os
         from flowchan import Graph
@@ -498,7 +498,7 @@ def test_forkserver_that_is_killed_while_a_worker_starts_is_named(tmp_path: Path
 
 
 def test_code_of_operators_is_imported_before_a_worker_is_forked(tmp_path: Path) -> None:
-    """Otherwise, one run could fork while another run's thread holds the import lock."""
+    """An import at the wrong time could hold the import lock while another run forks."""
     program = """
         import os, sys
         from flowchan import Graph

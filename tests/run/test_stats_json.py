@@ -50,7 +50,7 @@ def test_from_json_refuses_stats_without_a_required_key() -> None:
 
 
 def test_sample_stats_set_every_field_with_a_default() -> None:
-    """Otherwise, the tests in this file would miss a new field with a default."""
+    """If a field kept its default, the tests in this file would miss it."""
     for sample in (STATS, STAGE, EDGE, *STATS.hosts, *STATS.decisions):
         for field in dataclasses.fields(sample):
             if field.default is not dataclasses.MISSING:

@@ -235,7 +235,7 @@ def test_replayed_handshake_is_refused(dialled: bool) -> None:
 @pytest.mark.parametrize("dialled", [True, False])
 @pytest.mark.parametrize("disguised", [True, False])
 def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
-    """This must also hold if the greeting contains the other role."""
+    """A greeting with the other role must not make the reflected messages acceptable."""
     with connected() as ends:
         ours, his = ends[not dialled], ends[dialled]
         peer = ThreadPeer(lambda: refused(ours, dialled=dialled))
@@ -261,7 +261,7 @@ def test_two_dialling_ends_refuse_each_other_with_the_reason() -> None:
     "results", [b"[1]", b"\xff", b"", b"{", b"[" * HELLO, b"NaN", b'"' + b"x" * 99 + b'"']
 )
 def test_hello_other_than_a_json_object_is_refused(results: bytes) -> None:
-    """This must hold even for a peer with the secret."""
+    """Even a peer with the secret must be refused."""
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(listens, dialled=False))
         own_sock = authentication.greeting(authentication.DIALLED)

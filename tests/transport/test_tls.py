@@ -70,7 +70,7 @@ def test_bytes_are_sent_in_both_directions_at_once() -> None:
 
 @pytest.mark.parametrize("ending", [0, 1])
 def test_bytes_sent_before_close_arrive(ending: int) -> None:
-    """This must hold even while the other end is still sending."""
+    """The bytes must arrive even while the other end is still sending."""
     data = os.urandom(5_000_000)
     with encrypted() as ends:
         first, last = ends[ending], ends[1 - ending]
@@ -136,7 +136,7 @@ with test_tls.encrypted() as ends:
 
 
 def test_proxy_exits_when_its_parent_is_killed() -> None:
-    """This must hold even if a child of the dead process has inherited the descriptors."""
+    """The proxy must exit even if a child of the dead process has inherited the descriptors."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:

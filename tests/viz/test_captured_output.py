@@ -145,7 +145,7 @@ LATE = """
 
 
 def test_output_at_the_end_does_not_redraw_bars(tmp_path: Path) -> None:
-    """Otherwise, the bars would appear in the next line that the program writes."""
+    """Bars that are drawn again would appear in the next line that the program writes."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, LATE))], tmp_path)
     assert code == 0, lines
     assert {"said last", "alone"} <= set(lines), lines

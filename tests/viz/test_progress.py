@@ -203,7 +203,7 @@ AGAIN = """
 
 
 def test_forkserver_workers_can_print_after_bars_have_ended(tmp_path: Path) -> None:
-    """Otherwise, the server would keep the pseudoterminal that is used while bars are shown."""
+    """The server must not keep the pseudoterminal that is used while bars are shown."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, AGAIN))], tmp_path)
     assert code == 0, lines
     assert {"said 3", "[1, 2, 3]"} <= set(lines)
