@@ -63,7 +63,7 @@ def into_batches(into):
 def test_every_item_is_received_once_in_its_writers_order(
     make, spawn_peer, make_gate, peer_kind, shape, capacity, how, long_walk
 ):
-    """C1, C4, C5, C8: with capacity 1, every item wakes a user; with a large capacity, few do.
+    """C1, C4, C5, C8: with capacity 1, every item wakes a user; with a large capacity, few items do.
 
     If several remote readers share the channel, an item recalled from one of them may arrive after later
     items.

@@ -65,7 +65,7 @@ def test_error_for_a_single_death_uses_the_singular() -> None:
 
 
 class KillsBehind:
-    """An item that arrives as a number. When the original is dropped, it kills its own process."""
+    """An item that arrives as a number. Dropping the original kills the process that put it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
