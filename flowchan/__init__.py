@@ -1,6 +1,6 @@
 """Run graphs of stages joined by closable channels that span threads, processes and hosts."""
 
-# imported first: it selects the core that all other modules use
+# Must be imported first, because it selects the core that all other modules import.
 from flowchan import native as _native  # noqa: F401
 
 # isort: split
@@ -122,7 +122,7 @@ __all__ = [
     "worker",
 ]
 
-# Set the module that messages, tracebacks and pickles show to the module that users import from.
+# Messages, tracebacks and pickles then name the module that users import, not the defining module.
 for _name in __all__:
     globals()[_name].__module__ = "flowchan"
 del _name

@@ -349,7 +349,7 @@ class Deadlock(FlowchanError):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Line in the user's source code."""
+    """Identify a line in the user's source code."""
 
     file: str
     line: int
@@ -443,7 +443,7 @@ class StageError(FlowchanError):
         self.worker = worker
         self.item = item
 
-    # If a worker process runs a graph, it pickles the errors and sends them to the program.
+    # A graph may run inside a worker process, which pickles its errors and sends them to the program.
     def __reduce__(self) -> tuple[Any, ...]:
         return _stage_error, (str(self), self.stage, self.worker, self.item, self.__cause__), self.__dict__
 
@@ -460,8 +460,8 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM ended a run.
 
     Attributes:
-        results: The complete results, as ``run.wait()`` returns them. For a stream that ``run.iter()`` was
-            reading, only the items not yielded yet.
+        results: Results that were complete, in the form that ``run.wait()`` returns. A stream read by
+            ``run.iter()`` contains only the items that were not yielded yet.
         report: Report of the run, as text.
         signal: Number of the signal: ``signal.SIGINT`` or ``signal.SIGTERM``.
         __cause__: The :class:`RunError` if a stage failed before the run ended.
@@ -489,7 +489,7 @@ class Interrupted(KeyboardInterrupt):
     ) -> None:
         super().__init__(message)
         self.signal = number
-        # returns the results and the report, after waiting for the run to end
+        # Waits for the end of the run, then returns its results and report.
         self._tell = tell
 
     @property
@@ -524,7 +524,7 @@ class RunError(ExceptionGroup[StageError], FlowchanError):
             """One :class:`StageError` for each failure, in order."""
 
     def derive(self, excs: Sequence[StageError]) -> RunError:  # type: ignore[override]
-        """Return a run error with the same message but these failures; ``except*`` calls this.
+        """Return an error with the same message for a subset of the failures, as ``except*`` requires.
 
         Args:
             excs: The failures of the new error.

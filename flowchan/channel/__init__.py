@@ -1,1 +1,1 @@
-"""Extend the native channels and ports with the public channel classes."""
+"""Define the public channel classes on top of the native channels and ports."""

@@ -73,8 +73,8 @@ class Addressed:
         return self.ports[worker - 1], inner
 
     def _ended(self, port: Out[Any], end: Closed) -> None:
-        """Report an item whose channel is closed."""
-        # if this channel is open, pickling the item raised the error, which is about another channel
+        """Handle a put that raised ``Closed``: report the item as unwanted if its worker has ended."""
+        # Pickling the item can also raise Closed, about some other channel; this port's channel is then open.
         of_user = not port.channel.closed
         if self._unwanted is None or of_user or self.closed:
             raise end
@@ -87,7 +87,7 @@ class Addressed:
 
     @property
     def channel(self) -> Any:
-        """Return one of the channels: a broken one if possible, else an open one, else that of worker 1."""
+        """Return one worker's channel: preferably a broken one, then an open one, then the first."""
         channels = [port.channel for port in self.ports]
         still_open = next((channel for channel in channels if not channel.closed), channels[0])
         return next((channel for channel in channels if channel.broken), still_open)

@@ -1,10 +1,9 @@
 """Make channels and ports awaitable for asyncio (C9).
 
 A coroutine that cannot continue joins the channel's wait queue, as a thread would. It registers the wait with
-a :class:`Watcher` of its event loop. The watcher's thread sleeps on all registered waits at once, and tells
-the loop which waits have been woken. The coroutines then try their operations again. A wait therefore does
-not need a separate thread. Only the loop's thread takes items, in the same step that returns them, so a
-cancelled call never loses an item.
+a :class:`Watcher` of its event loop. The watcher's thread sleeps on many waits at once, and tells the loop
+which coroutines to wake. These coroutines then try their operations again. The loop's thread takes an item
+and returns it in one step, so a cancelled call never loses an item.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MOST = 127  # number of waits per thread: the limit of futex_waitv, minus one for waking the watcher itself
+MOST = 127  # waits per thread: futex_waitv allows 128, and the watcher needs one to be woken itself
 SLICE = 0.1
 """Seconds between checks for the end of the watcher's loop, and for the death of a process that should have
 woken a waiter."""
 LONG = 1.0
-"""Seconds between these checks if only this process uses the channels."""
+"""Replaces ``SLICE`` if only this process uses the channels, because no other process can then die."""
 
 
 class Watcher:
@@ -43,8 +42,8 @@ class Watcher:
     IDLE = 1.0
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # weak, so that an idle watcher does not keep the loop alive; while a wait is registered, its future
-        # does
+        # A weak reference, because an idle watcher must not keep the loop alive. During a wait, the future
+        # keeps it alive.
         self._loop = weakref.ref(loop)
         self._lock = threading.Lock()
         self._waits: dict[asyncio.Future[None], tuple[Await, asyncio.Task[Any] | None]] = {}
@@ -65,11 +64,11 @@ class Watcher:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="flowchan async")
                 thread.start()
-                self._thread = thread  # set only after the thread has started
+                self._thread = thread  # only now, because start() may fail
         self._watch.ring()
 
     def remove(self, future: asyncio.Future[None]) -> None:
-        """Remove the wait of ``future``."""
+        """Forget the wait for ``future``."""
         with self._lock:
             self._waits.pop(future, None)
         self._watch.ring()
@@ -111,7 +110,7 @@ class Watcher:
             del loop, waits, futures  # do not keep finished futures alive while this thread sleeps
         with self._lock:
             left = [wait for wait, _ in self._waits.values()]
-            self._waits.clear()  # the waits keep the loop alive, although nothing will complete them
+            self._waits.clear()  # nothing can complete these waits, and they would keep the loop alive
         for wait in left:
             wait.leave(True)
 
@@ -179,7 +178,7 @@ async def _when_possible(side: Any, reading: bool, operation: Callable[[], T]) -
     """Return the result of the operation once it no longer raises ``Full`` or ``Empty``."""
     again = False
     while True:
-        # registered before the next try, so that any change after the try wakes this call
+        # Register before the next try: any change after that try must wake this call.
         wait = Await(side, reading, again)
         try:
             result = operation()

@@ -99,8 +99,8 @@ class ChannelStats:
         write_wait: Total time that writers have waited.
         turn_wait: Part of ``write_wait`` that ordered writers spent waiting for their turn while the channel
             was empty.
-        readers_waiting_for: Seconds for which at least one reader has been waiting without a break.
-        writers_waiting_for: Seconds for which at least one writer has been waiting without a break.
+        readers_waiting_for: Seconds for which at least one reader has been waiting continuously.
+        writers_waiting_for: Seconds for which at least one writer has been waiting continuously.
         selecting: Waiters that another event may also wake (``select``, ``await``, a timeout).
         woken: Waiters that have been woken but are not running yet.
         awaiting: Waiters in ``selecting`` that are coroutines in this process.
@@ -150,7 +150,7 @@ class Reached(Protocol):
         """Return what pickle stores in place of the channel."""
 
     def another(self, capacity: int) -> Channel[Any]:
-        """Return a new channel with the same owner."""
+        """Create a channel with the same owner."""
 
 
 def most_bytes() -> int:
@@ -256,7 +256,7 @@ class Channel(_core.Channel[T]):
         return self._reached
 
     def _another(self, capacity: int) -> Channel[Any]:
-        """Return a new channel with this one's transport and owner."""
+        """Create a channel with the same transport and owner."""
         if self.transport.reached_by:
             return self._reached.another(capacity)
         return Channel(capacity, across=self.across)
@@ -446,10 +446,10 @@ def _arrive(handle: Handle, name: str) -> Channel[Any]:
 
 
 def beside_packed(channel: Channel[Any]) -> tuple[Any, ...] | None:
-    """Keep a cross-host channel alive as long as the packed value, and return its pickled form.
+    """Return the form in which a packed value refers to a cross-host channel, and keep the channel alive.
 
-    The packed value can be unpacked any number of times, and each time it needs the channel. Return None if
-    the value is being serialised in any other way.
+    The packed value holds the channel, because it can be unpacked any number of times. Return None if the
+    value is being serialised for any other purpose.
     """
     if now.packing is None or not now.packing.keeps_far:
         return None

@@ -8,8 +8,8 @@ _PATCHERS = (
     ("gevent.monkey", "is_module_patched", "threading", "gevent.monkey.patch_all(thread=False)"),
     ("eventlet.patcher", "is_monkey_patched", "thread", "eventlet.monkey_patch(thread=False)"),
 )
-"""Four values: the library, its function that reports whether a module is patched, that module, and a call
-without thread patching."""
+"""For each library: the module that patches, its function that reports whether a module is patched, the
+argument for that function, and the remedy."""
 
 
 def refuse_green_threads() -> None:

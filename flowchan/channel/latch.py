@@ -1,4 +1,4 @@
-"""Latch that threads and coroutines can wait for."""
+"""Define a latch that threads and coroutines can wait for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flowchan.errors import Drained, Empty
 class Latch:
     """Event that can be set once, implemented as a channel that closes.
 
-    ``threading.Event`` does not suffice. Ctrl-C during ``Event.wait`` can leave its lock held, and Ctrl-C
-    just before it goes unnoticed until the wait ends.
+    ``threading.Event`` is unsafe here: Ctrl-C during ``Event.wait`` can leave its lock held. Ctrl-C just
+    before ``wait`` takes effect only when the wait ends.
     """
 
     def __init__(self) -> None:

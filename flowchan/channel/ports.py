@@ -1,4 +1,4 @@
-"""Reading and writing ends of a channel, which extend the native ports."""
+"""Define the reading and writing ends of a channel on top of the native ports."""
 
 from __future__ import annotations
 

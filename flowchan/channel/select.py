@@ -61,7 +61,7 @@ def select(
     gets: Iterable[Readable[T]], puts: Iterable[tuple[Writable[U], U]], timeout: float | None = None
 ) -> Selected[T | U]: ...
 @overload
-# the only overload for channels of different item types, because mypy infers one type for such a list
+# Channels with different item types need this overload, because mypy infers one common type for the list.
 def select(
     gets: Iterable[Readable[object]],
     puts: Iterable[tuple[Writable[U], U]] = (),

@@ -1,4 +1,4 @@
-"""Transports of channels, and their properties."""
+"""Define the transports of channels and their properties."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Transport:
         capacity: Default number of items at which ``put`` waits. Threads need a larger default: they switch
             about twice per full channel, and a switch costs as much as dozens of items.
         reached_by: Module that serves the channel to processes that cannot receive its file descriptors.
-            Empty if the transport has none.
+            Empty if the transport needs no such module.
     """
 
     name: Across

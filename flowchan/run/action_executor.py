@@ -1,4 +1,4 @@
-"""Carry out the actions that ``decisions.decide`` returns, on the crew and the channels of a run."""
+"""Carry out the actions that ``decisions.decide`` returns for a run's workers and channels."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from flowchan.run.policy.scaling import AddWorker, RemoveWorker
 
 
 class ActionExecutor:
-    """Executor of a run's actions. Only the supervisor's thread calls it.
+    """Carries out the actions of one run. Only the supervisor's thread calls it.
 
-    Its methods return the events that the actions have caused, for the next decisions.
+    The methods return the events that the actions caused, so that the supervisor can decide on them next.
 
     Args:
         crew: Crew that manages the run's workers.
@@ -41,7 +41,7 @@ class ActionExecutor:
         feed: Feed that reports warnings to subscribers.
 
     Attributes:
-        due: When to start each replacement that waits, on the monotonic clock.
+        due: When to start each delayed replacement, on the monotonic clock.
     """
 
     def __init__(self, crew: CrewPart, channels: RunChannels, tally: Tally, feed: Feed) -> None:
@@ -49,7 +49,7 @@ class ActionExecutor:
         self.due: dict[WorkerId, float] = {}
 
     def carry_out(self, action: Action, goes_on: bool) -> Iterable[Failure | Ended | Stuck]:
-        """Carry out one action, other than breaking channels. ``goes_on`` is false if the run is ending."""
+        """Carry out any action except breaking channels. ``goes_on`` is false if the run is ending."""
         match action:
             case StopSources():
                 self._channels.stop_sources()
@@ -81,7 +81,7 @@ class ActionExecutor:
     def _replace(
         self, workers: Sequence[WorkerId], blamed: WorkerId | None, pause: float, goes_on: bool
     ) -> Sequence[Failure | Ended]:
-        """Replace dead workers, at once or after a pause during which others may process their items."""
+        """Replace dead workers. During a ``pause``, other workers may process the items that killed them."""
         later = pause > 0 or not goes_on
         failed = self._crew.replace(workers, blamed, later)
         if later:
@@ -90,7 +90,7 @@ class ActionExecutor:
         return failed
 
     def start_due(self, goes_on: bool) -> Iterable[Failure | Ended]:
-        """Start the replacements whose pause is over; give all of them up if the run is ending."""
+        """Start the replacements whose pause is over, or cancel all of them if the run is ending."""
         now = time.monotonic()
         due = [id for id, at in self.due.items() if at <= now or not goes_on]
         for id in due:

@@ -1,7 +1,7 @@
-"""Measure a run in time windows, and choose how many workers each ``workers="auto"`` stage has.
+"""Choose the number of workers of each ``workers="auto"`` stage from measurements in time windows.
 
-The supervisor's loop calls :meth:`AutoScaler.due` and carries out its decisions. Without such a stage, the
-call only compares two numbers. Taking snapshots costs at most 1 % of a core.
+The supervisor's loop calls :meth:`AutoScaler.due` and carries out its decisions. If the graph has no
+automatic stage, the call only compares two numbers. Taking snapshots costs at most 1 % of a core.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from flowchan.run.policy.scaling import Scale, ScalingDecision
 from flowchan.run.policy.stats import RunStats
 
 MOST_THREADS = 32
-"""Default maximum number of worker threads of a stage. It is high because threads often just wait."""
+"""Default limit on the worker threads of a stage. It is high because threads often just wait."""
 POLL_S = 0.1
-"""Seconds between checks of whether the workers have begun."""
+"""Seconds between checks whether the workers have begun."""
 COST = 100
-"""The interval between snapshots is at least this many times the duration of one."""
+"""Snapshots are at least this many times farther apart than one of them takes."""
 
 
 class AutoScaler:
-    """Chooses the numbers of workers in one run.
+    """Chooses the number of workers of each automatic stage in one run.
 
     Only the supervisor's thread calls its methods. Other threads read ``decisions``.
     """
@@ -39,9 +39,9 @@ class AutoScaler:
     def __init__(self, plan: Plan) -> None:
         limits = {stage.name: _limit(stage) for stage in plan.graph.stages if stage.auto is not None}
         self._scaler = Scaler(limits)
-        self._begin: RunStats | None = None  # at the beginning of the window
+        self._begin: RunStats | None = None  # statistics at the start of the current window
         self._ready = False
-        self._chosen: set[Scale] = set()  # changes that the supervisor has not made yet
+        self._chosen: set[Scale] = set()  # decisions that the supervisor has not carried out yet
         self.next_at = time.monotonic() + POLL_S if limits else math.inf
 
     @property
@@ -50,11 +50,11 @@ class AutoScaler:
         return self._scaler.decisions
 
     def due(self, goes_on: bool, take: Callable[[], RunStats]) -> tuple[ScalingDecision, ...]:
-        """Return the changes to make now, if any.
+        """Return the changes that the supervisor should make now.
 
         Args:
             goes_on: False if the run is ending, so nothing should change any more.
-            take: Returns the statistics of the run.
+            take: Returns the current statistics of the run.
 
         Returns:
             The decisions to carry out.
@@ -71,7 +71,7 @@ class AutoScaler:
         return made
 
     def record(self, event: Any) -> None:
-        """Stop scaling a stage automatically once the program scales it."""
+        """Stop scaling a stage automatically once the program has set its number of workers."""
         if not isinstance(event, Decided) or not isinstance(event.event, Scale):
             return
         scale, before, after = event.event, event.before.sizes, event.after.sizes
@@ -82,7 +82,7 @@ class AutoScaler:
             self._scaler = pinned(self._scaler, elapsed, before[scale.stage].workers, scale)
 
     def _look(self, now: RunStats) -> tuple[ScalingDecision, ...]:
-        """Begin a window, continue the current one, or decide at its end."""
+        """Begin a window, continue it, or decide if it is long enough."""
         if not self._ready:
             self._ready = self._scaler.ready(now)
             self._begin = now
@@ -106,10 +106,10 @@ class AutoScaler:
 
 
 def _model(stats: RunStats) -> Model:
-    """Return a model of the run without the interpreter lock.
+    """Return a model of the run that ignores the interpreter lock.
 
-    A stage's function may release the lock. Stages on threads may therefore get more workers, unless the lock
-    itself limits the run.
+    The lock may not limit a stage on threads, because its function may release the lock. Such a stage can
+    therefore get more workers, unless the lock already limits the whole run.
     """
     return Model.of(stats, gil=False)
 

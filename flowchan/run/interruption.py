@@ -23,7 +23,7 @@ Outcome: TypeAlias = tuple[Results, str]
 
 
 class Interruption:
-    """Ends a run after Ctrl-C or SIGTERM.
+    """Ends a run after Ctrl-C or SIGTERM, and keeps its results for ``Interrupted``.
 
     Args:
         plan: Plan of the run.
@@ -37,7 +37,7 @@ class Interruption:
     ) -> None:
         self._plan, self._supervisor, self._ports, self._gathering = plan, supervisor, ports, gathering
         self.results: Results | None = None
-        """Results for ``Interrupted``; None unless an interrupt has ended the run."""
+        """Results for ``Interrupted``, or None before an interrupt has ended the run."""
 
     def end(self, number: int, again: bool = False) -> NoReturn:
         """End the run, and raise ``Interrupted`` with its results.
@@ -57,7 +57,7 @@ class Interruption:
     def error(self, number: int) -> Interrupted:
         """Return the error to raise after a signal.
 
-        Reading this error's results ends the run if it is still active.
+        Reading the results of this error first ends the run if it is still active.
         """
         return self._error(self._tell, number)
 
@@ -76,11 +76,11 @@ class Interruption:
     def finish(self, number: int = signal.SIGINT, again: bool = False) -> None:
         """Stop the run and wait until everything in flight is done.
 
-        A second interrupt aborts the run, and a third ends the wait. Each step prints a line.
+        A second interrupt aborts the run, and a third stops waiting for it. Each step prints a line.
 
         Args:
             number: Number of the signal.
-            again: Abort the run at once.
+            again: Whether an earlier signal already stopped the run, so this one aborts it at once.
         """
         key = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         supervisor = self._supervisor
@@ -110,7 +110,7 @@ class Interruption:
         supervisor.unreported.clear()
 
     def failure(self) -> Exception | None:
-        """Return the error of a run that has ended; None if it succeeded."""
+        """Return the error of a run that has ended, or None if it succeeded."""
         return failure_of_run(self._plan, self._supervisor.state.failures, self._supervisor.crashed)
 
 

@@ -1,4 +1,4 @@
-"""Define the methods that only observe a run: state, statistics, reports and probes."""
+"""Define the methods that observe a run without changing it: state, statistics, reports and probes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from flowchan.transport.interrupts import signal_of, terminate_as_interrupt
 
 @methods_end_at_caller
 class ObservedRun(ABC):
-    """Base class of :class:`~flowchan.Run`, with the methods that only observe."""
+    """Base class of :class:`~flowchan.Run` with the methods that do not change the run."""
 
     _supervisor: Supervisor
     _interruption: Interruption
@@ -59,9 +59,9 @@ class ObservedRun(ABC):
         """Return the current statistics of the run.
 
         Args:
-            window: Number of most recent seconds that rates, shares of time and the bottleneck's cause cover
-                (default: the whole run). The result's ``window`` is the actual length. It may be up to half a
-                second longer, or shorter if the run started less than that ago.
+            window: Length of the most recent period that rates, shares of time and the bottleneck's cause
+                cover, in seconds (default: the whole run). The result's ``window`` is the actual length: up
+                to half a second longer, or shorter in a run that has just started.
 
         Returns:
             Statistics of the stages, channels and hosts.
@@ -101,9 +101,9 @@ class ObservedRun(ABC):
             events: Called with each event of the run. Events report workers that start, begin work, end, fail
                 or die. They also report retries, stops, aborts and each :class:`~flowchan.ScalingDecision`.
             every: Seconds between calls to ``stats`` (default: 1).
-            window: Number of most recent seconds that rates, shares of time and the bottleneck's cause cover.
-                Default: 5; ``None`` selects the whole run. After the end of the run, values always cover the
-                whole run.
+            window: Length of the most recent period that rates, shares of time and the bottleneck's cause
+                cover, in seconds. Default: 5; ``None`` selects the whole run. After the end of the run,
+                values always cover the whole run.
 
         Returns:
             The subscription. To stop the calls, close it or leave its ``with`` block.
@@ -134,9 +134,9 @@ class ObservedRun(ABC):
         """Return a report of the run as text.
 
         Args:
-            window: Number of most recent seconds that rates, shares of time and the bottleneck cover.
-                Default: 5; ``None`` selects the whole run. After the end of the run, values always cover the
-                whole run.
+            window: Length of the most recent period that rates, shares of time and the bottleneck cover, in
+                seconds. Default: 5; ``None`` selects the whole run. After the end of the run, values always
+                cover the whole run.
 
         Returns:
             The bottleneck, tables of stages and channels, and the item counts of each stage.
@@ -182,7 +182,7 @@ class ObservedRun(ABC):
         """Predict the rate of the run after a change to one stage. The run itself does not change.
 
         The prediction uses the work times, CPU times and item counts in a window;
-        ``flowchan.run.observe.throughput`` describes the model. After the end of the run, the window covers
+        ``flowchan.run.observe.throughput`` describes the model. After the run has ended, the window covers
         its last seconds.
 
         Args:
@@ -191,7 +191,8 @@ class ObservedRun(ABC):
             workers: Number of workers to add (default: 0). A negative number removes workers.
             faster: Factor by which the stage becomes faster (default: 1), for example with a cache or a
                 faster library.
-            window: Number of most recent seconds on which the prediction is based (default: 5).
+            window: Length of the most recent period on which the prediction is based, in seconds (default:
+                5).
 
         Returns:
             The prediction; without ``stage``, a list of predictions, the largest predicted rate first.
@@ -219,11 +220,11 @@ class ObservedRun(ABC):
         return answer(self._supervisor.plan.graph, self.stats(window=length), stage, workers, faster)
 
     def explain(self) -> str:
-        """Explain what each stage waits for.
+        """Explain why stages are waiting.
 
         Returns:
-            One line of text per stage. The line of a waiting stage shows the channel, how long it has waited,
-            and the state of the stage at the other end.
+            One line of text per stage. For a waiting stage, the line names the channel, the length of the
+            wait, and the state of the stage at the other end.
 
         Example:
             >>> from flowchan import Graph
@@ -311,7 +312,7 @@ class ObservedRun(ABC):
         return ready
 
     def health(self) -> Health:
-        """Return the current health of the run: readiness, stages and waiting requests.
+        """Return the health of the run: readiness, state of each stage and number of waiting requests.
 
         Returns:
             The health, for the probes of a service manager.
@@ -328,7 +329,7 @@ class ObservedRun(ABC):
         return health(self._supervisor)
 
     def decisions(self) -> list[ScalingDecision]:
-        """Return the changes to the number of workers of ``workers="auto"`` stages, in order.
+        """Return the decisions that changed the number of workers of ``workers="auto"`` stages, in order.
 
         Each decision is also logged at level INFO.
 
@@ -395,8 +396,8 @@ class ObservedRun(ABC):
         self._page.save(Path(path))
 
     def _open_page(self) -> None:
-        """Serve the page until the run ends. If that is impossible, end the run and raise the error."""
-        # resolved at run time, because the module imports this package
+        """Serve the page until the run ends. If that fails, end the run and raise the error."""
+        # Import the page late, because its module imports this package.
         open_page = pkgutil.resolve_name("flowchan.viz.insight.page:RunPage")
         with self._ended_on_error():
             self._page = open_page(self._supervisor.plan.graph, self._supervisor)
@@ -427,7 +428,7 @@ class ObservedRun(ABC):
 
     @contextlib.contextmanager
     def _ended_on_error(self) -> Iterator[None]:
-        """End the run if the block raises."""
+        """Abort the run if the block raises an exception."""
         try:
             yield
         except BaseException:
@@ -437,7 +438,7 @@ class ObservedRun(ABC):
 
 
 def follow_items_at_program(supervisor: Supervisor, ports: RunPorts) -> None:
-    """Follow sampled items through inputs and results, which the program itself writes and reads."""
+    """Track sampled items also where the program itself puts items into inputs and takes results."""
     report = weakref.WeakMethod(supervisor.report)
 
     def tell(event: Event) -> None:

@@ -9,13 +9,14 @@ from flowchan.run.policy.health import Health, health_of
 from flowchan.run.supervisor import Supervisor
 
 POLL_INTERVAL_S = 0.02
-"""Seconds between checks of whether all workers have begun."""
+"""Seconds between checks whether all workers have begun."""
 
 
 def wait_until_ready(supervisor: Supervisor, timeout: float | None) -> bool:
     """Wait until all workers have begun, the run stops or ends, or ``timeout`` seconds have passed.
 
-    Return whether all workers have begun. If the run fails, return only after it has ended.
+    Return whether all workers have begun. If the run fails, return only after its end, when the error is
+    known.
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:

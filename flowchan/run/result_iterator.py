@@ -7,13 +7,13 @@ from typing import Any
 
 
 class ResultIterator(AsyncIterator[Any]):
-    """Iterator returned by ``Run.aiter``.
+    """Iterator that ``Run.aiter`` returns.
 
-    Dropping the iterator counts as leaving the loop, even if the event loop has stopped.
+    If the program drops the iterator, the result loses its reader, even if the event loop no longer runs.
 
     Args:
         items: Items of the result.
-        leave: Called when the iterator is dropped.
+        leave: Called when the iterator is freed.
     """
 
     def __init__(self, items: AsyncGenerator[Any, None], leave: Callable[[], None]) -> None:
@@ -23,7 +23,7 @@ class ResultIterator(AsyncIterator[Any]):
         return self._items.__anext__()
 
     def aclose(self) -> Awaitable[None]:
-        """Leave the loop and release the items."""
+        """Stop reading and release the remaining items."""
         return self._items.aclose()
 
     def __del__(self) -> None:

@@ -1,16 +1,16 @@
 """Record in a file which source items have left the graph, so that a later run can skip these items (R14).
 
-Format. The first 48 bytes are the format's name and a digest of the graph's shape. After these comes one bit
-per source item, in the order of ``lineage``; a set bit means that the item is finished. The file may end with
-unused bits.
+Format. The first 48 bytes contain the format's name and a digest of the graph's shape. Each following bit
+represents one source item, in the order that ``lineage`` defines, and is set if the item is finished. The
+file may end with unused bits.
 
 Algorithm. The program maps the file into memory and sets the bits there. This needs no system call, and the
-kernel keeps the bits even if the program is killed. Disk space is reserved before it is mapped. The file is
-flushed to disk only when the run ends.
+kernel keeps the bits even if the program is killed. Disk space is reserved before it is mapped, and the file
+is flushed to disk only when the run ends.
 
-Invariants. Bits are only ever set, and each one is valid without the others. If the machine crashes, any bits
-may be lost, and the next run processes their items again. The process owns the lock, so workers that it forks
-do not hold it.
+Invariants. Bits are only ever set, and each bit is valid without the others. A crash of the machine may lose
+any bits; the next run then processes their items again. The lock belongs to the process, so forked workers do
+not hold it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ FORMAT = b"flowchan resume1"
 HEADER_BYTES = 48
 
 PAGE_BYTES = 4096
-"""The length of a file is a multiple of this."""
+"""File sizes are multiples of this number."""
 
 _open_files: dict[int, tuple[int, int]] = {}
-"""Device and inode of files that this process has locked, because its own lock does not exclude it."""
+"""Device and inode of each file that this process has locked. A process's lock does not exclude itself."""
 _opening = threading.Lock()
 
 
 class _Refused(Exception):
-    """The file cannot be used. The message continues a sentence that begins with the file's path."""
+    """The file cannot be used. The message continues a sentence that starts with the file's path."""
 
 
 class ResumeFile:
-    """Open and locked file of one run.
+    """Opens and locks the file that records the finished items of one run.
 
     Args:
         graph: Graph of the run.
@@ -55,10 +55,10 @@ class ResumeFile:
 
     Attributes:
         path: The path.
-        finished: Finished items of each source when the file was opened, by source name.
+        finished: Items that earlier runs have finished, by source name.
 
     Raises:
-        GraphError: Runs of the graph cannot be resumed, or not from this file. The file may be unreadable,
+        GraphError: The graph does not support resuming, or the file cannot be used. It may be unreadable,
             have other contents, be in use, or belong to another graph. Or a source is shorter than in an
             earlier run.
         TypeError: ``path`` is not a path.
@@ -90,7 +90,7 @@ class ResumeFile:
             raise GraphError(graph.name, [problem]) from None
 
     def record(self, marks: Marks, parts: int) -> None:
-        """Process the report that an item with these marks left the graph, or was split into ``parts``.
+        """Record that the item with these marks left the graph, or was split into ``parts``.
 
         Any thread may call this method. It has no effect after :meth:`close`. Raise ``OSError`` if the disk
         is full.
@@ -120,7 +120,7 @@ def _open_alone(path: str | bytes) -> int:
     """Open and lock the file at ``path``, and return its descriptor."""
     in_use = _Refused("is used by another run; wait until it has ended, or resume from another path")
     with _opening:
-        # Closing any descriptor of the file ends this process's lock, so look before opening.
+        # Check before opening, because closing any descriptor of the file releases this process's lock.
         with contextlib.suppress(FileNotFoundError):
             if _identity(os.stat(path)) in _open_files.values():
                 raise in_use
@@ -147,7 +147,7 @@ def _release(file: int) -> None:
 
 
 def _begin(graph: Blueprint, file: int) -> None:
-    """Check the file's header. Write one if the file is new or its header incomplete."""
+    """Check the file's header, or write it if the file is new or its header incomplete."""
     header = FORMAT + shape_digest(graph)
     found = os.pread(file, HEADER_BYTES, 0)
     if len(found) < HEADER_BYTES and header.startswith(found):

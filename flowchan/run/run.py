@@ -80,13 +80,13 @@ class Run(ObservedRun):
         self._supervisor = Supervisor(plan, self._crew, self._ports, recording)
         self._gathering = ResultGathering(self._ports, self._crew.local, self._supervisor)
         self._interruption = Interruption(plan, self._supervisor, self._ports, self._gathering)
-        # weak, so that a run is freed without garbage collection
+        # Weak references, so that a dropped run is freed without garbage collection.
         interrupted = weakref.WeakMethod(self._interrupted)
         self._interrupts = InterruptWatch(
             lambda number: method(number) if (method := interrupted()) is not None else None
         )
         self._in_block = False
-        self._answering: set[str] = set()  # inputs on which ask() has been used
+        self._answering: set[str] = set()  # inputs that ask() has used
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         failure = weakref.WeakMethod(self._interruption.failure)
@@ -96,7 +96,7 @@ class Run(ObservedRun):
             lambda question: method(question) if (method := cancel()) is not None else None,
         )
         self._supervisor.asking = self._asking
-        if pooled is not None:  # the end of the pool's `with` block waits for this run
+        if pooled is not None:  # the end of the pool's `with` block must wait for this run
             self._supervisor.unreported.append(self)
         if plan.samples_items:
             follow_items_at_program(self._supervisor, self._ports)
@@ -107,10 +107,10 @@ class Run(ObservedRun):
             trace.start()
         end_at_exit(self._supervisor)
 
-    # --- inputs and outputs ---
+    # --- inputs and results ---
 
     def __getitem__(self, stream: Input[T]) -> Out[T]:
-        """Return the writing end of an input. An input with ``per_worker`` accepts pairs ``(worker, item)``.
+        """Return the writing end of an input. Inputs with ``per_worker`` accept pairs ``(worker, item)``.
 
         Args:
             stream: Stream that ``graph.input()`` returned.
@@ -185,7 +185,7 @@ class Run(ObservedRun):
         return ResultIterator(self._items_later(stage), functools.partial(self._leave, stage))
 
     def _claimed(self, stream: Stream[list[T]]) -> str:
-        """Claim the items of a stream for the program. Return the name of the stage that collects them."""
+        """Reserve a result for a loop of the program, and return the name of its stage."""
         if not isinstance(stream, Stream):
             raise TypeError(f"iter: stream must be the stream that collect() returned, got {shown(stream)}")
         if not self._owns(stream):
@@ -206,7 +206,7 @@ class Run(ObservedRun):
         """Put an item into an ``input()`` stream and return its result.
 
         If the item fails, raise its error. All stages between the input and the result must process single
-        items or batches. If the call times out or is cancelled, the next stage drops the item.
+        items or batches. After a timeout or a cancellation, the next stage to receive the item drops it.
 
         Args:
             stream: Stream that ``graph.input()`` returned.
@@ -249,7 +249,7 @@ class Run(ObservedRun):
             async with asyncio.timeout(limit) as clock:
                 try:
                     await out.aput(cast(T, request))
-                except Broken:  # ``await answer`` raises the reason
+                except Broken:  # awaiting the answer raises an error with the reason
                     pass
                 return await answer
         except TimeoutError as error:
@@ -274,9 +274,9 @@ class Run(ObservedRun):
             self._leave(stage)
 
     def _leave(self, stage: str) -> None:
-        """Release the items when the loop over ``aiter`` ends.
+        """Release a result when the loop over ``aiter`` ends.
 
-        After Ctrl-C in a ``with`` block, the remaining items are added to the results.
+        If Ctrl-C ended the loop inside a ``with`` block, keep the remaining items for ``Interrupted``.
         """
         if self._in_block and self._interrupts.handled:
             self._gathering.keep(stage)
@@ -301,7 +301,7 @@ class Run(ObservedRun):
             if self._in_block:
                 if self._interrupts.seen:
                     gathering.keep(stage)
-            elif error := self._interrupts.still_raised():  # the interrupt is now leaving the loop
+            elif error := self._interrupts.still_raised():  # Ctrl-C was raised in the loop's body
                 self._interruption.finish(signal_of(error))
                 error.__cause__ = self._interruption.failure()
             raise
@@ -346,7 +346,7 @@ class Run(ObservedRun):
                 self._gathering.end_recording()
                 raise failure
         finally:
-            # otherwise, this frame and its exception would refer to each other and keep the whole run alive
+            # Break the reference cycle between this frame and its exception, which would keep the run alive.
             failure = None
         return self._gathering.results()
 
@@ -365,9 +365,9 @@ class Run(ObservedRun):
             self._interruption.end(signal_of(interrupt))
 
     def __await__(self) -> Generator[Any, None, Results]:
-        """Wait for the run without blocking the event loop, and return its results: ``results = await run``.
+        """Wait for the run without blocking the event loop: ``results = await run``.
 
-        Cancelling this does not affect the run.
+        Cancelling the wait does not affect the run.
         """
         return self._ended().__await__()
 
@@ -382,10 +382,10 @@ class Run(ObservedRun):
     def stop(self, *, timeout: float | None = None, finish_queued: bool = True) -> None:
         """Stop the sources, and let the stages finish all items in flight.
 
-        This returns at once. A later call can change the timeout or discard queued items.
+        The call returns at once. A later call can change the timeout or discard queued items.
 
         Args:
-            timeout: Seconds after which the run is aborted if still active (default: no limit).
+            timeout: Seconds after which a run that is still active is aborted (default: no limit).
             finish_queued: Also finish items that wait in channels (default: True). If False, discard them and
                 finish only the items that workers hold. Either way, the run keeps results, failed items, and
                 items on their way to a stage with several inputs.
@@ -406,7 +406,7 @@ class Run(ObservedRun):
     def abort(self) -> None:
         """Break every channel and discard all items in flight.
 
-        This returns at once.
+        The call returns at once.
 
         Example:
             >>> import itertools
@@ -425,9 +425,9 @@ class Run(ObservedRun):
     def scale(self, stage: Stream[Any] | str, workers: int) -> None:
         """Change the number of a stage's workers while the graph runs.
 
-        This returns at once; ``stats()`` shows how many workers the stage has. A removed worker finishes its
-        item first. Its number is not reused. The call has no effect if the stage or the run is already
-        ending. A stage with ``workers="auto"`` keeps the given number from then on.
+        The call returns at once; ``stats()`` shows how many workers the stage has. A removed worker finishes
+        its item first, and its number is not reused. The call has no effect if the stage or the run is
+        already ending. A ``workers="auto"`` stage keeps the given number from then on.
 
         Args:
             stage: A ``map``, ``filter``, ``flat_map``, ``partition`` or ``sink`` on threads or processes: its
@@ -436,8 +436,8 @@ class Run(ObservedRun):
 
         Raises:
             KeyError: The graph has no such stage.
-            ValueError: The number of workers cannot change. The operator does not allow it, or the stage runs
-                on hosts, has an async function, reserves GPUs, or uses the processes of a pool.
+            ValueError: The number of workers cannot change, because of the operator or the stage's options:
+                hosts, an async function, reserved GPUs or a pool's processes.
 
         Example:
             >>> from flowchan import Graph
@@ -463,7 +463,7 @@ class Run(ObservedRun):
         self._supervisor.ask(Scale(name, workers))
 
     def _interrupted(self, number: int) -> Interrupted | None:
-        """Return the error for a signal in the body of a loop over items, outside any ``with`` block.
+        """Return the error for a signal in a loop over items, outside any ``with`` block.
 
         The run ends when the exception leaves the loop, or when the program reads the exception's results.
         """
@@ -477,7 +477,7 @@ class Run(ObservedRun):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        with terminate_as_interrupt():  # this also covers the wait, during which the watch is not active
+        with terminate_as_interrupt():  # the interrupt watch no longer covers the wait below
             self._interrupts.close()
             self._in_block = False
             self._leave_block(error)
@@ -498,20 +498,20 @@ class Run(ObservedRun):
         self._break_block(error)
 
     def _end_block(self) -> None:
-        """Close the inputs and wait for the run, at the end of its block or its pool's block."""
+        """Close the inputs and wait for the run when its block, or its pool's block, ends normally."""
         self._gathering.leave_all(of_thread=threading.get_ident())
         for out in self._ports.inputs.values():
             out.close()
         self.wait()
 
     def _break_block(self, error: BaseException | None) -> None:
-        """Abort the run because an exception leaves its block."""
+        """Abort the run because an exception has left its block."""
         self.abort()
         self._gathering.break_all()
         try:
             self.wait()
         except RunError:
-            # the block only saw a broken channel; RunError has the reason
+            # The block only saw a broken channel, but RunError has the reason.
             if isinstance(error, Broken):
                 raise
 

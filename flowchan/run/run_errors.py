@@ -14,9 +14,9 @@ from flowchan.run.policy.plan import Plan
 def failure_of_run(
     plan: Plan, failures: Sequence[Failure], crashed: BaseException | None
 ) -> Exception | None:
-    """Return the error of a run that has ended; None if it succeeded.
+    """Return the error of a run that has ended, or None if it succeeded.
 
-    ``crashed`` is an exception in flowchan itself that ended the run.
+    ``crashed`` is the exception of a bug in flowchan, if one ended the run.
     """
     if crashed is not None:
         error = RuntimeError(
@@ -35,7 +35,7 @@ def failure_of_run(
 
 
 def stage_error(failure: Failure, plan: Plan) -> StageError:
-    """Return the error for a failed stage."""
+    """Return the error that describes one failure to the user."""
     if isinstance(failure.error, StageError) and failure.error.stage == failure.worker.stage:
         return failure.error
     if isinstance(failure.error, Deadlock):

@@ -1,4 +1,4 @@
-"""Define the base class of the objects that can run: a graph, and a pool for a graph."""
+"""Define how a graph or its pool starts a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHOWN_EVERY_S = 0.1
 
 @methods_end_at_caller
 class Runnable(ABC):
-    """Object whose graph can be started and run."""
+    """Base class of ``Graph`` and ``WorkerPool``, whose graph can be started and run."""
 
     @abstractmethod
     def _blueprint(self) -> Blueprint: ...
@@ -47,7 +47,7 @@ class Runnable(ABC):
     def _watching(self) -> contextlib.AbstractContextManager[Any]:
         """Return the progress display.
 
-        The module of the display imports this package, so it is imported only when needed.
+        The display is imported only when needed, because its module imports this package.
         """
         watching = pkgutil.resolve_name("flowchan.viz.live:watching")
         return watching(self._blueprint())  # type: ignore[no-any-return]
@@ -117,7 +117,7 @@ class Runnable(ABC):
         return run
 
     def _begin_observed(self, graph: Blueprint, options: _StartOptions, undo: contextlib.ExitStack) -> Run:
-        """Open a run's files and ports, and start the run. On an error, ``undo`` closes them."""
+        """Open the files and ports of a run, and start it. On an error, ``undo`` closes them."""
         memory = budget() if options.memory is None else whole("run", "memory", options.memory, 1)
         recording = None if options.resume is None else ResumeFile(graph, options.resume)
         if recording is not None:
@@ -133,7 +133,7 @@ class Runnable(ABC):
         planned = plan(graph, options.seed, memory, finished, samples_items=samples_items)
         run = self._begin(planned, recording, traced)
         undo.pop_all()
-        if port is not None:  # opened first: if the page then fails, the end of the run also closes this port
+        if port is not None:  # before the page: if the page fails, the end of the run closes the port
             run._serve_metrics(port)
         if options.page:
             run._open_page()
@@ -201,7 +201,7 @@ class Runnable(ABC):
         flag("run", "progress", progress)
         flag("run", "page", page)
         graph = self._blueprint()
-        leave_if_unguarded(graph)  # before progress is displayed
+        leave_if_unguarded(graph)  # before the progress display appears
         with (
             terminate_as_interrupt(),
             self._watching() if progress else contextlib.nullcontext() as view,
@@ -214,7 +214,7 @@ class Runnable(ABC):
                         seed=seed, memory=memory, resume=resume, trace=trace, page=page, metrics=metrics
                     )
                     for out in run._ports.inputs.values():
-                        out.close()  # the caller does not get the handle, so it cannot put items
+                        out.close()  # the caller gets no handle to put items into these inputs
                     if view is not None:
                         subscription.enter_context(run.subscribe(stats=view.show, every=SHOWN_EVERY_S))
                 if page:
@@ -234,7 +234,7 @@ def _refuse_processes(graph: Blueprint) -> None:
 
 
 def _refuse_ended_services(graph: Blueprint) -> None:
-    # a server is declared after its inputs, and the message must name the server
+    # The error must name the parameter server, which is declared after its inputs.
     for name, (inbox, _) in reversed(graph._services.items()):
         if inbox.closed:
             raise RuntimeError(
@@ -245,7 +245,7 @@ def _refuse_ended_services(graph: Blueprint) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _StartOptions:
-    """Options of :meth:`Runnable.start`."""
+    """Groups the options of :meth:`Runnable.start`."""
 
     seed: int
     memory: int | None
@@ -256,8 +256,8 @@ class _StartOptions:
 
 
 def _metrics_port(metrics: int | str) -> Any:
-    """Open the port for metrics.
+    """Open the port that serves metrics.
 
-    The module of the class imports this package, so it is imported only when needed.
+    Its class is imported only when needed, because its module imports this package.
     """
     return pkgutil.resolve_name("flowchan.viz.insight.metrics_port:MetricsPort")(metrics)

@@ -11,7 +11,7 @@ from flowchan.run.supervisor import Supervisor
 def stacks(supervisor: Supervisor, stage: Stream[Any] | str | None) -> dict[str, str]:
     """Return the stacks of the running workers of one stage or of all stages; see ``Run.stacks``.
 
-    After the end of the run, only threads that the run could not stop still have stacks.
+    After the end of the run, the result contains only threads that the run could not stop.
     """
     graph = supervisor.plan.graph
     names = [one.name for one in graph.stages]

@@ -1,8 +1,8 @@
 """Supervise a run: pass events to ``decisions.decide`` and carry out the actions.
 
 Algorithm. In each turn, the supervisor takes one event from its queue, or a tick if none arrives in time, and
-calls decide() once. ``ActionExecutor`` carries out the actions; those on workers go through the crew. A death
-is one event from the crew, and a replacement one call to the crew.
+passes it to decide(). ``ActionExecutor`` carries out the resulting actions; the crew carries out those that
+concern workers. The crew reports a death as one event, and replaces a worker in one call.
 
 Invariants. Only the supervisor's thread modifies ``state`` and calls the crew.
 
@@ -137,11 +137,11 @@ from flowchan.run.worker.requests import Requests, answers_in
 from flowchan.transport.interrupts import interrupts_deferred
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between checks for changes that no event announces. Time limits have this resolution."""
+"""Seconds between checks for changes that no event announces, so also the resolution of time limits."""
 
 
 class Supervisor:
-    """Supervisor of one run; the module docstring describes it.
+    """Supervises one run, as the module docstring describes.
 
     Args:
         plan: Plan of the run.
@@ -163,10 +163,10 @@ class Supervisor:
         self.started_at = time.monotonic()
         self.ended_at: float | None = None
         self.state = first_state(plan, self.started_at)
-        # Collects results that fill their channels while the program waits for something else.
+        # Collects the results that fill their channels while the program waits for something else.
         self.take_in: Callable[[frozenset[WorkerId]], None] = lambda _: None
-        # The handle of a pool's run, until the run has ended and its failure was raised. The list is shared
-        # with the pool.
+        # Handle of a pool's run until the run has ended and its failure was raised. The pool shares this
+        # list.
         self.unreported: list[Any] = []
         self._tally = Tally()
         self.history = History()
@@ -181,13 +181,13 @@ class Supervisor:
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, channels.broken, channels.cause_of)
         self._executor = ActionExecutor(crew, channels, self._tally, self.feed)
-        self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # events are passed by reference
+        self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # no copies, because it is for threads
         self._thread: threading.Thread | None = None
 
     # --- called by the run, on any thread ---
 
     def start(self) -> None:
-        """Start every worker except those that collect results. On an error, undo everything and raise it."""
+        """Start all workers except those that collect results. On an error, undo the start and raise it."""
         self.feed.tell(RunBegan(len(self.plan.workers), self.plan.seed))
         try:
             self.crew.start(self.report)
@@ -201,7 +201,7 @@ class Supervisor:
             raise
 
     def _undo_start(self, reason: BaseException) -> None:
-        """End all workers that were started. An error while doing so must not hide ``reason``."""
+        """End the workers that have started. An error here must not hide ``reason``."""
         try:
             self._break(None)
             self.crew.cancel_tasks(all_of_them=True)
@@ -212,7 +212,7 @@ class Supervisor:
             reason.add_note(f"also, some workers that had started could not be ended: {text_of(error)}")
 
     def report(self, event: Event) -> None:
-        """Record an event from a worker. Raise ``Closed`` after the end of the run."""
+        """Accept an event from a worker. Raise ``Closed`` after the end of the run."""
         if type(event) is tuple:
             self._record_left(*event)
             return
@@ -226,7 +226,7 @@ class Supervisor:
             self._events.put(event)
 
     def _record_left(self, marks: Marks, parts: int) -> None:
-        """Record that an item left the graph or was split. If that is impossible, the run fails."""
+        """Record that an item left the graph or was split. If the file cannot be written, the run fails."""
         assert self.recording is not None
         try:
             self.recording.record(marks, parts)
@@ -244,8 +244,8 @@ class Supervisor:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds for the run to end, and return whether it has ended.
 
-        In that case, the supervisor's thread and resources are gone as well (R6), unless the thread is still
-        warning about stuck threads.
+        After its end, the supervisor's thread and resources are gone as well (R6). Only if the run has
+        abandoned stuck threads, the thread may still be logging a warning about them.
         """
         if not self.ended.wait(timeout):
             return False
@@ -266,15 +266,15 @@ class Supervisor:
     def cancel_request(self, question: int) -> None:
         """Tell the other hosts that no caller waits for the answer to this request any more.
 
-        Event loops call this, so it never blocks. If the queue is full, no message is sent; the only cost is
-        some unnecessary work by a worker.
+        Event loops call this method, so it never blocks. If the queue is full, it sends no message, and a
+        worker may do some unnecessary work.
         """
         if self._has_hosts:
             with contextlib.suppress(Closed, Full):
                 self._events.put_nowait(RequestCancelled(question))
 
     def settle_answers(self, item: Any) -> Any:
-        """Deliver the answers in an item that has reached an end of the graph.
+        """Send the answers in an item at an end of the graph to their callers.
 
         Return the rest of the item, or ``NOTHING``.
         """
@@ -294,13 +294,13 @@ class Supervisor:
         stats = summarise(self.plan, account, self.channels.snapshots(), self.crew.hosts())
         return dataclasses.replace(stats, decisions=self.scaler.decisions)
 
-    # --- the supervisor's thread ---
+    # --- called by the supervisor's thread ---
 
     def _supervise(self) -> None:
         try:
             while self.state.phase != "ended":
                 self.turn(self._next())
-        except BaseException as error:  # a bug in flowchan; waiting threads must learn of it
+        except BaseException as error:  # a bug in flowchan, which waiting threads must learn of
             self.crashed = error
             self._break(error)
             self.crew.kill()
@@ -313,7 +313,7 @@ class Supervisor:
                 self._paths.end()
                 stats = self.stats()
                 self.feed.tell(RunEnded(stats.state, stats.elapsed, self.state.abandoned))
-            # other threads must not wait any longer, even if the program's logging handler raises
+            # Even if the program's logging handler raises, other threads must not wait any longer.
             finally:
                 if self.asking is not None:
                     self.asking.end()
@@ -321,8 +321,8 @@ class Supervisor:
                 self.feed.end()
                 self._view_socket.close()
                 if self.crashed is None and not self.state.failures:
-                    self.unreported.clear()  # until now, leaving the pool's block had to wait for this run
-        # Last, because this may raise. All waiting threads must have learned of the run's end by then.
+                    self.unreported.clear()  # leaving the pool's block no longer needs to wait for this run
+        # Warn last, because warning may raise; by now, all waiting threads have learned of the run's end.
         self.crew.warn_of(self.state.abandoned)
 
     def _next(self) -> SupervisorEvent | Event:
@@ -332,9 +332,9 @@ class Supervisor:
         return event
 
     def _pause(self) -> float:
-        """Return how long to wait for an event before the next check, in seconds.
+        """Return the maximum number of seconds to wait for an event.
 
-        Deadlock detection and decisions that depend on time need such checks.
+        Deadlock detection and timed decisions need a turn even without an event.
         """
         if self._breaks.pending:
             return POLL_INTERVAL_S
@@ -347,11 +347,11 @@ class Supervisor:
 
     @property
     def _late_at(self) -> float:
-        """Return when workers that are no longer needed begin to count as late."""
+        """Return the time from which workers that are no longer needed count as late."""
         return self.state.since + decisions.GRACE / 2
 
     def turn(self, event: SupervisorEvent | Event) -> None:
-        """Handle an event, then everything that is due by now."""
+        """Handle an event, then everything that has become due."""
         before = self.state
         self._receive(event)
         self._breaks.check()
@@ -385,7 +385,7 @@ class Supervisor:
             case Began() | Started():
                 self.report(event)
             case TriesMember() | MembersTried() | ItemSpans() | tuple():
-                pass  # other components use these events
+                pass  # only other components use these events
             case Aborted():
                 self._breaks.record(event)
             case Met():
@@ -402,7 +402,7 @@ class Supervisor:
                     self._decide(event)
             case _:
                 if isinstance(event, Failure) and self._breaks.has_reported(event.worker):
-                    self._tell_break()  # reports from one worker arrive in order
+                    self._tell_break()  # a worker's reports arrive in order, so its break is reported first
                 self._decide(event)
 
     def _decide(self, event: SupervisorEvent) -> None:
@@ -423,9 +423,9 @@ class Supervisor:
                 self._decide(following)
 
     def _cancel_tasks(self) -> None:
-        """Cancel the coroutines of sources whose outputs have no readers, or all if the run is ending.
+        """Cancel source coroutines whose outputs have no readers, or all coroutines if the run is ending.
 
-        In a finishing run, coroutines first get a moment to end.
+        In a run that is finishing, coroutines first get some time to end on their own.
         """
         late = time.monotonic() > self._late_at
         over = self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late)
@@ -442,7 +442,7 @@ class Supervisor:
         self.channels.break_all(cause)
 
     def _all_reported(self) -> bool:
-        """Return whether all reports from workers so far have been handled."""
+        """Return whether the supervisor has handled all reports that workers have sent so far."""
         return self.crew.all_reported() and len(self._events) == 0
 
     def _check_deadlock(self) -> None:
@@ -466,6 +466,6 @@ class Supervisor:
         return Observation(stats, unread, inputs, waits.moves, waits.counts)
 
     def _close_crew(self, timeout: float | None = None) -> None:
-        self._events.close()  # first, because threads joined below may be waiting to put an event
+        self._events.close()  # first, because the threads joined below may wait for room in this channel
         stuck = self.crew.close(self.state.abandoned, timeout)
         self.state = dataclasses.replace(self.state, abandoned=self.state.abandoned | stuck)

@@ -14,21 +14,21 @@ from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.supervisor import Supervisor
 
 # Supervisors whose thread is alive, even if the program has dropped the run's handle. A forked child inherits
-# the set, but not the runs. A plain set, unlike a WeakSet, can be copied in one step while other threads
-# start runs.
+# this set but not the runs. Unlike a WeakSet, a plain set can be copied in one step while other threads start
+# runs.
 _running: set[weakref.ref[Supervisor]] = set()
 
 
 def end_at_exit(supervisor: Supervisor) -> None:
-    """Abort this run at interpreter exit, unless it has ended by then."""
+    """Abort this run when the interpreter exits, unless it has ended by then."""
     _running.add(weakref.ref(supervisor, _running.discard))
     before_exit(_end_runs, 100)
 
 
 def abort_unfinished() -> None:
-    """Abort all active runs, because the interpreter is exiting.
+    """Abort all active runs before the interpreter exits.
 
-    If a resource must outlive the runs, its owner calls this before releasing it.
+    The owner of a resource that runs need calls this function before releasing the resource.
     """
     for reference in list(_running):
         supervisor = reference()
@@ -42,5 +42,5 @@ def _end_runs() -> None:
     abort_unfinished()
     error = getattr(sys, "last_value", None)
     if isinstance(error, Interrupted) and not hasattr(sys, "ps1"):
-        # The program did not catch Interrupted, so end the program as the signal would have.
+        # The program did not catch Interrupted, so let the signal end the program.
         _core._die_of(error.signal)

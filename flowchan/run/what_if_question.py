@@ -1,4 +1,4 @@
-"""Check the arguments of ``run.what_if()``, and make the predictions."""
+"""Answer ``run.what_if()``: check the arguments and make the predictions."""
 
 from __future__ import annotations
 

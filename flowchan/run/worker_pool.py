@@ -1,4 +1,4 @@
-"""Keep the worker processes of one graph for several runs."""
+"""Keep a graph's worker processes alive for several runs."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from flowchan.transport.interrupts import interrupts_deferred
 MOST_PORTS = CHANNELS_IN_AN_ITEM - 1
 """Maximum number of ports that a worker may have.
 
-All ports are sent in one item, together with the channel for the worker's events. A worker of an elastic gang
-also gets a channel for its later groups."""
+All ports travel in one item with the channel for the worker's events. For a worker of an elastic gang, the
+item also contains a channel for its later groups."""
 
 
 class WorkerPool(Runnable):
     """Pool of worker processes for one graph, created by ``graph.pool()``.
 
-    In its ``with`` block, :meth:`run` and :meth:`start` work like those of the graph, one run at a time. The
-    worker processes stay for all runs, with everything that they have loaded. The first run creates one
-    instance of a callable class for each worker. The instances are closed at the end of the block. If a
-    process died or its worker failed, the next run starts a new process. Worker threads are new for each run.
+    In its ``with`` block, :meth:`run` and :meth:`start` work like the graph's methods, but for one run at a
+    time. The worker processes, with everything that they have loaded, stay alive between the runs. The first
+    run creates one instance of a callable class for each worker, and the end of the block closes them. If a
+    process died or its worker failed, the next run starts a new process. Worker threads are new in each run.
 
     Args:
         graph: The graph.
@@ -64,11 +64,11 @@ class WorkerPool(Runnable):
         self._graph = graph
         self._lock = threading.Lock()
         self._pid = 0
-        self._pooled: PooledProcesses | None = None  # set while the block is active
+        self._pooled: PooledProcesses | None = None  # set only inside the block
         self._leaving = False
         self._stages: tuple[Stage, ...] = ()
-        self._supervisor: weakref.ref[Supervisor] | None = None  # supervisor of the last run
-        self._unreported: list[Run] = []  # the last run, until it has ended and its failure was raised
+        self._supervisor: weakref.ref[Supervisor] | None = None  # of the last run
+        self._unreported: list[Run] = []  # the last run until it has ended and its failure was raised
 
     def _blueprint(self) -> Blueprint:
         return self._graph
@@ -80,7 +80,7 @@ class WorkerPool(Runnable):
         self._pooled = PooledProcesses(self._graph.name)
         self._leaving, self._stages = False, ()
         _open.add(weakref.ref(self, _open.discard))
-        before_exit(_close_all, 101)  # runs before active runs are aborted
+        before_exit(_close_all, 101)  # before active runs are aborted
         return self
 
     def _begin(self, plan: Plan, recording: ResumeFile | None, trace: RunTrace | None) -> Run:
@@ -91,7 +91,7 @@ class WorkerPool(Runnable):
             return run
 
     def _watching(self) -> AbstractContextManager[Any]:
-        """Start the processes before the progress display, because they would inherit its terminal."""
+        """Start the processes before the progress display; otherwise, they would inherit its terminal."""
         self._refuse_forked_child()
         raise_for(self._graph)
         with interrupts_deferred(), self._lock:
@@ -99,7 +99,7 @@ class WorkerPool(Runnable):
         return super()._watching()
 
     def _refuse_forked_child(self) -> None:
-        """Raise an error in a forked child, in which the lock might never be released."""
+        """Raise an error in a forked child, where another thread's lock would never be released."""
         if self._pid != os.getpid():
             raise self._outside_error()
 
@@ -107,7 +107,7 @@ class WorkerPool(Runnable):
         return RuntimeError(f"{self!r} must be used in its block: with graph.pool() as pool: pool.run()")
 
     def _prepared(self, plan: Plan) -> PooledProcesses:
-        """Return the pool's processes, after starting one for each worker that needs one."""
+        """Start a process for each worker that has none, and return the pool's processes."""
         pooled = self._checked_processes(plan)
         pooled.make_ready(self._graph, plan.workers)
         return pooled
@@ -153,7 +153,7 @@ class WorkerPool(Runnable):
             )
 
     def _active_supervisor(self) -> Supervisor | None:
-        """Return the supervisor of the active run, or ``None`` if there is none."""
+        """Return the supervisor of the active run, or ``None`` if no run is active."""
         supervisor = None if self._supervisor is None else self._supervisor()
         return supervisor if supervisor is not None and not supervisor.ended.is_set() else None
 
@@ -189,7 +189,7 @@ class WorkerPool(Runnable):
                 _open.discard(weakref.ref(self))
                 if (
                     supervisor := self._active_supervisor()
-                ) is not None:  # still active, because another Ctrl-C ended the wait
+                ) is not None:  # another Ctrl-C ended the wait for this run
                     supervisor.ask(AbortRequested())
                     pooled.kill()
                     supervisor.wait()
@@ -258,14 +258,14 @@ def _not_closed(id: WorkerId, raised: BaseException) -> StageError:
     return error
 
 
-# Pools whose block is active. A plain set, unlike a WeakSet, can be copied in one step while other threads
+# Pools whose block is active. Unlike a WeakSet, a plain set can be copied in one step while other threads
 # enter pools.
 _open: set[weakref.ref[WorkerPool]] = set()
 
 
 @atexit.register
 def _close_all() -> None:
-    """End all pools at interpreter exit, because Python would otherwise wait for their processes."""
+    """End all pools at interpreter exit; otherwise, Python would wait for their processes."""
     interrupt: KeyboardInterrupt | None = None
     pools = [pool for reference in list(_open) if (pool := reference()) is not None]
     for pool in [pool for pool in pools if pool._pid == os.getpid()]:
@@ -276,7 +276,7 @@ def _close_all() -> None:
                         pool._abort_run(None)
             finally:
                 pool._end(at_once=interrupt is not None)
-        except KeyboardInterrupt as error:  # Ctrl-C: kill the other pools without waiting
+        except KeyboardInterrupt as error:  # kill the remaining pools without waiting for their runs
             interrupt = error
     if interrupt is not None:
         raise interrupt
