@@ -1,7 +1,7 @@
 """Read item types and ports from the annotations of a user function.
 
-Annotations are hints. If an annotation cannot be resolved, its type counts as unknown (``None``). No function
-in this module raises.
+Annotations are hints. If an annotation cannot be resolved, its type counts as unknown (``None``), and no
+function of this module raises an exception.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STANDARD = ("builtins", "collections", "collections.abc")
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """Port of a general stage, declared by a parameter: its name, direction and item type."""
+    """Port of a general stage, as a parameter of its function declares it."""
 
     name: str
     reads: bool
@@ -32,9 +32,9 @@ class Port:
 
 
 class _Names(dict[str, Any]):
-    """Names visible to an annotation that is written as a string.
+    """Names that an annotation written as a string can use.
 
-    Names that exist only for type checkers count as ``Any``, so the rest of the annotation can still be
+    Names that exist only for type checkers count as ``Any``, so that the rest of the annotation can be
     evaluated. ``In`` and ``Out`` are always known, even if the user's module did not import them.
     """
 
@@ -45,7 +45,7 @@ class _Names(dict[str, Any]):
 def plain_function(function: Any) -> Any:
     """Return the Python function behind partials, decorators, bound methods and callable objects.
 
-    Return the argument itself if it does not wrap such a function.
+    If the argument wraps no Python function, return the argument.
     """
     function = bare(function)
     if inspect.isclass(function):
@@ -53,17 +53,16 @@ def plain_function(function: Any) -> Any:
     function = inspect.unwrap(function)
     if inspect.ismethod(function):
         return function.__func__
-    # ``callable()`` is not enough, because the ``__call__`` method itself is needed.
+    # Do not use ``callable()``, because the ``__call__`` method is needed below.
     if not inspect.isroutine(function) and hasattr(type(function), "__call__"):  # noqa: B004
         return inspect.unwrap(type(function).__call__)
     return function
 
 
 def call_signature(function: Any) -> inspect.Signature | None:
-    """Return the signature of the call that a worker makes, with its annotations resolved.
+    """Return the signature of the call that a worker makes, with resolved annotations.
 
-    For a callable class, this is the signature of ``__call__``. Return ``None`` if Python cannot find a
-    signature.
+    For a callable class, the signature is that of ``__call__``. Return ``None`` if Python finds no signature.
     """
     try:
         if is_callable_class(function):
@@ -110,7 +109,7 @@ def element_type(kind: Any) -> Any:
 
 
 def listed(item: Any) -> Any:
-    """Return the type of a list whose elements are the stream's items."""
+    """Return the type of a list of such items, such as ``list[int]``."""
     return list if item is None else types.GenericAlias(list, (item,))
 
 
@@ -132,9 +131,9 @@ def ports_of(function: Callable[..., Any]) -> tuple[Port, ...]:
 
 
 def group_parameter(function: Callable[..., Any]) -> tuple[str, Any] | None:
-    """Return the parameter that receives the worker's group membership, and the class of the group.
+    """Return the name and class of the parameter that receives the worker's group membership.
 
-    The annotation of the parameter is that class, for example ``flowchan.collective.Group``.
+    The parameter's annotation is the class, for example ``flowchan.collective.Group``.
     """
     signature = call_signature(function)
     for parameter in () if signature is None else signature.parameters.values():
@@ -144,9 +143,9 @@ def group_parameter(function: Callable[..., Any]) -> tuple[str, Any] | None:
 
 
 def known(annotation: Any) -> Any:
-    """Return the annotation if it describes a value, else ``None``.
+    """Return the annotation if it names the type of a value, or ``None`` otherwise.
 
-    Only classes, generic types and unions describe a value.
+    Only classes, generic types and unions do so.
     """
     if annotation is None:
         return type(None)
@@ -157,9 +156,9 @@ def known(annotation: Any) -> Any:
 
 
 def type_name(kind: Any) -> str:
-    """Return the name of a type as the user would write it, without module names, such as ``list[str]``.
+    """Return the name of a type as a user would write it in code, such as ``list[str]``.
 
-    Error messages and pictures show this name.
+    Error messages and pictures show this name. It contains no module names.
     """
     if kind is ...:
         return "..."
@@ -190,17 +189,17 @@ def _names_of(function: Any) -> _Names:
     ):
         try:
             names[name] = cell.cell_contents
-        except ValueError:  # the variable has not been assigned yet
+        except ValueError:  # the variable has no value yet
             continue
     return names
 
 
 def _resolved(annotation: Any, names: _Names) -> Any:
-    # With ``from __future__ import annotations``, a quoted annotation is a string inside a string.
+    # ``from __future__ import annotations`` turns a quoted annotation into a string inside a string.
     for _ in range(2):
         if isinstance(annotation, str):
             try:
-                # like typing.get_type_hints, but for one annotation at a time
+                # typing.get_type_hints would fail for all annotations if one cannot be resolved.
                 annotation = eval(annotation, {}, names)
             except Exception:
                 return Parameter.empty

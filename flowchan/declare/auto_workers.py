@@ -11,12 +11,12 @@ from flowchan.items.text import shown
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AutoWorkers:
-    """Upper limit on the number of workers that a run may choose; created by :func:`~flowchan.auto`.
+    """Upper limit on the number of workers that a run may choose; :func:`~flowchan.auto` creates it.
 
-    Stages that share one such object share its limit.
+    Stages that share one object also share its limit.
 
     Attributes:
-        most: Maximum total number of workers of these stages. ``None`` means the default of each stage.
+        most: Maximum total number of workers of these stages. ``None`` selects the default of each stage.
 
     Example:
         >>> from flowchan import auto
@@ -33,8 +33,8 @@ class AutoWorkers:
 def auto(most: int | None = None) -> AutoWorkers:
     """Let the run choose how many workers a stage has, up to a maximum.
 
-    The stage starts with one worker. While the graph runs, the stage gains workers when it is the bottleneck,
-    and loses workers that have little to do. If several stages share one object, ``most`` limits their total
+    The stage starts with one worker. While the graph runs, it gains workers when it is the bottleneck, and
+    loses workers that have little to do. If several stages share one object, ``most`` limits their total
     number of workers.
 
     Args:
@@ -59,13 +59,13 @@ def auto(most: int | None = None) -> AutoWorkers:
 
 
 WorkersOption = int | Literal["auto"] | AutoWorkers
-"""Fixed number of workers, or a limit within which the run chooses the number."""
+"""A fixed number of workers, or a limit up to which the run chooses the number."""
 
 
 def workers_argument(kind: str, value: Any) -> tuple[int, AutoWorkers | None]:
     """Check the option ``workers``.
 
-    Return the initial number of workers, and the limit if the run chooses the number.
+    Return the initial number of workers, and the limit if the run may change the number.
     """
     if isinstance(value, AutoWorkers):
         return 1, value

@@ -1,4 +1,4 @@
-"""Declare sources and inputs, where a graph starts, and merges and feedback loops, which join streams."""
+"""Declare the sources and inputs of a graph, and join streams with merges and feedback loops."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @methods_end_at_caller
 class Blueprint(General):
-    """Declared graph: its name, its stages in the order of declaration, and the channels between them.
+    """Declared graph: a name, stages in the order of declaration, and the channels between them.
 
     :meth:`source`, :meth:`input`, :meth:`merge`, :meth:`stage` and the operators of ``Stream`` declare
     stages. :meth:`feedback` declares a loop.
@@ -36,7 +36,7 @@ class Blueprint(General):
     @refuses_misspelt("Graph")
     def __init__(self, name: str = "graph") -> None:
         super().__init__(name)
-        self._started: set[str] = set()  # stages whose iterators an earlier run has used up
+        self._started: set[str] = set()  # stages of earlier runs, whose iterators are used up
         self._broadcasts: list[Broadcast[Any]] = []
 
     def source(
@@ -213,9 +213,9 @@ class Blueprint(General):
     def feedback(self, name: str = "feedback") -> Feedback[Any]:
         """Declare a stream whose writer is declared later, to form a loop.
 
-        Only a stage with ports can read the stream. A loop has no source to end it, so one of its stages must
-        return when the work is done. That closes the outputs of this stage, and then the inputs of the others
-        end.
+        Only a stage with ports can read the stream. No source ends a loop, so one of its stages must return
+        when the work is done. The run then closes the outputs of this stage, which ends the inputs of the
+        others.
 
         Args:
             name: Name of the loop in messages (default: ``"feedback"``).
@@ -250,8 +250,8 @@ class Blueprint(General):
     ) -> None:
         """Record the items of one channel in a file. Each later run overwrites the file.
 
-        This inserts a stage between the channel's writer and reader, as a thread of the program. The stage
-        writes each item to the file and then passes it on. At a limit, or if an item cannot be written,
+        The call inserts a stage between the channel's writer and reader. The stage runs on a thread of the
+        program, writes each item to the file and passes it on. At a limit, or if an item cannot be written,
         recording stops with a warning and the run continues. Declare all other stages before this call.
 
         Args:
@@ -292,6 +292,6 @@ class Blueprint(General):
         return edges[channel]
 
     def _is_shared(self, edge: Edge) -> bool:
-        """Return whether all workers of both stages, the writer and the reader, share this channel."""
+        """Return whether all workers of the writer and of the reader use this one channel."""
         writer, reader = self.stage_named(edge.writer), self.stage_named(edge.reader or "")
         return not (edge.to_worker or writer.output_per_worker or writer.service or reader.service)

@@ -1,11 +1,11 @@
 """Define values that the program changes while workers read them: ``graph.broadcast(initial)``.
 
-In the program, a broadcast value is a plain attribute. Each worker process reads it from shared memory
+The program keeps a broadcast value as a plain attribute. Each worker process reads it from shared memory
 (``items/latest_value.py``).
 
 Invariants. While a worker's function processes one item, every read of a value returns the version that the
-first read found. Each worker records these versions in a table, which is cleared when the next call begins.
-The table is a context variable, because the workers of an async stage share one thread.
+first read found. The worker records these versions in a table and clears it before the next call. The table
+is a context variable, because the workers of an async stage share one thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from flowchan.items.latest_value import LatestValue, LatestValueReader, Versione
 
 T = TypeVar("T")
 Key = tuple[str, str, int]
-"""Name of the graph, the line that creates it, and the value's number. Importing the module again gives the
-same key."""
+"""Name of the graph, the line that creates it, and the value's number in the graph. If a worker imports the
+user's module again, the key stays the same."""
 
 
 class Broadcast(Generic[T]):
@@ -75,7 +75,7 @@ class Broadcast(Generic[T]):
             >>> Graph().broadcast("a").get()
             'a'
         """
-        pins = _pins.get()  # inlined from _read() to save a call
+        pins = _pins.get()  # a copy of _read(), which saves a function call
         found = None if pins is None else pins.get(self)
         value: T = (self._read() if found is None else found).value
         return value
@@ -151,7 +151,7 @@ class Broadcast(Generic[T]):
         if self._latest is not None and self._is_own():
             return self._latest
         id, reader = (_readers or {}).get(self._key, (b"", None))
-        # this process imported the module that creates the value, so it has a second object for the value
+        # A worker that imports the module which creates the value has a second object for the same value.
         if reader is not None and (id == self._id or self._pid == os.getpid()):
             return reader.latest()
         raise RuntimeError(
@@ -161,7 +161,7 @@ class Broadcast(Generic[T]):
     def _is_own(self) -> bool:
         """Return whether this process is the program that owns the value.
 
-        A worker owns the values of graphs it runs itself.
+        If a worker itself runs a graph, the worker owns the values of that graph.
         """
         return _readers is None or (self._pid == os.getpid() and self._key not in _readers)
 
@@ -177,7 +177,7 @@ class Broadcast(Generic[T]):
                 self._shared = LatestValue(self._latest)
 
     def _own_shared(self) -> LatestValue | None:
-        """Return the value's shared memory; None if a parent process created it before a fork."""
+        """Return the value's shared memory, or None if this process did not create it."""
         shared = self._shared
         return shared if isinstance(shared, LatestValue) and shared.pid == os.getpid() else None
 
@@ -200,7 +200,7 @@ _readers: dict[Key, tuple[bytes, LatestValueReader]] | None = None  # None in th
 
 
 def begin_reading(values: Iterable[Broadcast[Any]]) -> None:
-    """Make a graph's values readable in this worker process, before any user code is loaded."""
+    """Make a graph's values readable in this worker process before any user code is loaded."""
     global _readers
     _readers = {
         value._key: (value._id, value._shared.opened()) for value in values if value._shared is not None

@@ -1,8 +1,7 @@
 """Collect the stages and channels of a graph while the user declares it.
 
-Every :class:`~flowchan.declare.values.Stage` is a frozen value; only the list of stages changes. The methods
-of streams and graphs add stages to the list. The checks, the pictures and the run read ``stages`` and
-``edges``.
+Every :class:`~flowchan.declare.values.Stage` is a frozen value, so only the list of stages changes. The
+methods of streams and graphs add stages to the list. Checks, pictures and runs read ``stages`` and ``edges``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ NO_LIMIT = 10**9
 
 
 class Builder:
-    """Graph under construction."""
+    """Base class of graphs, to which the user's declarations add stages."""
 
     def __init__(self, name: str) -> None:
         self.name = text("Graph", "name", name)
@@ -42,15 +41,15 @@ class Builder:
         self._by_port: dict[Origin, int] = {}
         self._last_number: dict[str, int] = {}
         self._edges: tuple[Edge, ...] | None = None
-        self._loops: dict[Origin, Loop] = {}  # by the placeholder origin of each loop
-        # streams from other graphs that stages of this graph read
+        self._loops: dict[Origin, Loop] = {}  # key: the placeholder for the stream that will close the loop
+        # Streams of other graphs that stages of this graph read, which is an error.
         self._foreign_streams: dict[Origin, ForeignStream] = {}
         self._drawn: dict[str, str | None] = {}
-        """Labels that pictures show instead of the operator and line, by stage name. ``None`` hides the
+        """Labels by stage name that pictures show instead of the operator and line. ``None`` hides the
         stage."""
         self._services: dict[str, tuple[Channel[Any], Channel[None]]] = {}
-        """Each service's two channels, by the service's name. Closing the first ends the service; the run
-        closes the second once it has ended."""
+        """Two channels for each service, by its name. To end the service, the run closes the first channel.
+        When the run has ended, it closes the second channel."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} with {len(self._stages)} stages>"
@@ -61,7 +60,7 @@ class Builder:
             "that runs it"
         )
 
-    # --- the declaration ---
+    # --- properties of the declaration ---
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -100,14 +99,14 @@ class Builder:
         """Return the channels of the graph.
 
         Each output, and each error stream that a stage reads, has one edge to its reader. A stream with
-        several readers has one edge for each, and ``check`` reports it as an error. If the reader tells the
-        writing workers apart, there is one edge for each worker.
+        several readers has an edge for each reader; ``check`` reports this error. If the reader distinguishes
+        the writing workers, each worker has its own edge.
         """
         if self._edges is None:
             self._edges = tuple(self._joined())
         return self._edges
 
-    # --- used by the operators ---
+    # --- methods for the operators ---
 
     def _declare(
         self,
@@ -171,9 +170,9 @@ class Builder:
         return stage
 
     def _add(self, stage: Stage) -> None:
-        """Add a stage to the list.
+        """Append a stage to the list.
 
-        A duplicate name keeps referring to the first stage; ``check`` reports the second one.
+        If the name is taken, it keeps referring to the first stage, and ``check`` reports the duplicate.
         """
         index = len(self._stages)
         self._stages.append(stage)
@@ -183,7 +182,7 @@ class Builder:
         self._edges = None
 
     def _may_carry_requests(self, origin: Origin) -> bool:
-        """Return whether this output may carry requests that the program sends with ``ask()``."""
+        """Return whether requests from ``ask()`` may pass through this output."""
         if origin not in self._by_port:
             return False
         stage = self._stage_at(origin)
@@ -199,17 +198,17 @@ class Builder:
         return self._stages[self._by_port[origin]]
 
     def _without_stage(self) -> Origin:
-        """Return a new origin for a stream that no stage of this graph writes so far."""
+        """Return a new origin for a stream that no stage of this graph writes yet."""
         return Origin("", str(len(self._loops) + len(self._foreign_streams)))
 
     def _leads_back(self, name: str) -> Origin:
-        """Return a placeholder origin for a loop whose writer is declared later."""
+        """Register a loop whose writer is declared later, and return a placeholder origin for it."""
         origin = self._without_stage()
         self._loops[origin] = Loop(name, users_line())
         return origin
 
     def _is_foreign(self, name: str, graph: Builder) -> Origin:
-        """Return an origin for a stream from another graph, which ``check`` reports."""
+        """Register a stream of another graph as an error for ``check``, and return an origin for it."""
         origin = self._without_stage()
         self._foreign_streams[origin] = ForeignStream(name, graph.name, graph.where)
         return origin
@@ -219,12 +218,12 @@ class Builder:
         return origin if loop is None or loop.fed_by is None else loop.fed_by
 
     def _feed(self, feedback: Origin, by: Origin) -> None:
-        """Close a loop: replace ``feedback`` with ``by`` in the inputs of every stage."""
+        """Close a loop: let the stages that read ``feedback`` read ``by`` instead."""
         self._loops[feedback] = dataclasses.replace(self._loops[feedback], fed_by=by)
         self._redirect(feedback, by)
 
     def _redirect(self, read: Origin, by: Origin) -> None:
-        """Replace ``read`` with ``by`` in the inputs of every stage."""
+        """Let every stage that reads ``read`` read ``by`` instead."""
         for index, stage in enumerate(self._stages):
             if read in stage.inputs:
                 inputs = tuple(by if origin == read else origin for origin in stage.inputs)
@@ -262,7 +261,7 @@ class Builder:
         self._change_output(origin, capacity=capacity)
 
     def _address(self, per_worker: frozenset[str]) -> Stage:
-        """Mark inputs of the last stage as addressed: the writer chooses the worker for each item."""
+        """Let the writers of these inputs of the last stage choose the worker for each item."""
         self._stages[-1] = stage = dataclasses.replace(self._stages[-1], per_worker=per_worker)
         self._edges = None
         return stage
@@ -273,11 +272,10 @@ class Builder:
         If the last stage is an input, the service reads ``inbox`` instead of a channel of the run.
 
         Args:
-            inbox: Channel for requests, into which any process may put. The run closes this channel to end
-                the service.
-            ended: Channel that is closed after the run has ended.
+            inbox: Channel for requests from any process. The run closes this channel to end the service.
+            ended: Channel that the run closes after its end.
         """
-        # The service itself, not the run, decides when a request has killed too many workers.
+        # The service, not the run, decides when a request has killed too many workers.
         stage = dataclasses.replace(self._stages[-1], service=True, max_deaths=NO_LIMIT)
         self._stages[-1] = stage
         self._services[stage.name] = inbox, ended
@@ -288,7 +286,7 @@ class Builder:
         self._change_output(origin, channel_per_worker=True)
 
     def _change_output(self, origin: Origin, **changes: Any) -> None:
-        """Replace the stage to change settings of this output."""
+        """Change settings of this output by replacing its stage, which is a frozen value."""
 
         def changed(output: Output) -> Output:
             return dataclasses.replace(output, **changes) if output.port == origin.port else output
@@ -348,13 +346,13 @@ def _edges(stage: Stage, output: Output, reader: Stage | None, port: str | None)
 
 
 def name_from(function: Any, kind: str) -> str:
-    """Derive a stage name from the function's name or, for a lambda or no function, from the operator's."""
+    """Derive a stage name from the function, or from the operator if the function has no name."""
     name = "" if function is None else name_of(function)
     return kind if name in ("", "<lambda>") else name.strip("_") or kind
 
 
 def users_line() -> Where:
-    """Return the line of the innermost call from outside this package."""
+    """Return the user's line that called flowchan: the innermost frame outside this package."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_back is not None:
         module = frame.f_globals.get("__name__", "")

@@ -1,4 +1,4 @@
-"""Classify a user function: partial or not, async or not, function or callable class."""
+"""Classify user functions: partials, async functions and callable classes."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def is_async(function: Any) -> bool:
 
 
 def is_callable_class(function: Any) -> bool:
-    """Return whether ``function`` is a class whose *instances* are called with each item.
+    """Return whether ``function`` is a class of which each worker creates an instance to call.
 
-    Each worker creates one instance. A class such as ``int`` does not count, because the class itself is
-    called with each item. A ``functools.partial`` of a callable class counts.
+    The class may be wrapped in ``functools.partial``. A class without a ``__call__`` method, such as ``int``,
+    does not count, because the stage calls the class itself with each item.
     """
     function = bare(function)
-    # A metaclass is itself called with each item, to make a class from it.
+    # The stage calls a metaclass itself with each item, to create a class.
     if not inspect.isclass(function) or issubclass(function, type):
         return False
     return any("__call__" in vars(base) for base in function.__mro__)
 
 
 def class_with_state(function: Any) -> str:
-    """Return the name of the class whose instance is called for each item, if the instance can hold state.
+    """Return the name of the callable object's class if the object can hold state between items.
 
     Return an empty string for a function, a frozen dataclass, or a callable from native code or flowchan.
     """
@@ -58,9 +58,6 @@ def class_with_state(function: Any) -> str:
 
 
 def name_of(function: Any) -> str:
-    """Return the name in the ``def`` or ``class`` statement.
-
-    For a callable object, return the name of its class.
-    """
+    """Return the name of a function or class, or the name of a callable object's class."""
     name = getattr(bare(function), "__name__", None)
     return name if isinstance(name, str) else type(bare(function)).__name__

@@ -1,4 +1,4 @@
-"""Define the stream that closes a loop in a graph."""
+"""Define the stream that forms a loop in a graph."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Feedback(Stream[T]):
     def feed(self, stream: Stream[T]) -> None:
         """Close the loop by sending the items of ``stream`` to the stage that reads this feedback.
 
-        This makes the feedback the only reader of ``stream``.
+        The feedback becomes the only reader of ``stream``.
 
         Args:
             stream: Stream that a stage of the same graph writes.

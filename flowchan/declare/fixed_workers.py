@@ -7,13 +7,13 @@ from flowchan.declare.values import Stage
 
 
 def fixed_workers(stage: Stage) -> str:
-    """Describe the stage if its number of workers cannot change during a run.
+    """Explain why the number of a stage's workers cannot change during a run.
 
     Args:
         stage: A stage of the graph.
 
     Returns:
-        A description such as "a map on hosts"; empty if the number can change.
+        A description of the stage, such as "a map on hosts". It is empty if the number can change.
     """
     if not stage.operator.per_item:
         return f"a {stage.kind}"
@@ -29,7 +29,7 @@ def fixed_workers(stage: Stage) -> str:
 
 
 def auto_refusal(stage: Stage, why: str) -> str:
-    """Return the error message for ``workers="auto"`` if the number of workers must be fixed."""
+    """Return the error message for a stage that does not support ``workers="auto"``."""
     return (
         f"workers={stage.auto!r} requires a map, filter, flat_map, partition or sink on threads or "
         f"processes, got {why}; set a number of workers"

@@ -1,8 +1,8 @@
 """Declare a general stage: a function with ports.
 
-Type checkers infer the types of the streams from the output ports in the function's signature. This works for
-up to three outputs that are the last parameters or follow at most two other parameters. For more outputs, the
-result has the type ``Any``.
+Type checkers infer the types of the resulting streams from the output ports in the function's signature. This
+works for up to three outputs, if they are the last parameters or follow at most two other parameters.
+Otherwise, the result has the type ``Any``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Others = TypeVarTuple("Others")
 
 @methods_end_at_caller
 class General(Builder):
-    """Graph with the method :meth:`stage`."""
+    """Graph that supports general stages, with the method :meth:`stage`."""
 
     @overload
     def stage(self, function: UntypedFunction, *streams: Stream[Any], **options: Any) -> Any: ...
@@ -160,15 +160,16 @@ class General(Builder):
                 restartable (bool): True if the function keeps no state between items, so a dead worker
                     process can be replaced (default: False).
                 elastic (bool): For a gang: restart only the dead worker (default: False; implies
-                    ``restartable``). The other workers keep their processes. Their function is called again
-                    twice: with the group of survivors, and then with the complete group.
+                ``restartable``). The other workers keep their processes. Their function is called twice more:
+                first with the group of survivors, then with the complete group.
                 gpus (float): Number of GPUs per worker process (default: 0); below 1, a share of one GPU.
                 per_worker (str or tuple): Name of an ``In`` parameter, or a tuple of names (default: none).
                     Its items are pairs ``(worker, item)``, and each goes to the worker with that number,
                     counted from 1.
 
         Returns:
-            ``None`` without ``Out`` parameters, one stream for one, and a tuple of streams for several.
+            ``None`` if the function has no ``Out`` parameter, one stream for one, and a tuple of streams for
+            several.
 
         Raises:
             TypeError: An argument is not a stream, or an option has the wrong type or an unknown name.

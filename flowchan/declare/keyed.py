@@ -1,9 +1,9 @@
 """Declare keyed stages, which send items with equal keys to the same worker or to a few workers.
 
-A keyed stage with several workers is declared as two stages. The first, ``route``, is a thread of the
-program: it calls the key function and puts each item into the channel of one worker. The second stage reads
-these channels, one for each worker. Items keep the numbers from ``route``, so the workers' outputs can be
-merged in stream order.
+A keyed stage with several workers is declared as two stages. The first, ``route``, runs on a thread of the
+program. It calls the key function and puts each item into one worker's channel. The second stage reads these
+channels, one per worker. Items keep the numbers that ``route`` gave them, so the outputs of the workers can
+be merged in stream order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Key = Callable[[Any], Hashable]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keyed:
-    """Keyed options of a stage; ``rest`` has its other options."""
+    """Separates the keyed options of a stage from its other options, ``rest``."""
 
     rest: Mapping[str, Any]
     key: Key | None = None
@@ -40,7 +40,7 @@ class Keyed:
 
 
 def keyed(kind: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Keyed:
-    """Check the keyed options of an operator, and separate them from its other options."""
+    """Check the keyed options of an operator, and separate them from the others."""
     rest = {name: value for name, value in options.items() if name not in KeyOptions.__annotations__}
     key, limit, state = options.get("key"), options.get("concurrency_per_key", 1), options.get("state")
     whole(kind, "concurrency_per_key", limit, 1)
@@ -88,7 +88,7 @@ def keyed_stage(
     own: Mapping[str, Any],
     outputs: Sequence[tuple[str, Any]],
 ) -> Stage:
-    """Declare a stage that may process items by key.
+    """Declare a stage that processes items by key if its options say so.
 
     Args:
         graph: Graph to add the stage to.
@@ -97,7 +97,7 @@ def keyed_stage(
         origin: Output that the stage reads.
         item: Type of the items, or None if unknown.
         options: Options of the stage.
-        own: Options that no other operator has.
+        own: Options that only this operator has.
         outputs: Names and item types of the stage's output ports. A stage without outputs has no ``errors``
             stream.
 

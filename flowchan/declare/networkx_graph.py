@@ -1,6 +1,6 @@
 """Convert a declared graph to a networkx graph.
 
-All attributes are strings, ints and bools, because every networkx file format can store these.
+All attributes are strings, ints and bools, because every file format of networkx can store these.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def to_networkx(blueprint: Blueprint) -> networkx.MultiDiGraph:
-    """Return stages as nodes and channels as edges; stage names must be unique."""
-    import networkx  # networkx takes longer to import than all of flowchan
+    """Return a graph with stages as nodes and channels as edges. Stage names must be unique."""
+    import networkx  # imported late, because this takes longer than importing all of flowchan
 
     joined = networkx.MultiDiGraph(name=blueprint.name)
     joined.add_nodes_from((stage.name, _node(stage)) for stage in blueprint.stages)

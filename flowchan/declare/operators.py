@@ -1,7 +1,7 @@
-"""Describe each operator in a table, which the checks, plan, run, report and pictures read.
+"""Define the properties of each operator in one table.
 
-They therefore never compare operator names. To add an operator, add a row here, a body (see
-``flowchan/run/worker/operator_loops.py``), and a ``Stream`` method.
+Checks, plans, runs, reports and pictures read the table, so they never compare operator names. To add an
+operator, add a row here, a body (see ``flowchan/run/worker/operator_loops.py``), and a ``Stream`` method.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Calls = Literal["item", "fold", "leaves", "arguments", "ports"]
-"""How the user's function is called.
+"""When and with which arguments the worker calls the user's function.
 
 - ``item``: with each item.
 - ``fold``: with the result so far and each item.
-- ``leaves``: with corresponding parts of the result so far and of each item.
+- ``leaves``: with each pair of corresponding leaves of the result so far and the item.
 - ``arguments``: once, with the declared arguments.
 - ``ports``: once in each worker, with its ports.
 """
@@ -30,22 +30,21 @@ _BODIES, _ASYNC_BODIES = "flowchan.run.worker.operator_loops", "flowchan.run.wor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """Operator of a graph; ``name`` is its name in messages and tables."""
+    """Properties of an operator. Messages and tables show its ``name``."""
 
     name: str
 
     body: str = ""
     """Function that each worker runs, as ``module:function``.
 
-    The function receives an ``OperatorJob`` and the worker's ports by name. The string is empty for operators
-    without workers, whose items the program itself puts.
+    The function receives an ``OperatorJob`` and the worker's ports by name. The string is empty if the
+    operator has no worker, because the program itself puts the items.
     """
     async_body: str = ""
-    """Function that each worker runs if the user's function is ``async def``; empty if that is not supported.
-    """
+    """Body for an ``async def`` function; empty if the operator does not support one."""
 
     calls: Calls | None = None
-    """How the user's function is called; ``None`` if there is none."""
+    """How the worker calls the user's function, or ``None`` if the operator takes no function."""
     iterates: bool = False
     """Whether the worker iterates over the function's result."""
 
@@ -54,60 +53,60 @@ class Operator:
     one_output: bool = False
     """Whether each item has exactly one output, so putting the output also completes the item."""
     ordered: bool = True
-    """Whether the outputs of several workers can follow the order of the input."""
+    """Whether a stage with several workers can emit outputs in the order of its input."""
     worker_per_input: bool = False
-    """Whether each input needs a separate worker."""
+    """Whether the stage has one worker for each input."""
     ends_loops: bool = False
-    """Whether the operator can end before its inputs end, and may therefore read a feedback."""
+    """Whether the operator can end before its inputs end. Only such operators may read a feedback."""
 
     result: bool = False
-    """Whether the output may be a result of the run."""
+    """Whether the output becomes a result of the run if no stage reads it."""
     gathers: bool = False
-    """Whether the program can read the result item by item during the run."""
+    """Whether the program can iterate over the result during the run."""
 
     role: Role = "stage"
-    """Role in pictures. It also decides which items count: for a source its outputs, otherwise the inputs."""
+    """Role in pictures. It also decides which items a report counts: a source's outputs, otherwise the
+    inputs."""
     owes: bool = False
-    """Whether each item leads to one output or one failed item. A sink's finished items count as outputs."""
+    """Whether each item produces one output or one failed item. A sink's finished items count as outputs."""
     lets_go: str = ""
-    """Word in reports for items that the operator drops; empty if it never drops items."""
+    """Verb in reports for items that the operator drops; empty if it never drops items."""
     answers: bool = False
-    """Whether ``ask()`` requests can pass through, because the output of each item is known."""
+    """Whether ``ask()`` requests can pass through, because each output belongs to a known item."""
     resumable: bool = False
-    """Whether runs with the operator can be resumed, because each output can be traced to its source items.
-    """
+    """Whether runs with the operator can be resumed, because the source items of each output are known."""
     groups: bool = False
     """Whether each output is a list of several items."""
     routes: bool = False
-    """Whether the operator chooses a worker for each item without changing the item's number."""
+    """Whether the operator chooses a worker for each item and keeps the item's number."""
     repeats: bool = False
-    """Whether every output gets every item, so the report counts only one output."""
+    """Whether every output receives every item. The report then counts only one output."""
     expects: Callable[[Mapping[str, Any], list[int]], int | None] | None = None
-    """Function that predicts the number of outputs; it returns ``None`` if the number is unknown.
+    """Function that predicts the number of outputs, or returns ``None`` if the number is unknown.
 
     Its arguments are the stage's options and the number of items at each input.
     """
     describe: Callable[[Mapping[str, Any]], str] | None = None
-    """Function that returns a label for the stage's options in pictures."""
+    """Function that returns the label of a stage's options in pictures."""
 
     @property
     def holds_back(self) -> bool:
-        """Return whether the operator takes many items before it emits any."""
+        """Return whether the operator collects many items before it emits any."""
         return self.result or self.groups
 
     @property
     def begins(self) -> bool:
-        """Return whether items enter the graph here."""
+        """Return whether items enter the graph at this operator."""
         return self.role == "source"
 
     @property
     def ends(self) -> bool:
-        """Return whether items leave the graph here."""
+        """Return whether items leave the graph at this operator."""
         return self.role == "sink"
 
     @property
     def outside(self) -> bool:
-        """Return whether the program itself puts the items, without any worker."""
+        """Return whether the program itself puts the items, so the operator has no worker."""
         return not self.body
 
     def run(self) -> Callable[..., Any]:
@@ -123,7 +122,7 @@ def _length(options: Mapping[str, Any], _: list[int]) -> int | None:
     """Return the length of a source's iterable, or ``None`` if it has no length."""
     try:
         return len(options["iterable"])
-    except Exception:  # it has no length, or the user's ``__len__`` failed
+    except Exception:  # the iterable has no length, or the user's ``__len__`` failed
         return None
 
 

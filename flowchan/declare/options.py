@@ -1,6 +1,7 @@
-"""Define the options that operators share: types, defaults and text for ``help``.
+"""Define the options that several operators have, with their types, defaults and checks.
 
-``StageSettings`` has the defaults and the checks.
+The ``TypedDict`` classes contain the types and the text for ``help``. ``StageSettings`` contains the defaults
+and checks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Operator = TypeVar("Operator", bound=Callable[..., Any])
 
 
 class NameOption(TypedDict, total=False):
-    """Options of every operator."""
+    """Option of every operator."""
 
     name: str | None
     """Name of the stage (default: the name of the function or the operator)."""
@@ -50,23 +51,23 @@ class WorkOptions(NameOption, total=False):
     """Exception types that trigger a retry (default: all)."""
     timeout: float | None
     """Time limit for one item in seconds (default: none). An item that exceeds it fails with
-    ``TimeoutError``. Requires an ``async def`` function, or worker processes: a process that exceeds the
-    limit is killed and replaced."""
+    ``TimeoutError``. The option requires an ``async def`` function, or worker processes, because a process
+    that exceeds the limit is killed and replaced."""
     rate: float | None
-    """Maximum number of items that start per second, over all workers of the stage (default: no limit). The
-    starts are evenly spaced, and each retry is a start. Not available for workers on hosts."""
+    """Maximum number of items that start per second, over all workers of the stage (default: no limit).
+    Starts are evenly spaced, and a retry also counts as a start. Not available for workers on hosts."""
     share_instance: bool
-    """Whether all coroutines of the stage share one instance of an async class (default: False, each has its
-    own). Processes and hosts cannot share an instance."""
+    """Whether all coroutines of the stage share one instance of an async class (default: False, one instance
+    each). Processes and hosts cannot share an instance."""
     restarts: int
     """Maximum number of dead worker processes replaced within 60 seconds of work (default: 10). Deaths that
-    count towards ``max_deaths`` of an item do not count here. With the default, or with 10**9 or more, a
-    worker that dies four times in a row before it starts to work also ends the run."""
+    count towards ``max_deaths`` of an item do not count here. With the default, or with 10**9 or more, the
+    run also ends if a worker dies four times in a row before it starts to work."""
     max_deaths: int
     """Number of worker deaths after which an item counts as failed (default: 3)."""
     gpus: float
     """Number of GPUs reserved for each worker process (default: 0). A number below 1, such as 0.5, is a share
-    of one GPU. With 0, a worker can use every GPU that the program or its host can use."""
+    of one GPU. With 0, a worker can use every GPU that its program or host can use."""
 
 
 class ItemOptions(WorkOptions, total=False):
@@ -129,7 +130,7 @@ class PortOptions(NameOption, total=False):
 
 
 def _gpus(kind: str, value: Any) -> float:
-    """Check a number or fraction of GPUs."""
+    """Check a whole number of GPUs or a share of one."""
     if isinstance(value, float):
         if not 0 < value < 1:
             raise ValueError(
@@ -141,7 +142,7 @@ def _gpus(kind: str, value: Any) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """Settings of one stage, with the defaults common to all operators."""
+    """Values of the options that a user gave for one stage, with the defaults of the others."""
 
     name: str | None = None
     capacity: int = DEFAULT_CAPACITY
@@ -162,7 +163,7 @@ class StageSettings:
     gang: Gang | None = None
 
     def checked(self, kind: str, function: Callable[..., Any] | None) -> Placement:
-        """Check the settings common to all operators. Return the placement."""
+        """Check the settings common to all operators, and return the placement."""
         whole(kind, "capacity", self.capacity, 1)
         workers_argument(kind, self.workers)
         whole(kind, "retries", self.retries, 0)
@@ -201,7 +202,7 @@ class StageSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyedSettings(StageSettings):
-    """Settings of a stage that can process items by key."""
+    """Settings of a stage that can process items by key, with their defaults."""
 
     key: Callable[[Any], Hashable] | None = None
     concurrency_per_key: int = 1
@@ -210,7 +211,7 @@ class KeyedSettings(StageSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortSettings(StageSettings):
-    """Settings of a general stage."""
+    """Settings of a general stage, with their defaults."""
 
     elastic: bool = False
     per_worker: str | tuple[str, ...] = ()
@@ -222,12 +223,12 @@ SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable", "gpus")
 def shows(
     options: type, settings: type = StageSettings, rest: str | None = None
 ) -> Callable[[Operator], Operator]:
-    """Return a decorator that makes ``help`` list an operator's options instead of ``**options``.
+    """Return a decorator that makes ``help`` list an operator's options one by one.
 
     Args:
         options: ``TypedDict`` of the options.
-        settings: Class with the defaults of the options.
-        rest: Name under which ``help`` shows further keyword arguments; None if there are none.
+        settings: Class with the default of each option.
+        rest: Name under which ``help`` shows further keyword arguments, or None if the operator takes none.
 
     Returns:
         The decorator.
@@ -247,7 +248,7 @@ def shows(
 
 
 def allreduce_options(op: Any, to_workers: Any) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
-    """Check the options of ``allreduce``. Return its function, and the options that no other operator has."""
+    """Check the options of ``allreduce``, and return its function and its special options."""
     own = {"to_workers": flag("allreduce", "to_workers", to_workers)}
     if not isinstance(op, str):
         return callable_argument("allreduce", "op", op), own

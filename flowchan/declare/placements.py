@@ -1,7 +1,7 @@
 """Define where workers run.
 
-The placements of two stages determine the transport of the channel between them, and whether dead workers can
-be replaced.
+The placements of two stages determine which transport their channel uses, and whether a dead worker can be
+replaced.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from flowchan.items.text import shown
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Placement of the workers of a stage: where they run.
+    """Describes where the workers of a stage run.
 
     Attributes:
         name: Name shown in reports and pictures.
-        own_process: True if each worker has its own process. The stage is then sent to the process, and the
-            process can be replaced. Otherwise, workers are threads of the program's process and end with it.
-        hosts: Names of the hosts that share the workers; empty for this machine.
+        own_process: True if each worker runs in its own process, which receives the stage and can be
+            replaced. Otherwise, workers are threads of the program's process and end with it.
+        hosts: Names of the hosts that run the workers; empty for this machine.
         shares: Relative number of workers on each host; empty for equal numbers.
         by_worker: Host of each worker, in order; empty if the run chooses the hosts.
-        nowhere: True until the run learns its hosts.
-        missing: Reason why the hosts cannot be determined here. This is an error only when the graph runs.
+        nowhere: True for ``on="hosts"`` until the run learns its hosts.
+        missing: Reason why this machine cannot determine the hosts, which is an error only when the graph
+            runs.
     """
 
     name: str
@@ -62,9 +63,9 @@ class Placement:
         return PROCESSES if self.own_process or other.own_process else THREADS
 
     def has_same_host(self, other: Placement) -> bool:
-        """Return whether one part of a crew can run the workers of both placements.
+        """Return whether the same part of a crew can run the workers of both placements.
 
-        Two placements of this class can share a part if neither has hosts.
+        For two placements of this class, this is true if neither has hosts.
         """
         return not self.hosts and not other.hosts
 
@@ -76,13 +77,13 @@ HOSTS = Placement("hosts", own_process=True, nowhere=True)
 PLACEMENTS: Mapping[str, Placement] = MappingProxyType(
     {placement.name: placement for placement in (THREAD, PROCESS, HOSTS)}
 )
-"""Placements by their name in ``on=``."""
+"""Placements by the word that selects them in ``on=``."""
 
 PlacementOption = Literal["thread", "process", "hosts"] | Placement
 
 
 def placement_argument(call: str, value: Any) -> Placement:
-    """Return ``value`` if it is a placement, or the placement for a word such as ``"process"``."""
+    """Return the placement that the option ``on`` selects by object or by word."""
     if isinstance(value, Placement):
         return value
     placement = PLACEMENTS.get(value) if isinstance(value, str) else None

@@ -1,8 +1,8 @@
-"""Define the types of functions that operators accept, for type checkers.
+"""Define the types of the functions that operators accept, for type checkers.
 
-``A`` is the type of the argument, and ``B`` the type of the result. An operator accepts a function, or a
-class whose instances are called. Each worker creates one instance from the class, or from a
-``functools.partial`` of it. The function may be ``async``.
+``A`` is the type of the argument, and ``B`` the type of the result. An operator accepts a function, an
+``async`` function, or a class whose instances are called. A class may be wrapped in ``functools.partial``;
+each worker creates one instance.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class Called(Protocol[A_contra, B_co]):
-    """Object that is called with one item."""
+    """Callable object that takes one item."""
 
     def __call__(self, item: A_contra, /) -> B_co:
         """Return the result for one item."""
 
 
 class Folds(Protocol[B, A_contra]):
-    """Object that is called with the result so far and an item."""
+    """Callable object that takes the result so far and an item."""
 
     def __call__(self, so_far: B, item: A_contra, /) -> B:
         """Return the result that includes this item."""
 
 
 class SourceObject(Protocol[B_co]):
-    """Object that is called with a source's arguments."""
+    """Callable object that takes a source's arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> B_co:
         """Return the items of the source."""
 
 
 class Bound(Protocol[B_co]):
-    """A ``functools.partial`` of a callable that returns a ``B``."""
+    """Partial of a callable that returns a ``B``, as ``functools.partial`` creates it."""
 
     @property
     def func(self) -> Callable[..., B_co]:
@@ -68,7 +68,7 @@ AnyFunction: TypeAlias = Callable[..., Any] | Bound[Any]
 """Any function or class that an operator accepts."""
 
 Many: TypeAlias = Iterable[B] | AsyncIterable[B] | Coroutine[Any, Any, Iterable[B]]
-"""Result that a worker iterates over; a coroutine is awaited first."""
+"""Result whose elements the worker emits; a coroutine is awaited first."""
 
 Effect: TypeAlias = Callable[[A], object] | type[Called[A, object]]
 """Function that takes an item. Its result is ignored, or only tested for truth."""

@@ -1,8 +1,8 @@
 """Define streams: handles of output channels, whose methods declare the next stage.
 
 Declaring a stage does not run anything. Each method adds one frozen ``Stage`` to the graph and returns the
-handle of the stage's output. An invalid argument raises ``TypeError`` or ``ValueError`` at the user's line.
-``check`` reports errors that only show in the whole graph.
+handle of its output. An invalid argument raises ``TypeError`` or ``ValueError`` at the user's line. ``check``
+reports errors that only the whole graph reveals.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ class Stream(StreamEnd[T_co]):
     ) -> Tried[Window[T_co], T_co]:
         """Declare a stage that groups all items by key and emits the groups when the stream ends.
 
-        The program holds all items in memory until then. To compute one total per key, ``map`` with
+        The program keeps all items in memory until then. To compute one total per key, ``map`` with
         ``state=`` needs less memory.
 
         Args:
@@ -372,9 +372,9 @@ class Stream(StreamEnd[T_co]):
     ) -> Tried[Window[T_co], T_co]:  # fmt: skip
         """Declare a stage that groups items into windows, by count or by time.
 
-        A time window begins at a multiple of ``every`` and is emitted once it has passed. With ``time``, it
-        has passed when an item is at least ``allowed_lateness`` later than its end. When the stream ends, the
-        remaining items are emitted in shorter windows. Every item is in some window or is late.
+        A time window begins at a multiple of ``every`` and is emitted once it is over. With ``time``, a
+        window is over when an item is at least ``allowed_lateness`` later than its end. When the stream ends,
+        the remaining items are emitted in shorter windows. Every item is in some window, or it is late.
 
         Args:
             size: Number of items in a window, at least 1. Pass either ``size`` or ``seconds``.
@@ -598,14 +598,14 @@ class Stream(StreamEnd[T_co]):
 
         Round k combines the k-th items of all workers that have one, in worker order. Nested values are
         combined leaf by leaf in the program's process. Each worker has a separate channel, so ``ordered`` has
-        no effect. ``graph.merge(*streams).allreduce(op)`` combines several streams.
+        no effect. To combine several streams, use ``graph.merge(*streams).allreduce(op)``.
 
         Args:
             op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"``,
                 ``"xor"``, or a function that takes two values.
             to_workers: Whether to send the result back to each worker that contributed (default: False). If
-                so, declare the stage that reads the results with ``per_worker=``. It may be a later stage or,
-                through a feedback, an earlier one.
+                so, declare the stage that reads the results with ``per_worker=``. This may be a later stage
+                or, through a feedback, an earlier one.
             **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
 
         Returns:
@@ -666,7 +666,7 @@ class Stream(StreamEnd[T_co]):
         return streams_of(self.graph, stage)[0]
 
     def _next(self, *args: Any, **options: Any) -> tuple[Tried[Any, Any], ...]:
-        """Declare a stage that reads this stream. Return the streams of its outputs."""
+        """Declare a stage that reads this stream, and return the streams of its outputs."""
         outs: tuple[Any, ...] = streams_of(self.graph, self._stage(*args, **options))
         return outs
 
@@ -674,14 +674,14 @@ class Stream(StreamEnd[T_co]):
 if TYPE_CHECKING:
 
     class Tried(Stream[T_co], Generic[T_co, F_co]):
-        """Stream of a stage whose function may fail for an item of type ``F``.
+        """Stream of a stage whose function takes items of type ``F`` and may fail.
 
-        This class exists only for type checkers. At run time, the stream is a plain ``Stream``.
+        The class exists only for type checkers. At run time, the stream is a plain ``Stream``.
         """
 
         @property
         def errors(self) -> Stream[Failed[F_co]]:
-            """Return the stream of failed items, with their type."""
+            """Return the failed items as a typed stream."""
 
 
 def streams_of(graph: Builder, stage: Stage) -> tuple[Stream[Any], ...]:

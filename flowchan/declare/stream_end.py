@@ -1,4 +1,4 @@
-"""Declare a stage that reads a stream. ``Stream`` turns the outputs of the stage into streams."""
+"""Declare the stages that read a stream, and the operator ``sink``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @methods_end_at_caller
 class StreamEnd(StreamHandle[T_co]):
-    """Stream that a stage can read."""
+    """Stream as the input of a stage. ``Stream`` adds the operators that have outputs."""
 
     __slots__ = ()
 
@@ -28,7 +28,7 @@ class StreamEnd(StreamHandle[T_co]):
     def sink(self, function: WithState[T_co, object], **options: Unpack[KeyedSinkOptions]) -> None: ...
     @shows(KeyedSinkOptions, KeyedSettings)
     def sink(self, function: AnyFunction, **options: Unpack[KeyedSinkOptions]) -> None:
-        """Declare a stage that calls ``function(item)`` for its side effect. Items leave the graph there.
+        """Declare a stage that calls ``function(item)`` for its side effect, and ends the stream there.
 
         If a worker dies, the side effect may happen twice for the item that it was processing.
 
@@ -59,7 +59,7 @@ class StreamEnd(StreamHandle[T_co]):
         outputs: Sequence[tuple[str, Any]],
         options: KeyedOptions | KeyedSinkOptions,
     ) -> Stage:
-        """Declare a stage that calls the user's function for each item, optionally by key."""
+        """Declare a stage that calls the user's function for each item, with or without keys."""
         allowed = KeyedOptions if outputs else KeyedSinkOptions
         known_options(kind, options, allowed.__annotations__)
         own = {"members": True} if outputs and self.graph._gives_lists(self._origin) else {}
@@ -78,7 +78,7 @@ class StreamEnd(StreamHandle[T_co]):
     ) -> Stage:
         """Declare a stage that reads this stream.
 
-        ``own`` contains the options that no other operator has.
+        ``own`` contains the options that only this operator has.
         """
         return self.graph._declare(
             kind, function=function, options=own, inputs=origins(self.graph, self), outputs=outputs,

@@ -30,7 +30,7 @@ class StreamHandle(Generic[T_co]):
 
     @refuses_misspelt("buffer")
     def buffer(self, capacity: int) -> Self:
-        """Set the capacity of this stream's channel. No stage is added.
+        """Set the capacity of this stream's channel, without adding a stage.
 
         Args:
             capacity: Capacity in items, at least 1.
@@ -57,12 +57,12 @@ class StreamHandle(Generic[T_co]):
         return Origin(self.stage, self.port)
 
     def _own(self, call: str) -> Origin:
-        """Return the origin of this stream. Raise an error for a feedback, which no stage writes."""
+        """Return the origin of this stream. For a feedback, which no stage writes, raise an error."""
         return self._origin
 
 
 def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[StreamHandle[Any], ...]:
-    """Return the values if all are streams. Otherwise raise ``TypeError``."""
+    """Return the values if all of them are streams. Otherwise raise ``TypeError``."""
     for index, value in enumerate(values, 1):
         if not isinstance(value, StreamHandle):
             hint = f"; write {call}(*streams)" if isinstance(value, (list, tuple, set)) else ""
@@ -71,7 +71,7 @@ def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[StreamHandle[A
 
 
 def origins(graph: Builder, *streams: StreamHandle[Any]) -> tuple[Origin, ...]:
-    """Return the origins of these streams, to use as inputs of a stage of ``graph``."""
+    """Return the origins of these streams as inputs for a stage of ``graph``."""
     return tuple(
         stream._origin if stream.graph is graph else graph._is_foreign(stream.name, stream.graph)
         for stream in streams

@@ -1,7 +1,7 @@
 """Define the frozen values of a declared graph.
 
-A declared graph is a list of :class:`Stage` values. The :class:`Edge` values, one per channel, are derived
-from them. The checks, the pictures and the supervisor read both. A stage can be sent to another process.
+A declared graph is a list of :class:`Stage` values, from which the :class:`Edge` values are derived, one per
+channel. Checks, pictures and the supervisor read both. A stage can be sent to another process.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from flowchan.errors import Where
 
 
 class DefaultNumber(int):
-    """Default value. Its type distinguishes it from the same number passed by the user."""
+    """Default value of an option. Its type distinguishes it from an equal number that the user passed."""
 
 
 DEFAULT_CAPACITY = 64
 DEFAULT_RESTARTS: int = DefaultNumber(10)
 UNLIMITED_RESTARTS = 10**9
-"""A stage with at least this many restarts has no limit."""
+"""From this number on, the restarts of a stage are not limited."""
 DEFAULT_MAX_DEATHS = 3
 
 
 class Origin(NamedTuple):
-    """Output port that an input reads.
+    """Identifies the output port that an input reads.
 
-    If ``stage`` is empty, ``port`` is an index into the graph's tables of loops and foreign streams.
+    If ``stage`` is empty, no stage of the graph writes the stream (yet), and ``port`` is just a number.
     """
 
     stage: str
@@ -44,9 +44,9 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Feedback: an input whose origin is declared later. Until then, ``fed_by`` is ``None``.
+    """Feedback loop. Before the user closes the loop, ``fed_by`` is ``None``.
 
-    ``name`` and ``where`` describe the declaration of the feedback.
+    ``name`` and ``where`` come from the declaration of the feedback.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class ForeignStream:
-    """Names of a stream and of its graph, if a stage of another graph reads the stream."""
+    """Names a stream and its graph if a stage of another graph reads the stream, which is an error."""
 
     name: str
     graph: str
@@ -69,13 +69,13 @@ class Output:
 
     Attributes:
         name: Name of the channel, unique in the graph. It is the stage's name if the stage has only one
-            output, otherwise ``stage.port``. The error stream is ``stage.errors``.
+            output, and ``stage.port`` otherwise. The error stream is called ``stage.errors``.
         port: Name of the port.
         item: Annotated item type, or ``None`` if unknown. Only checks and pictures use it. It is not sent to
             other processes, because it may not be picklable.
         capacity: Capacity of the channel in items.
-        channel_per_worker: True if each worker has its own channel, ``name worker``, so the reader can tell
-            the workers apart.
+        channel_per_worker: True if each worker has its own channel, named ``name worker``, because the reader
+            distinguishes the workers.
     """
 
     name: str
@@ -94,9 +94,9 @@ class Gang:
 
     Attributes:
         parameter: Function parameter that receives the worker's membership.
-        group: Class of the group, for example ``flowchan.collective.Group``. ``_make_all(size, name)``
-            returns all memberships in a group on this machine. ``_membership(…)`` returns one membership in a
-            group that spans hosts.
+        group: Class of the group, for example ``flowchan.collective.Group``. Its ``_make_all(size, name)``
+            returns all memberships in a group on this machine. Its ``_membership(…)`` returns one membership
+            in a group that spans hosts.
         elastic: True if the other workers continue while a dead one is replaced.
     """
 
@@ -107,9 +107,9 @@ class Gang:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """Node of the graph.
+    """Declaration of one stage.
 
-    ``options`` contains the options that no other operator has, such as the ``size`` of a batch.
+    ``options`` contains the options that only its operator has, such as the ``size`` of a batch.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Stage:
     retry_delay: float | None = None
     retry_on: tuple[type[Exception], ...] = (Exception,)
     timeout: float | None = None
-    """Seconds allowed for one item."""
+    """Time limit for one item in seconds."""
     rate: float | None = None
     """Maximum number of items that start per second."""
     share_instance: bool = False
@@ -149,9 +149,9 @@ class Stage:
     may_get_requests: bool = False
     """Whether ``ask()`` requests may reach this stage, because it is downstream of an input."""
     auto: AutoWorkers | None = None
-    """Limit for the number of workers if the run chooses it; ``None`` if the number is fixed."""
+    """Limit up to which the run chooses the number of workers; ``None`` if the number is fixed."""
     service: bool = False
-    """Whether the stage is a service, which serves other stages without a graph channel and so ends last."""
+    """Whether the stage serves other stages without a graph channel. Such a service ends last."""
 
     @property
     def kind(self) -> str:
@@ -160,7 +160,7 @@ class Stage:
 
     @property
     def begins(self) -> bool:
-        """Return whether the graph begins at this stage, because no earlier stage feeds it."""
+        """Return whether no earlier stage feeds this one, so that the graph begins here."""
         return len(self.inputs) == len(self.feedback)
 
     @property
@@ -175,32 +175,32 @@ class Stage:
 
     @property
     def may_have_several_workers(self) -> bool:
-        """Return whether the stage has several workers, or may get more during the run."""
+        """Return whether the stage has several workers or may get several during the run."""
         return self.worker_count > 1 if self.auto is None else self.auto.most != 1
 
     @property
     def output_per_worker(self) -> bool:
-        """Return whether the reader of an output tells the workers apart."""
+        """Return whether each worker has its own channel, because a reader distinguishes the workers."""
         return any(output.channel_per_worker for output in self.all_outputs)
 
     @property
     def has_ports_per_worker(self) -> bool:
-        """Return whether the stage has several workers and a reader tells them apart."""
+        """Return whether a reader distinguishes the stage's workers and there are several."""
         return self.worker_count > 1 and self.output_per_worker
 
     @property
     def keeps_its_own(self) -> bool:
-        """Return whether a dead worker's items may go only to its replacement.
+        """Return whether only the replacement of a dead worker may process that worker's items.
 
-        This holds if a reader tells the workers apart, because outputs of the dead worker may already exist.
-        It also holds for gangs, because a gang restarts as a whole.
+        This is so if a reader distinguishes the workers, because the dead worker may already have emitted
+        outputs. It is also so for gangs, because a gang restarts as a whole.
         """
         return self.has_ports_per_worker or self.gang is not None
 
     def channels(self, output: Output) -> tuple[tuple[int, str], ...]:
-        """Return an output's channels as pairs: number of the only writing worker (0 for all), and name.
+        """Return a pair for each channel of an output: the worker that writes it (0 for all), and its name.
 
-        The core stores names as UTF-8, so lone surrogates in them are escaped.
+        The core stores names as UTF-8, so lone surrogates in names are escaped.
         """
         name = output.name.encode(errors="backslashreplace").decode()
         if not output.channel_per_worker or self.worker_count == 1:
@@ -209,7 +209,7 @@ class Stage:
 
     @property
     def read(self) -> tuple[tuple[str, Origin], ...]:
-        """Return each input port with the output that it reads."""
+        """Return each input port together with the output that it reads."""
         return tuple(zip(self.input_ports, self.inputs, strict=False))
 
 
@@ -231,7 +231,7 @@ class Edge:
         feedback: True if the channel leads back to an earlier stage of a loop.
         worker: Number of the only worker that writes to it; 0 for all workers of the stage.
         to_worker: Number of the only worker that reads from it; 0 for all workers of the stage.
-        routed: Whether a ``route`` stage writes to it, so that items keep that stage's numbers.
+        routed: Whether a ``route`` stage writes to it, in which case items keep the numbers from that stage.
     """
 
     name: str

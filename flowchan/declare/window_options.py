@@ -1,4 +1,4 @@
-"""Check the options of windows and joins, and return the options of their stages."""
+"""Check the options of windows and joins, and convert them for the stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JOIN_ARGUMENTS = ("key", "within", "time", "other_key", "other_time", "allowed_l
 def window_options(
     options: PlainOptions, size: Any, length: Any, every: Any, key: Any, time: Any, allowed_lateness: Any
 ) -> dict[str, Any]:
-    """Check the options of ``window``. Return the options of its stage."""
+    """Check the options of ``window``, and return the options of its stage."""
     kind = "window"
     known_options(kind, options, (*WINDOW_ARGUMENTS, *PlainOptions.__annotations__))
     if (size is None) == (length is None):
@@ -42,7 +42,7 @@ def window_options(
 
 
 def group_options(options: PlainOptions, key: Any) -> dict[str, Any]:
-    """Check the key of ``group_by``. Return the options of its stage, whose windows end with the stream."""
+    """Check the key of ``group_by``, and return options for windows that end with the stream."""
     known_options("group_by", options, ("key", *PlainOptions.__annotations__))
     _function("group_by", "key", key)
     return {"size": math.inf, "seconds": None, "every": math.inf, "key": key}
@@ -57,7 +57,7 @@ def join_options(
     other_time: Any,
     allowed_lateness: Any,
 ) -> dict[str, Any]:
-    """Check the options of ``join``. Return the options of its stage."""
+    """Check the options of ``join``, and return the options of its stage."""
     known_options("join", options, (*JOIN_ARGUMENTS, *PlainOptions.__annotations__))
     _function("join", "key", key)
     for name, function in (("other_key", other_key), ("other_time", other_time)):

@@ -1,7 +1,8 @@
 """Collect the results of a run.
 
-The program can iterate over a result. Otherwise, a thread of the run collects it once a caller waits for the
-run to end. The run also starts to collect a result that fills its channel before the program reads it.
+The program may iterate over a result while the graph runs. Otherwise, a thread of the run collects the result
+once a caller waits for the run. This thread also starts early if a result fills its channel before the
+program reads it.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ T = TypeVar("T")
 
 
 class Results(Mapping[Stream[Any], Any]):
-    """Results of a run, by stream.
-
-    A ``reduce`` stream results in its value, and a ``collect`` stream in its list.
+    """Results of a run by stream: the value of each ``reduce`` and the list of each ``collect``.
 
     Example:
         >>> from flowchan import Graph
@@ -66,7 +65,7 @@ class Results(Mapping[Stream[Any], Any]):
 
 
 class ResultGathering:
-    """Tracks which thread reads each result of a run: the program's or one of the run's."""
+    """Assigns each result of a run to its reader: a thread of the program, or a thread of the run."""
 
     def __init__(self, ports: RunPorts, local: LocalPart, supervisor: Supervisor) -> None:
         self._plan = plan = ports.plan
@@ -75,21 +74,18 @@ class ResultGathering:
         self._recording = supervisor.recording
         self._with_requests = {worker.id.stage for worker in plan.workers if worker.stage.may_get_requests}
         self._all = [worker.id for worker in plan.workers if worker.gathers]
-        # id of the thread that last asked for an item; None if its loop has ended
+        # Thread that last asked for an item of the result, or None after its loop has ended.
         self._loops: dict[str, int | None] = {}
-        self._interrupted_loops: set[str] = set()  # results whose loop was interrupted by Ctrl-C
-        # results that filled their channel before the program read them
+        self._interrupted_loops: set[str] = set()  # results whose loop Ctrl-C has interrupted
+        # Results that the run collects because they filled their channel before the program read them.
         self._gathered: dict[str, _GatheredResult] = {}
         self._begun = False
         self._lock = threading.Lock()
 
-    # --- item by item ---
+    # --- results that the program iterates over ---
 
     def claim(self, stage: str) -> bool:
-        """Let the calling thread iterate over this result.
-
-        Return False if the result already has a reader.
-        """
+        """Reserve this result for a loop of the calling thread. Return False if it already has a reader."""
         with self._lock:
             if self._begun or stage in self._loops:
                 return False
@@ -97,17 +93,17 @@ class ResultGathering:
             return True
 
     def mark_reader(self, stage: str) -> None:
-        """Record that the calling thread asks for items of this result."""
+        """Record the calling thread as the reader of this result."""
         self._loops[stage] = threading.get_ident()
 
     def items(self, stage: str) -> Iterable[Any]:
-        """Return an iterable over the items, except those that answer requests."""
+        """Return an iterable over a result, without the items that answer requests."""
         coming = self.coming(stage)
         wrapped = self._recording is not None or stage in self._with_requests
         return self._settled(stage, coming) if wrapped else coming
 
     def coming(self, stage: str) -> Any:
-        """Return an iterable over the items, with answers to requests; it may be asynchronous."""
+        """Return an iterable, also for ``async for``, over a result that includes answers to requests."""
         self.mark_reader(stage)
         self._supervisor.report(Began(_worker(stage)))
         port = self._ports.gathering_port(_worker(stage))
@@ -121,53 +117,53 @@ class ResultGathering:
                 self.record(item)
 
     def record(self, item: Any) -> None:
-        """Record that the program has finished an item, if the run can be resumed."""
+        """Record in the resume file, if there is one, that the program has finished an item."""
         if self._recording is not None:
             self._recording.record(marks_of(item), 0)
 
     def settle_answers(self, stage: str, item: Any) -> Any:
-        """Deliver the answers in an item to their callers. Return the rest of the item, or ``NOTHING``."""
+        """Send the answers in an item to their callers. Return the rest of the item, or ``NOTHING``."""
         if self._recording is not None:
             return unmarked(item)
         return self._supervisor.settle_answers(item) if stage in self._with_requests else item
 
     def raise_if_broken(self, stage: str) -> None:
-        """Raise ``Broken`` if :meth:`items` did not yield all items."""
+        """Raise ``Broken`` if collecting this result failed before its end."""
         taken_in = self._gathered.get(stage)
         if taken_in is not None and taken_in.broken is not None:
             raise taken_in.broken
 
     def keep(self, stage: str) -> None:
-        """Keep the remaining items until the block ends, if the calling thread was reading them."""
+        """Keep the remaining items as a result if Ctrl-C interrupted the calling thread's loop."""
         if self._loops[stage] == threading.get_ident():
             self._interrupted_loops.add(stage)
 
     def leave(self, stage: str) -> None:
-        """Record that this result no longer has a reader, unless it is kept."""
+        """Release the reader of this result, unless its remaining items are kept."""
         if stage not in self._interrupted_loops:
             self._end(stage)
 
     def leave_all(self, of_thread: int) -> None:
-        """Record that a thread has stopped iterating over all of its results."""
+        """Release all results that one thread was reading."""
         for stage, reader in list(self._loops.items()):
             if reader == of_thread:
                 self._end(stage)
 
     def break_all(self) -> None:
-        """Break the results that are being read, because the run is being aborted."""
+        """Break the results that have a reader, because the run is being aborted."""
         for stage, reader in list(self._loops.items()):
             if reader is not None:
                 self._break(stage)
 
     def leave_kept(self) -> None:
-        """Release the kept results, because the program has caught the Ctrl-C and continues."""
-        # copied, because another thread's loop may be interrupted at the same time
+        """Release the kept results, because the program has caught ``KeyboardInterrupt`` and continues."""
+        # Copy the set, because another thread's loop may be interrupted at the same time.
         for stage in list(self._interrupted_loops):
             self._end(stage)
         self._interrupted_loops.clear()
 
     def _break(self, stage: str) -> None:
-        """Break a result. Closing only its port could make other results look complete."""
+        """Break the channel of a result. If only its port closed, other results could look complete."""
         self._ports.gathering_port(_worker(stage)).channel.abort()
         self._end(stage)
 
@@ -177,10 +173,10 @@ class ResultGathering:
         with contextlib.suppress(Closed):  # the run may have ended
             self._supervisor.report(Ended(_worker(stage)))
 
-    # --- collected by the run ---
+    # --- results that the run collects ---
 
     def take_in(self, ids: frozenset[WorkerId]) -> None:
-        """Start to collect these results, except those that the program already reads."""
+        """Start to collect these results, except those that already have a reader."""
         with self._lock:
             for id in ids:
                 if not self._begun and id.stage not in self._loops and id.stage not in self._gathered:
@@ -195,7 +191,7 @@ class ResultGathering:
         )
 
     def take_in_the_rest(self) -> None:
-        """Collect the rest of the results that the calling thread was reading when Ctrl-C interrupted it."""
+        """Collect the remaining items of the loops that Ctrl-C interrupted in the calling thread."""
         for id in self._all:
             if self._loops.get(id.stage) == threading.get_ident():
                 self._interrupted_loops.add(id.stage)
@@ -205,9 +201,9 @@ class ResultGathering:
                     self._take_in(id)
 
     def begin(self) -> None:
-        """Start a thread to collect each result that has no reader, because a caller waits for the run.
+        """Start a thread to collect each result without a reader, because a caller waits for the run.
 
-        If another caller is already doing so, return once all threads have started. The results are then
+        If another caller is already starting the threads, wait until all have started. The results are then
         available as soon as the run has ended.
         """
         waiting: list[WorkerId] = []
@@ -223,7 +219,7 @@ class ResultGathering:
                     else:
                         self._local.start_thread(waiting[0])
                     del waiting[0]
-        except BaseException:  # without readers for the remaining results, the run would wait forever
+        except BaseException:  # a result without a reader would block the run forever
             self._supervisor.ask(AbortRequested())
             for id in waiting:
                 self._break(id.stage)
@@ -231,9 +227,9 @@ class ResultGathering:
             raise
 
     def results(self) -> Results:
-        """Return the complete results after the end of the run.
+        """Return the results after the end of the run.
 
-        A result that the program was reading is included only if its remaining items were kept.
+        A result with a loop in the program is included only if :meth:`keep` kept its remaining items.
         """
         values = self._supervisor.results
         for name, taken_in in list(self._gathered.items()):
@@ -248,30 +244,29 @@ class ResultGathering:
         return Results(graph.name, streams)
 
     def _recorded(self, items: list[Any]) -> list[Any]:
-        """Record that items have left the graph, and return them without marks."""
+        """Record in the resume file that items have left the graph, and return them without marks."""
         self.record(items)
         return items if self._recording is None else unmarked(items)
 
     def end_recording(self) -> None:
-        """Close the file of a run that can be resumed, after the end of the run."""
+        """Close the resume file, if there is one, after the end of the run."""
         if self._recording is not None:
             self._recording.close()
 
 
 def _worker(stage: str) -> WorkerId:
-    """Return the only worker of a result."""
+    """Return the id of the only worker that collects a result."""
     return WorkerId(stage, 1)
 
 
 _HANDED_OVER = object()
-"""Marks the end of the collected items; from here on, the reader takes items from the port itself."""
+"""Marks the end of the collected items. The reader then continues with the port."""
 
 
 class _TakenInFirst:
-    """Iterator over a result: first the items that the run collected, then those from the port.
+    """Iterates over a result: first over the items that the run has collected, then over its port.
 
-    While this iterator exists, the run does not collect items ahead of the reader, so that channels bound the
-    memory again.
+    The run stops collecting items for this reader, so the channel's capacity limits memory again.
     """
 
     def __init__(self, taken_in: _GatheredResult, port: In[Any]) -> None:
@@ -301,10 +296,10 @@ class _TakenInFirst:
 
 
 class _GatheredResult:
-    """Items of a result that filled its channel before the program read it.
+    """Collects a result that filled its channel before the program read it.
 
-    A thread collects more items until a reader takes over. ``reader_left`` returns whether the reader has
-    left.
+    A thread takes items from the port until a reader continues there. ``reader_left`` returns whether that
+    reader has left.
     """
 
     def __init__(
@@ -316,7 +311,7 @@ class _GatheredResult:
         reader_left: Callable[[], bool],
     ) -> None:
         self.items: Channel[Any] = Channel(10**15)
-        self.broken: Broken | None = None  # set if the run failed or was aborted before all items arrived
+        self.broken: Broken | None = None  # set if the run broke the result before all items arrived
         self._read = self._handed_over = False
         self._ports, self._local, self._supervisor = ports, local, supervisor
         self._id, self._reader_left = id, reader_left
@@ -330,18 +325,18 @@ class _GatheredResult:
         self._local.add_thread(self._id, self.thread)
 
     def hand_over(self) -> None:
-        """Let the reader take all later items from the port."""
+        """Let the reader take all later items from the port, and stop collecting."""
         self._read = True
 
     def take_in_again(self) -> None:
-        """Collect the remaining items, because the reader's loop was interrupted."""
+        """Collect the remaining items after Ctrl-C has interrupted the reader's loop."""
         self._read = False
         if self._handed_over:
             self._handed_over = False
             self._start()
 
     def rest(self) -> list[Any]:
-        """Return the items that no reader has taken, once the thread has ended."""
+        """Return the collected items that no reader has taken. Call this once the thread has ended."""
         return [item for item in self.items if item is not _HANDED_OVER]
 
     def _pour(self, port: In[Any]) -> None:
@@ -356,7 +351,7 @@ class _GatheredResult:
                     self._handed_over = True
                     self.items.put(_HANDED_OVER)
                     return
-        except BaseException as error:  # including errors from unpickling an item
+        except BaseException as error:  # unpickling an item can raise anything
             if isinstance(error, Broken) and port.channel.broken:
                 self.broken = error
             elif not (
@@ -367,7 +362,7 @@ class _GatheredResult:
         finally:
             if not self._handed_over:
                 with contextlib.suppress(Closed):
-                    # reported before items.close(), because afterwards the reader may report a clean end
+                    # Report before items.close(), because the reader may report a clean end afterwards.
                     self._supervisor.report(last)
                 self.items.close()
                 port.close()
