@@ -17,16 +17,16 @@ _END = object()
 
 
 class Driven:
-    """Event loop for the async functions of one worker."""
+    """Runs the async functions of one worker process in a private event loop."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
         self._begun: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a synchronous version of ``function``, which runs it to the end and returns its result.
+        """Return a synchronous version of ``function`` that runs the coroutine and returns its result.
 
-        For an async generator, the synchronous version returns an iterator over the elements.
+        For an async generator, it returns an iterator over the elements.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ class Driven:
 
     def _next(self, elements: AsyncIterator[Any]) -> Any:
         async def wait() -> Any:
-            # called inside the event loop, which then tracks the generator
+            # The generator must be advanced inside the event loop, which then tracks it.
             return await anext(elements, _END)
 
         return self._runner.run(wait())

@@ -1,8 +1,8 @@
-"""Define the operators' loops for ``async def`` functions.
+"""Define the loops of the operators for ``async def`` functions.
 
 They correspond to the loops in ``operator_loops.py``, but await where those block. With ``workers=n``, a
-stage consists of n tasks in one event loop. Each task has separate ports, so ordering, errors, retries and
-ends work as with n threads.
+stage runs n tasks in one event loop. Each task has its own ports, so ordering, errors, retries and ends work
+as they do with n threads.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from flowchan.run.worker.operator_job import SKIPPED, OperatorJob, is_end_of
 
 
 async def _call(job: OperatorJob, item: Any) -> Any:
-    """Call the function with ``item``; after an error, retry as often as the stage allows.
+    """Call the function with ``item``, and retry after errors as often as the stage allows.
 
-    Return the result, or SKIPPED if the item failed.
+    Return the result, or SKIPPED if the item finally failed.
     """
     for attempt in range(1, job.retries + 2):
         await _wait_for_start(job)
@@ -54,7 +54,7 @@ async def _put(job: OperatorJob, out: Out[Any], item: Any, output: Any) -> None:
 
 
 async def source(job: OperatorJob, *, out: Out[Any]) -> None:
-    """Put each element of the async iterable that the function returns."""
+    """Put each element of the iterable that the function returns."""
     elements = _elements(job.function(*job.args, **job.kwargs))
     if job.tracking is not None:
         elements = job.tracking.finished.tracked_later(elements)
@@ -89,7 +89,7 @@ async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     """Put all elements that the function returns for each item; a retry does not repeat any of them."""
     async for item in items:
-        emitted = 0  # number of outputs that a retry must not repeat
+        emitted = 0  # number of outputs that a retry must skip
         for attempt in range(1, job.retries + 2):
             await _wait_for_start(job)
             try:
@@ -119,7 +119,7 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def _does_not_count(limit: asyncio.Timeout) -> AsyncIterator[None]:
-    """Pause the item's time limit while the worker waits for room in its output."""
+    """Stop the clock of the item's time limit while the worker waits for room in its output."""
     until, clock = limit.when(), asyncio.get_running_loop().time
     remaining = None if until is None else until - clock()
     limit.reschedule(None)
@@ -142,9 +142,9 @@ def _parts(job: OperatorJob, item: Any) -> AsyncGenerator[Any, None]:
 
 
 async def _elements(called: Any) -> AsyncGenerator[Any, None]:
-    """Yield the elements of an async iterator, or of the iterable from a coroutine.
+    """Yield the elements of an async iterator, or of an iterable that a coroutine returns.
 
-    An async generator is closed as soon as its consumer stops iterating.
+    An async generator is closed as soon as its consumer stops iterating over it.
     """
     if not isinstance(called, AsyncIterable):
         for element in await called:
@@ -159,12 +159,12 @@ async def _elements(called: Any) -> AsyncGenerator[Any, None]:
 
 
 async def sink(job: OperatorJob, *, items: In[Any]) -> None:
-    """Await the function for each item."""
+    """Call the function with each item, and await it."""
     async for item in items:
         await _call(job, item)
         del item
 
 
 async def stage(job: OperatorJob, **ports: In[Any] | Out[Any]) -> None:
-    """Await the function of a general stage, called with all its ports."""
+    """Call the function of a general stage with all its ports, and await it."""
     await job.function(**ports, **job.kwargs)

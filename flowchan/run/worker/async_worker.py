@@ -1,9 +1,9 @@
 """Run the workers of an ``async def`` stage as tasks of one event loop on one thread.
 
-For deadlock detection, the supervisor asks whether these tasks can still make progress. An event loop that
-has no timers, no sockets and no due callbacks calls its selector without a timeout. If every task also awaits
-a channel of the graph, only a channel can wake the loop. Anything else counts as work, such as a task that
-awaits another task, an event or a future. Waits for channels in the user's own event loop also count as work.
+For deadlock detection, the supervisor asks whether these tasks can still make progress. An event loop without
+timers, sockets and due callbacks calls its selector without a timeout. If, in addition, every task awaits a
+channel of the graph, only a channel can wake the loop. Any other wait counts as work, for example for a
+future or for another task. So does a wait for a channel in the user's own event loop.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from flowchan.run.worker.worker import end, ends_of, job_of, join_ports, tell_ab
 from flowchan.run.worker.worker_callable import AsyncCallable, nothing
 
 ANSWER_WITHIN_S = 0.05
-"""Seconds allowed for an event loop's answer. A loop that takes longer has work."""
+"""Time limit for an event loop's answer, in seconds. A slower loop counts as busy."""
 STACKS_WITHIN_S = 1.0
-"""Seconds allowed for the stacks of coroutines."""
+"""Time limit for reading the stacks of coroutines, in seconds."""
 
 
 class _Selector(selectors.DefaultSelector):
-    """Selector that records whether only other threads can wake the event loop."""
+    """Selector that records whether its event loop waits only to be woken by other threads."""
 
     is_idle = False
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # the only socket is the loop's own, which wakes it
+        # With a single socket, the loop has only its own, through which other threads wake it.
         self.is_idle = timeout is None and len(self.get_map()) == 1
         return super().select(timeout)
 
 
 class StageLoop(asyncio.SelectorEventLoop):
-    """Event loop that can tell whether only channels can wake it.
+    """Event loop that knows whether only channels can wake it.
 
-    ``starter`` is the task that starts the workers and waits for them.
+    ``starter`` is the task that starts the workers and waits for them. It does not count as work.
     """
 
     def __init__(self) -> None:
@@ -59,21 +59,21 @@ class StageLoop(asyncio.SelectorEventLoop):
         self.starter: asyncio.Task[Any] | None = None
 
     def has_only(self, tasks: Collection[asyncio.Task[Any] | None]) -> bool:
-        """Return whether the loop is idle and has no tasks except ``tasks``. Call this on another thread."""
+        """Return whether the loop is idle and runs no task except ``tasks``. Call this on another thread."""
         answer: concurrent.futures.Future[bool] = concurrent.futures.Future()
 
-        def check() -> None:  # runs in the loop: without a GIL, no other thread may read the loop's tasks
+        def check() -> None:  # in the loop, because without a GIL other threads must not read its tasks
             answer.set_result(self._waiting.is_idle and asyncio.all_tasks() <= {*tasks, self.starter})
 
         try:
             self.call_soon_threadsafe(check)
             return answer.result(ANSWER_WITHIN_S)
-        except (TimeoutError, RuntimeError):  # the loop is busy or closed
+        except (TimeoutError, RuntimeError):  # the loop is too busy to answer, or closed
             return False
 
 
 def _stage_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop: a :class:`StageLoop`, or one from the policy that the program has set."""
+    """Create an event loop: a :class:`StageLoop`, unless the program's policy provides another class."""
     loop = asyncio.new_event_loop()
     if type(loop) is not asyncio.SelectorEventLoop:
         return loop
@@ -82,7 +82,7 @@ def _stage_loop() -> asyncio.AbstractEventLoop:
 
 
 def only_wait_for(channels: Collection[Channel[Any]]) -> bool:
-    """Return whether only these channels can wake the event loops that await one of them."""
+    """Return whether the event loops that await one of these channels can only be woken by such channels."""
     known = {id(channel) for channel in channels}
     for loop, waits in waits_of_loops():
         tasks = {task for task, channel in waits if id(channel) in known}
@@ -92,10 +92,10 @@ def only_wait_for(channels: Collection[Channel[Any]]) -> bool:
 
 
 class Tasks:
-    """Tasks of one async stage, for use by other threads.
+    """Gives other threads access to the tasks of one async stage.
 
-    Unlike a thread, a task can be cancelled while it waits. ``into`` is the input channel; if it is empty,
-    the tasks have no work. ``ids`` are the workers, in the same order as the tasks.
+    Unlike a thread, a task can be cancelled while it waits. ``into`` is the input channel; while it is empty,
+    the tasks have no work. ``ids`` names the workers in the order of their tasks.
     """
 
     def __init__(self, into: Channel[Any] | None = None, ids: Sequence[WorkerId] = ()) -> None:
@@ -108,17 +108,17 @@ class Tasks:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Cancel the tasks once. Later calls do nothing, so they do not disturb the tasks' cleanup."""
+        """Cancel the tasks. Later calls have no effect, so they cannot disturb the tasks' cleanup."""
         with self._lock:
             loop, repeated, self._cancelled = self._loop, self._cancelled, True
         if loop is not None and not repeated:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so the tasks have ended
+            with contextlib.suppress(RuntimeError):  # the loop is closed because the tasks have ended
                 loop.call_soon_threadsafe(self._cancel)
 
     def examine(self, ids: Collection[WorkerId], read: Callable[[Any], str]) -> dict[WorkerId, str]:
-        """Call ``read`` in the event loop, with the coroutine of each running worker in ``ids``.
+        """Call ``read`` in the event loop with the coroutine of each running worker in ``ids``.
 
-        The result is empty if the event loop has ended, or if a coroutine keeps it too busy to answer.
+        The result is empty if the event loop has ended or is too busy to answer in time.
         """
         answer: concurrent.futures.Future[dict[WorkerId, str]] = concurrent.futures.Future()
 
@@ -135,7 +135,7 @@ class Tasks:
         return {}
 
     def leave_alone(self) -> None:
-        """Exempt the current task from cancellation, because it is cleaning up."""
+        """Protect the current task from cancellation while it cleans up."""
         self._tasks = [task for task in self._tasks if task is not asyncio.current_task()]
 
     def _cancel(self) -> None:
@@ -152,7 +152,7 @@ class Tasks:
         with self._lock:
             self._loop = loop
             cancelled = self._cancelled
-        await asyncio.sleep(0)  # a task cancelled before its first step would not report its end
+        await asyncio.sleep(0)  # let each task begin: one that is cancelled before that cannot report its end
         if cancelled:
             self._cancel()
         await asyncio.gather(*running)
@@ -195,7 +195,7 @@ def work_together(
     try:
         with asyncio.Runner(loop_factory=_stage_loop) as runner:
             runner.run(work)
-    # the event loop failed: report each worker's end, otherwise the run waits forever
+    # The event loop itself failed. Report every worker's end, because the run would otherwise wait forever.
     except BaseException as error:
         work.close()
         for worker in sorted(unreported, key=str):

@@ -1,10 +1,10 @@
-"""Mark cancelled requests on boards in shared memory.
+"""Tell workers through shared memory which requests have been cancelled.
 
-All processes on a machine open a board by its path. A cancelled request's number is stored in the slot with
-that number modulo ``SLOTS``. Cancelling therefore needs no message, and a worker that takes an item reads
-only one word.
+The shared memory is called a board, and all processes on a machine open it by its path. The board stores the
+number of a cancelled request in the slot with that number modulo ``SLOTS``. Cancelling a request therefore
+needs no message, and checking a request reads only one word.
 
-The program has one board per run, and each agent has one for the workers on its host.
+The program has one board per run. Each agent has one for the workers on its host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SLOT = struct.Struct("Q")
 
 
 class CancelledRequests:
-    """Board of cancelled requests; other processes open it by its ``path``."""
+    """Board of cancelled requests. Other processes open it by its ``path``."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("flowchan questions")
@@ -39,7 +39,7 @@ class CancelledRequests:
 
 
 def use_board(path: str) -> None:
-    """Set the board for the workers of this host. The agent that starts them calls this."""
+    """Set the board of this host. An agent calls this function before it starts workers."""
     global _of_host
     _of_host = path
 
@@ -48,9 +48,9 @@ _of_host = ""
 
 
 def is_cancelled(question: int, path: str) -> bool:
-    """Return whether the request is cancelled.
+    """Return whether a request has been cancelled.
 
-    Workers call this with the ``path`` of the program's board.
+    ``path`` is the path of the program's board. A worker on another host uses its agent's board instead.
     """
     memory = _memory(_of_host if seeds.worker().host else path)
     return memory is not None and bool(_SLOT.unpack_from(memory, _slot_offset(question))[0] == question)
@@ -71,5 +71,5 @@ def _memory(path: str) -> mmap.mmap | None:
 
 
 def forget_boards() -> None:
-    """Close the open boards, because the next run's board may have the same path."""
+    """Close the boards that this process has opened, because the next run may reuse their paths."""
     _memory.cache_clear()

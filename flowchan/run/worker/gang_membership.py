@@ -1,4 +1,4 @@
-"""Manage a worker's membership in the group of its gang."""
+"""Let a worker of a gang join the gang's groups, one after another."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from flowchan.run.policy.failures import Portable
 from flowchan.run.worker.opening import Ports
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between checks for broken channels while a worker waits for a group."""
+"""Seconds between checks for broken channels while a worker waits for its next group."""
 
 
 class Memberships(NamedTuple):
-    """Memberships of a worker in a gang.
+    """The ways in which a worker of a gang gets its memberships.
 
     Attributes:
-        first: Membership in the first group, or ``None`` for a replacement worker.
-        later: Channel that delivers memberships in later groups, for elastic gangs only.
+        first: Membership in the first group; ``None`` for a worker that replaces a dead one.
+        later: Channel that delivers the memberships in later groups; only elastic gangs have one.
     """
 
     first: Any = None
@@ -33,7 +33,7 @@ NO_MEMBERSHIPS = Memberships()
 
 
 class GangMembership:
-    """Membership of a worker in the current group of its gang."""
+    """Keeps a worker in the current group of its gang."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class GangMembership:
         self._join_group()
 
     def work(self, call: Callable[[Any], None]) -> None:
-        """Run ``call`` with the group. Each time the group ends, run it again with the next one."""
+        """Call ``call`` with the group. Whenever a group fails, call it again with the next group."""
         while (over := self._run_in_group(call)) is not None:
             self._member._abandon()
             for reader in self._ports.inputs.values():
@@ -62,9 +62,9 @@ class GangMembership:
             self._join_group()
 
     def _run_in_group(self, call: Callable[[Any], None]) -> Failure | None:
-        """Run ``call``. Return the failure that ended the group, or ``None`` if the group did not fail.
+        """Call ``call`` once. Return the failure that ended the group, or ``None`` if it did not fail.
 
-        The frame of ``call`` is released when this method returns.
+        This is a separate method so that the frame of ``call`` is released before the next group.
         """
         try:
             call(self._group)
@@ -73,7 +73,7 @@ class GangMembership:
         return None
 
     def _join_group(self) -> None:
-        """Join a group; if a member dies before all have joined, try the next group."""
+        """Join a group. If a member dies before all have joined, try the next group."""
         while True:
             try:
                 self._group = self._member.__enter__()
@@ -82,7 +82,7 @@ class GangMembership:
                 self._await_membership(self._failure_of(error))
 
     def _failure_of(self, error: MemberDied) -> Failure:
-        """Return the failure to report, or raise ``error`` if no other group will follow."""
+        """Return the failure to report, or raise ``error`` if no other group can follow."""
         if self._next is None:
             raise error
         return Failure(self._worker, Portable(error), None, os.getpid())
@@ -90,7 +90,7 @@ class GangMembership:
     def _await_membership(self, over: Failure | None) -> None:
         """Report that the group has ended, and wait for the next membership.
 
-        Raise :class:`Broken` if a channel of the worker is broken.
+        Raise :class:`Broken` if one of the worker's channels breaks first.
         """
         assert self._next is not None
         self._member = None
@@ -102,11 +102,11 @@ class GangMembership:
                 raise Broken("the run has failed or was aborted, so the worker gets no new group")
 
     def close(self, ended_by: BaseException | None) -> None:
-        """Leave the group, and tell the other members whether this worker failed.
+        """Leave the group, and let the other members know whether this worker failed.
 
-        The worker leaves cleanly unless it lost a member, its outputs have no readers, or one of its channels
-        is broken. Otherwise it abandons the group: its agent may have died, in which case the whole gang will
-        restart.
+        The worker leaves in order unless it has lost a member, its outputs have no readers, or one of its
+        channels is broken. In these cases it abandons the group, because its agent may have died, and then
+        the whole gang restarts.
         """
         if self._member is None:
             return

@@ -1,6 +1,6 @@
-"""Assign this machine's GPUs to workers: each worker of a stage with ``gpus=n`` gets n.
+"""Assign this machine's GPUs to workers, as many to each as its stage requests with ``gpus=``.
 
-Two workers with ``gpus=0.5`` share a GPU.
+With ``gpus=0.5``, two workers share a GPU.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ _NEARLY = 1e-9
 
 
 class Gpus:
-    """GPUs that this process may use.
+    """Tracks which of this process's GPUs are free.
 
-    The replacement of a dead worker gets the same GPUs.
+    A replacement gets the GPUs of the dead worker.
     """
 
     def __init__(self) -> None:
-        # free share of each GPU; ``None`` before the first request
+        # Free share of each GPU, or ``None`` before the first request.
         self._free: dict[str, float] | None = None
-        # GPUs of each worker, and the share of each GPU
+        # GPUs that each worker has reserved, and its share of each.
         self._held: dict[WorkerId, tuple[list[str], float]] = {}
 
     def take(self, id: WorkerId, number: float) -> str | None:
-        """Reserve GPUs for a worker and return its ``CUDA_VISIBLE_DEVICES``; ``None`` means unchanged.
+        """Reserve GPUs for a worker, and return its ``CUDA_VISIBLE_DEVICES``; ``None`` leaves it unchanged.
 
-        A number below 1 is a share of one GPU. Raise :class:`flowchan.HostError` if too few GPUs are free.
+        A number below 1 reserves a share of one GPU. Raise :class:`flowchan.HostError` if too few GPUs are
+        free.
         """
         if not number:
             return None
@@ -51,7 +52,7 @@ class Gpus:
         return ",".join(self._held[id][0])
 
     def give_back(self, id: WorkerId) -> None:
-        """Free the GPUs of a worker that has ended or moved to another host."""
+        """Release the GPUs of a worker that has ended or moved to another host."""
         names, share = self._held.pop(id, ([], 0.0))
         for name in names:
             assert self._free is not None
@@ -63,7 +64,7 @@ def _whole(free: dict[str, float]) -> list[str]:
 
 
 def _shared(free: dict[str, float], share: float) -> list[str]:
-    """Return the GPU with the smallest sufficient free share, so that other GPUs stay whole."""
+    """Return the GPU with the smallest free share that suffices, to keep other GPUs free as a whole."""
     fitting = [name for name, left in free.items() if left > share - _NEARLY]
     return [min(fitting, key=lambda name: free[name])] if fitting else []
 
@@ -79,9 +80,9 @@ def _lack(id: WorkerId, number: float, free: dict[str, float]) -> str:
 
 
 def present() -> list[str]:
-    """Return the GPUs that a process on this machine may use, named as in ``CUDA_VISIBLE_DEVICES``.
+    """Return the GPUs that a process on this machine may use, with names for ``CUDA_VISIBLE_DEVICES``.
 
-    If the variable is not set, these are all GPUs that the driver lists.
+    If the environment does not set this variable, return all GPUs that the driver lists.
     """
     visible = os.environ.get(VISIBLE)
     if visible is not None:
@@ -96,6 +97,6 @@ def present() -> list[str]:
 
 
 def see_only(devices: str | None) -> None:
-    """Set ``CUDA_VISIBLE_DEVICES`` in a worker process, before any user code is loaded."""
+    """Set ``CUDA_VISIBLE_DEVICES`` in a worker process before any user code is loaded."""
     if devices is not None:
         os.environ[VISIBLE] = devices

@@ -1,13 +1,13 @@
 """Follow sampled items through a worker.
 
-Algorithm. A source boxes a few items per second (``SampledItem``), each with a new mark. Every worker's ports
-take items out of their boxes and call the worker's recorder. Outputs that the worker puts before it takes its
-next item get the marks of the sampled items that it holds. Only the first output into each channel is marked,
-so an item with many outputs is followed only once. The recorder measures when an item was taken and when its
-first output was put. It sends these times at intervals, and when the worker ends.
+Algorithm. A source puts a few items per second into boxes (``SampledItem``), each with a new mark. Every
+worker's ports unpack these items and call the worker's recorder. While a worker holds sampled items, its
+outputs get their marks. Only the first output into each channel is marked, so an item with many outputs is
+followed only once. The recorder measures when an item was taken and when its first output was put. It sends
+these times at intervals and when the worker ends.
 
-Sampling. A source doubles the number of items between samples if samples are too frequent, and halves it if
-they are too rare. This bounds the number of samples per second, whatever the item rate.
+Sampling. If samples come too fast, a source doubles the number of items between two samples. If they come too
+slowly, it halves that number. This bounds the number of samples per second at any item rate.
 """
 
 from __future__ import annotations
@@ -27,35 +27,34 @@ from flowchan.run.policy.events import Event, ItemSpan, ItemSpans, WorkerId
 from flowchan.run.worker.opening import Ports
 
 SEND_EVERY_NS = 500_000_000
-"""Minimum time between reports from a worker with fewer than ``MOST_SPANS`` spans."""
+"""Minimum time between two reports from a worker, unless it has ``MOST_SPANS`` spans."""
 MOST_SPANS = 256
-"""A worker sends its spans when it has this many."""
+"""Number of spans at which a worker sends a report at once."""
 CLOSEST_NS, FARTHEST_NS = 100_000_000, 400_000_000
-"""A source samples less often if the interval between samples falls below the first value, and more often if
-it exceeds the second."""
+"""Time between two samples below which a source samples less often, and above which it samples more often."""
 RAREST = 1 << 20
 """Maximum number of items between two samples of a source."""
 
 MOST_MARKS = 32
-"""Maximum number of marks of an item. Only the newest are kept, which bounds their number in loops."""
+"""Maximum number of marks of an item. Dropping the oldest bounds the number of marks in loops."""
 
 
 class ItemRecorder:
-    """Recorder of one worker's sampled items. The native ports call the first four methods.
+    """Records one worker's sampled items. The native ports call the first four methods.
 
     Args:
         worker: The worker.
         tell: Sends a report.
-        first: Mark of the first sample if the worker is a source; otherwise None.
+        first: Mark for the first sample if the worker is a source, otherwise None.
     """
 
     def __init__(self, worker: WorkerId, tell: Callable[[Event], None], first: int | None) -> None:
         self._worker, self._tell = worker, tell
         self._next, self._every = first, 1
         self._sampled_at = 0
-        self._held: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # by port: marks, and time of the get
-        self._put_at: dict[int, int] = {}  # by port: time of the first put for the items in ``_held``
-        self._sent_to: set[int] = set()  # ports that have a marked output for these items
+        self._held: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # by port: marks and time of each get
+        self._put_at: dict[int, int] = {}  # by port: time of the first put since ``_held`` was empty
+        self._sent_to: set[int] = set()  # ports that already have a marked output for the held items
         self._spans: list[ItemSpan] = []
         self._report_at = 0
 
@@ -64,11 +63,11 @@ class ItemRecorder:
         return self._next is not None
 
     def took(self, port: int, box: SampledItem) -> None:
-        """Record that an input port took a sampled item."""
+        """Record that a worker has taken a sampled item from an input port."""
         self._held.setdefault(port, []).append((box.marks, time.monotonic_ns()))
 
     def finished(self, port: int) -> None:
-        """Record that the sampled items of an input port are finished."""
+        """Record that the worker has finished the sampled items of an input port."""
         now = time.monotonic_ns()
         put_at = min(self._put_at.values(), default=now)
         for marks, taken in self._held.pop(port, ()):
@@ -79,7 +78,7 @@ class ItemRecorder:
             self._send(now)
 
     def boxed(self, port: int, item: Any) -> Any:
-        """Box an output; return it unchanged if its port already has a marked output."""
+        """Put an output into a box, unless its port already has a marked output."""
         if port in self._sent_to:
             return item
         self._put_at.setdefault(port, time.monotonic_ns())
@@ -106,7 +105,7 @@ class ItemRecorder:
         return self._every
 
     def end(self) -> None:
-        """Finish the items that the worker holds, and send the remaining spans."""
+        """Treat the items that the worker holds as finished, and send the remaining spans."""
         for port in list(self._held):
             self.finished(port)
         self._send(time.monotonic_ns())
@@ -137,10 +136,10 @@ def _follow(recorder: ItemRecorder, ports: Iterable[In[Any] | Out[Any]]) -> Item
 def follow_at_program(
     place: int, worker: WorkerId, ports: Iterable[In[Any] | Out[Any]], tell: Callable[[Event], None]
 ) -> None:
-    """Follow sampled items through ports that the program itself uses.
+    """Follow sampled items through the ports of the program itself.
 
-    The program acts as a source for ports that it writes to. ``place`` is the position of the stage in the
-    graph.
+    For ports that the program writes to, the program acts as a source. ``place`` is the position of the stage
+    in the graph.
     """
     for port in ports:
         first = first_mark(place, 0, 0) if isinstance(port, Out) else None
@@ -148,12 +147,12 @@ def follow_at_program(
 
 
 def first_mark(stage: int, worker: int, incarnation: int) -> int:
-    """Return the mark of a worker's first sample. ``stage`` is the stage's position in the graph."""
+    """Return the mark of a worker's first sample. ``stage`` is the position of its stage in the graph."""
     return ((stage << 16 | worker) << 16 | incarnation) << 32
 
 
 def source_of(mark: int) -> int:
-    """Return the position in the graph of a sample's source."""
+    """Return the source that created a mark, as a position in the graph."""
     return mark >> 64
 
 
@@ -161,5 +160,5 @@ def end_following(recorder: ItemRecorder | None, ports: Ports) -> None:
     """Send the recorder's remaining spans and release it, because the worker is about to end."""
     if recorder is not None:
         recorder.end()
-        for port in ports.everything():  # breaks a reference cycle, because the recorder refers to the run
+        for port in ports.everything():  # break the reference cycle through the recorder, which knows the run
             port._trace(None)

@@ -1,8 +1,8 @@
-"""Limit the time for one item in a worker process: ``timeout=``.
+"""Enforce the option ``timeout=``, which limits the time for one item in a worker process.
 
-A kernel timer kills the process, even in C code that holds the GIL. Just before, the process writes its
-Python stacks, for the log. A timeout is therefore a death blamed on the item, and the supervisor replaces the
-worker. The replacement retries the item if the stage has retries left; otherwise the item fails.
+When the time is over, a kernel timer kills the process, even in C code that holds the GIL. Just before, the
+process writes its Python stacks, for the log. The supervisor therefore sees a death that is blamed on the
+item, and replaces the worker. The replacement retries the item if retries are left; otherwise the item fails.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     import asyncio
 
 MIN_TIMEOUT_S = 1e-6
-"""Shortest time limit in seconds; zero would turn off the timer."""
+"""Shortest time limit in seconds, because zero would disable the timer."""
 
 
 def exceeded(stage: Stage) -> str:
-    """Describe the death of a worker that exceeded the time limit."""
+    """Return the description of a death that the time limit caused."""
     return f"took longer than timeout={stage.timeout:g} s"
 
 
 def set_message(words: str, error: BaseException, limit: asyncio.Timeout) -> None:
-    """Set the message of ``error`` to ``words`` if ``limit`` raised the error without a message."""
+    """Set the message of ``error`` to ``words`` if the error came from ``limit`` without a message."""
     if limit.expired() and isinstance(error, TimeoutError) and not error.args:
         error.args = (words,)
 
 
 def has_exceeded(stage: Stage, exitcode: int | None) -> bool:
-    """Return whether the exit code shows that the worker exceeded the time limit."""
+    """Return whether the exit code means that the time limit killed the worker."""
     return stage.timeout is not None and exitcode == -signal.SIGALRM
 
 
 def gives_up(stage: Stage, predecessors: tuple[str, ...]) -> bool:
-    """Return whether the item has timed out more often than its retries allow.
+    """Return whether an item has timed out so often that it must fail.
 
-    ``predecessors`` describes how earlier workers with this item died.
+    ``predecessors`` describes how the earlier workers that held the item died.
     """
     if stage.timeout is None:
         return False
@@ -50,10 +50,10 @@ def gives_up(stage: Stage, predecessors: tuple[str, ...]) -> bool:
 
 
 def limited(function: Callable[..., Any], stage: Stage) -> Callable[..., Any]:
-    """Apply the stage's time limit to ``function``, for a worker process."""
+    """Return ``function`` with the stage's time limit. This works only in a worker process."""
     assert stage.timeout is not None
     seconds = stage.timeout
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a forked process inherits the program's handler
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a forked process inherits a handler of the program
     _core._dump_before_death(signal.SIGALRM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])  # the program may block all signals
 
@@ -72,9 +72,9 @@ def limited(function: Callable[..., Any], stage: Stage) -> Callable[..., Any]:
 
 
 def _steps(elements: Iterable[Any], remaining: float) -> Iterator[Any]:
-    """Yield the elements, which must be computed within ``remaining`` seconds in total.
+    """Yield the elements. Computing them may take ``remaining`` seconds in total.
 
-    Time between two elements does not count, because the worker may be waiting for room in its output.
+    Time between two elements does not count, because the worker may be waiting for room in its output then.
     """
     iterator = iter(elements)
     while True:

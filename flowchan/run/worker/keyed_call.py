@@ -1,4 +1,4 @@
-"""Call a keyed stage's function with an item and, if the stage has state, the state of its key."""
+"""Call the function of a keyed stage with an item and, if the stage keeps state, the state of its key."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flowchan.run.worker.state_log import KeyedStates
 
 @dataclass(frozen=True, slots=True)
 class Unroutable:
-    """Item whose key is unknown, because it could not be unpickled.
+    """Stands for an item whose key is unknown, because the ``route`` worker could not unpickle the item.
 
-    The worker that gets it reports the error.
+    The worker that receives this object reports ``error``.
 
-    ``deaths`` is the number of workers that died while unpickling it.
+    ``deaths`` is the number of workers that died while unpickling the item.
     """
 
     item: Any
@@ -27,7 +27,7 @@ class Unroutable:
 
 
 def hashable(key: Any, where: str) -> Hashable:
-    """Return the result of a key function; raise ``TypeError`` if it cannot be hashed."""
+    """Return the result of a key function, or raise ``TypeError`` if the result is not hashable."""
     try:
         hash(key)
     except TypeError:
@@ -39,9 +39,9 @@ def hashable(key: Any, where: str) -> Hashable:
 
 
 def with_key(function: Callable[..., Any], stage: Stage, states: KeyedStates | None) -> Callable[..., Any]:
-    """Wrap the function of a keyed stage in a function that takes an item.
+    """Wrap the function of a keyed stage so that the caller passes only the item.
 
-    The wrapper calls the key function. If the stage has state, it passes the key's state to ``function``.
+    The wrapper determines the key. If the stage keeps state, it also passes the key's state to ``function``.
     """
 
     def key_of(item: Any) -> Hashable:

@@ -1,7 +1,7 @@
 """Forward log records from workers, local or remote, to the program.
 
-The program's loggers handle them like its own records, so its logging configuration applies with every start
-method. Each record has the worker's ``stage``, ``number`` and ``host`` as attributes. ``processName``
+The program's loggers handle these records like its own, so its logging configuration applies under every
+start method. Each record has the attributes ``stage``, ``number`` and ``host`` of the worker. ``processName``
 contains the same information.
 """
 
@@ -20,13 +20,13 @@ _PLAIN = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """Log record of a worker, as a mapping of its attributes."""
+    """Log record on its way to the program, as a mapping of its attributes."""
 
     attributes: Mapping[str, Any]
 
 
 def levels() -> dict[str, int]:
-    """Return the names of the loggers in this process whose level is set, and these levels.
+    """Return the level of each logger in this process that has one, by name.
 
     The root logger has the empty name.
     """
@@ -46,9 +46,9 @@ def _loggers() -> Iterator[logging.Logger]:
 
 
 class Sending(logging.Handler):
-    """Handler that sends a worker process's records to the program.
+    """Log handler that sends a worker process's records to the program.
 
-    It sends during runs. In a process of a pool, it also sends while the process is ending.
+    It sends records during runs. The process of a pool also sends records while it is ending.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Sending(logging.Handler):
         self._installed = False
 
     def begin(self, info: Worker, levels: Mapping[str, int], put: Callable[[Logged], None]) -> None:
-        """From now on, send records to ``put``, and use the program's ``levels``."""
+        """Send records to ``put`` from now on, and adopt the ``levels`` of the program."""
         self._worker_attributes = {"stage": info.stage, "number": info.number, "host": info.host}
         self._put = put
         if not self._installed:
@@ -66,9 +66,9 @@ class Sending(logging.Handler):
         set_levels(levels)
 
     def _take_over(self) -> None:
-        """Remove handlers and filters that came from a fork or from re-importing the main script.
+        """Remove the handlers and filters that a fork or the re-imported main script has brought along.
 
-        Otherwise, each record would be handled twice.
+        Otherwise, they would handle each record a second time.
         """
         for logger in [logging.root, *_loggers()]:
             logger.handlers.clear()
@@ -78,7 +78,7 @@ class Sending(logging.Handler):
         self._installed = True
 
     def rest(self) -> None:
-        """Stop sending records, because the run has ended."""
+        """Stop sending records until the next run, because the current run has ended."""
         self._put = None
 
     def end(self, put: Callable[[Logged], None]) -> None:
@@ -86,7 +86,7 @@ class Sending(logging.Handler):
         self._put = put
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send the record. Never raise, as is usual for handlers."""
+        """Send a record. Like other log handlers, never raise an exception."""
         put = self._put
         try:
             if put is not None:
@@ -98,7 +98,7 @@ class Sending(logging.Handler):
 
 
 def _plain(record: logging.LogRecord) -> dict[str, Any]:
-    """Return those attributes of the record that have plain types, with message and traceback as text."""
+    """Return the attributes of a record that any process can unpickle, with message and traceback as text."""
     found = {name: value for name, value in vars(record).items() if isinstance(value, _PLAIN)}
     if record.exc_info and not record.exc_text:
         found["exc_text"] = logging.Formatter().formatException(record.exc_info)
@@ -106,9 +106,9 @@ def _plain(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def log_locally(logged: Logged) -> None:
-    """Handle a worker's record in the program like a local one.
+    """Let the program's loggers handle a worker's record.
 
-    If a filter raises, ``logging`` reports that like a handler's error. This function never raises.
+    This function never raises. If a filter raises, ``logging`` reports the error like a handler's error.
     """
     record = logging.makeLogRecord(dict(logged.attributes))
     if host := vars(record).get("host"):

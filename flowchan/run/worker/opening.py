@@ -1,7 +1,7 @@
-"""Open a plan's channels, the ports of this machine's workers, and the program's inputs.
+"""Open the channels of a plan, the ports of this machine's workers, and the program's inputs.
 
-All of them are open before any worker starts. So each channel knows all its writers and readers from the
-start, and cannot close too early.
+The run opens all of them before it starts a worker. Each channel therefore knows all its writers and readers
+from the start, and cannot close too early.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Channels = Mapping[str, Channel[Any]]
 
 @dataclass(frozen=True, slots=True)
 class SharedWithRun:
-    """Objects and memory that a worker shares with the program and with the other workers of its stage."""
+    """Objects that a worker shares with the program and with the other workers of its stage."""
 
     pace: Pace | None = None
-    """Start times of the stage's items, which its workers share if its rate is limited."""
+    """Schedule of the stage's items, if its rate is limited."""
     finished: FinishedItems | None = None
-    """In a run that can be resumed: the items of a source that earlier runs finished."""
+    """Source items that earlier runs have finished, if the run can be resumed."""
     broadcasts: tuple[Broadcast[Any], ...] = ()
     """Broadcast values of the graph."""
     sampled: int | None = None
-    """Position of the stage in the graph if the run follows sampled items; otherwise None."""
+    """Position of the stage in the graph if the run samples items; otherwise None."""
 
 
 SHARES_NOTHING = SharedWithRun()
@@ -44,25 +44,25 @@ SHARES_NOTHING = SharedWithRun()
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Ports of one worker, by their names in the stage's declaration."""
+    """Ports of one worker, by the port names of its stage."""
 
     inputs: dict[str, In[Any]]
     outputs: dict[str, Out[Any]]
     errors: Out[Any] | None
     shared: SharedWithRun = SHARES_NOTHING
     states: StateLog | None = None
-    """Log of the state of each key, if the worker is a process of a stage with state."""
+    """Log of the states of the worker's keys, if it is a process of a stage with state."""
 
     def everything(self) -> Iterator[In[Any] | Out[Any]]:
-        """Yield all ports, readers first, so that taken items are finished before outputs close."""
+        """Yield all ports, readers first, because taken items must be finished before outputs close."""
         yield from self.inputs.values()
         yield from self.writers()
 
     def by_parameter(self, unwanted: Callable[[], None] | None = None) -> dict[str, Any]:
         """Return the ports as arguments for the operator's loop.
 
-        All ports to the workers of one reader become one argument, which calls ``unwanted`` for each item to
-        a worker that has ended.
+        If an output has one port for each worker of its reader, these ports become one argument. It calls
+        ``unwanted`` for each item to a worker that has ended.
         """
         ends: dict[str, Any] = dict(self.inputs)
         addressed: dict[str, list[Out[Any]]] = {}
@@ -81,7 +81,7 @@ class Ports:
 
 
 class PortNames(Protocol):
-    """Names of the channels at a worker's ports, as in a ``PlannedWorker``."""
+    """Names of the channels of a worker's ports, as in a ``PlannedWorker``."""
 
     @property
     def inputs(self) -> Mapping[str, str]: ...
@@ -95,7 +95,7 @@ class PortNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenedPlan:
-    """Open channels by name, ``ports`` by worker, and ``inputs`` and ``shared`` by stage name."""
+    """Everything that ``open_plan`` opens. Channels are keyed by name, inputs and shared objects by stage."""
 
     channels: dict[str, Channel[Any]]
     ports: dict[WorkerId, Ports]
@@ -104,10 +104,10 @@ class OpenedPlan:
 
 
 def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
-    """Open the plan's channels, the ports of this machine's ``workers``, and the inputs.
+    """Open the plan's channels, the ports of this machine's ``workers``, and the program's inputs.
 
-    All channels get an equal share of the run's memory. Broadcast values are published if the graph has
-    worker processes. Raise ``OSError`` if memory is short.
+    All channels get an equal share of the run's memory. If the graph has worker processes, its broadcast
+    values are published. Raise ``OSError`` if memory does not suffice.
     """
     channels = {edge.name: _open_channel(edge, plan) for edge in plan.edges}
     for name in {name for worker in plan.workers if worker.host for name in worker.inputs.values()}:
@@ -131,7 +131,7 @@ def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
 
 
 def _open_input(plan: Plan, names: tuple[str, ...], channels: Channels) -> Out[Any] | Addressed:
-    """Open the port or ports through which the program puts items into an input."""
+    """Open the ports through which the program puts items into an input."""
     ports = [channels[name].writer() for name in names]
     addressed = any(edge.to_worker for edge in plan.edges if edge.name in names)
     return Addressed(ports) if addressed else ports[0]
@@ -143,10 +143,10 @@ def open_ports(
     shared: SharedWithRun = SHARES_NOTHING,
     states: StateLog | None = None,
 ) -> Ports:
-    """Open the ports of one worker. ``states`` is the log of the states of its keys.
+    """Open the ports of one worker. ``states`` is the log of its keys' states.
 
-    Open a replacement's ports before closing the old ones. Otherwise, a channel may conclude that its last
-    writer or reader is gone.
+    For a replacement, call this before closing the ports of the dead worker. Otherwise, a channel could close
+    because its last writer or reader seems to be gone.
     """
 
     def supervised(port: Any) -> Any:
@@ -174,7 +174,7 @@ def _open_channel(edge: Edge, plan: Plan) -> Channel[Any]:
         if edge.routed:
             channel._keep_numbers()
         elif edge.transport.copies:
-            # No two workers may use the same item numbers, because outputs are matched to items by number.
+            # Outputs are matched to items by number, so no two workers may use the same numbers.
             channel._number_from(edge.to_worker << _NUMBER_BITS)
     channel._share = plan.share
     return channel

@@ -1,4 +1,4 @@
-"""Bundle the inputs of an operator's loop: the user's function, options, and the handling of failed items."""
+"""Provide what an operator's loop needs besides its ports, such as the function and failure handling."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from flowchan.run.worker.tracking import Tracking, unmarked
 
 SKIPPED: Any = object()
 FAILED_ITEM_INTERVAL_S = 0.5
-"""Minimum number of seconds between reports of failed items from one worker."""
+"""Minimum number of seconds between two reports of failed items from one worker."""
 
 
 @dataclass
 class OperatorJob:
-    """Inputs of an operator's loop besides its ports: function, options and failure handling."""
+    """Everything that an operator's loop needs besides its ports."""
 
     kind: str
     function: Callable[..., Any]
@@ -39,27 +39,27 @@ class OperatorJob:
     retries: int = 0
     retry_delay: float | None = None
     retry_on: tuple[type[Exception], ...] = (Exception,)
-    timeout: float | None = None  # only for an async function; in a process, the function itself sets a timer
-    pace: Pace | None = None  # only for an async function; any other function waits for its start time itself
+    timeout: float | None = None  # only for async functions; other functions set a kernel timer themselves
+    pace: Pace | None = None  # only for async functions; other functions wait for their start time themselves
     errors: Out[Failed[Any]] | None = None
-    states: KeyedStates | None = None  # set if the stage has a state for each key
+    states: KeyedStates | None = None  # set if the stage keeps a state for each key
     answering: Answering | None = None  # set if items may come from ask()
     tracking: Tracking | None = None  # set if the run can be resumed
-    recorder: ItemRecorder | None = None  # set if the run follows sampled items
+    recorder: ItemRecorder | None = None  # set if the run samples items
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
     on_failed_item: Callable[[str], None] = lambda _: None
     last_report_at: float = -FAILED_ITEM_INTERVAL_S
     on_clean_up: Callable[[], None] = lambda: None  # called when a task begins to clean up
-    # items whose branch lost its readers, or whose request was cancelled; they have no receiver
+    # Number of items without a receiver: their branch lost its readers, or their request was cancelled.
     unwanted: int = 0
-    predecessors: tuple[str, ...] = ()  # how the earlier workers that held the first item died
+    predecessors: tuple[str, ...] = ()  # how earlier workers that held the first item died
     too_late: bool = False  # true if the first item has timed out too often
-    is_over: Callable[[], bool] = lambda: False  # returns whether a channel of the worker is broken
+    is_over: Callable[[], bool] = lambda: False  # returns whether one of the worker's channels is broken
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
-        """Retry ``call(item)`` after ``error``. Return its result; if the item fails, return SKIPPED."""
-        if isinstance(error, ItemFailed):  # a batch member has already failed
+        """Retry ``call(item)`` after ``error``. Return its result, or SKIPPED if the item finally fails."""
+        if isinstance(error, ItemFailed):  # a member of the batch has already failed for good
             raise error
         attempts = 1
         while isinstance(error, self.retry_on) and attempts <= self.retries:
@@ -74,14 +74,14 @@ class OperatorJob:
         return SKIPPED
 
     def _pause(self) -> None:
-        """Wait before a retry. Raise ``Broken`` if the run fails or is aborted in the meantime."""
+        """Wait before a retry. Raise ``Broken`` if the run fails or is aborted first."""
         wait_until(time.monotonic() + (self.retry_delay or 0.0), self.is_over, "retry")
 
     def without_failed(self, items: Any, results: Any) -> Any:
-        """Return the results of a batch without those of failed members.
+        """Remove the failed members' results from a batch's results.
 
-        An exception in place of a result means that this member failed. If the results do not match the
-        members, the whole batch fails.
+        An exception in place of a result means that this member failed. If the number of results does not
+        match the number of members, the whole batch fails.
         """
         if self.tracking is not None:
             kept = self._without_failed(items, results[1])
@@ -108,7 +108,7 @@ class OperatorJob:
     def give_up(self, item: Any, error: BaseException, attempts: int = 1) -> None:
         """Send the failure of ``item`` to the ``errors`` stream or to the caller of ``ask``.
 
-        Raise :class:`ItemFailed` if the stage lacks an ``errors`` stream, or if ``error`` is not an
+        Raise :class:`ItemFailed` if the stage has no reader for ``errors``, or if ``error`` is not an
         ``Exception``.
         """
         if type(item) is Unroutable:
@@ -141,7 +141,7 @@ class OperatorJob:
             raise ItemFailed(self.bare(item)) from error
 
     def bare(self, item: Any) -> Any:
-        """Return the item without its request or marks, as the user's functions see it."""
+        """Return the item without its request or marks, in the form that user functions see."""
         return bare(item) if self.tracking is None else unmarked(item)
 
     def parts(self, item: Any, elements: Iterable[Any]) -> Iterable[Any]:
@@ -149,9 +149,9 @@ class OperatorJob:
         return elements if self.tracking is None else self.tracking.parts(item, elements)
 
     def not_sent(self, out: Out[Any] | Addressed, item: Any, error: Exception) -> None:
-        """Handle an error from putting an output of ``item``.
+        """Handle an error that putting an output of ``item`` raised.
 
-        Raise the error if it means that ``out`` has closed or broken. Otherwise, the item has failed.
+        If the error means that ``out`` has closed or is broken, raise it. Otherwise, fail the item.
         """
         if is_end_of(out, error):
             if isinstance(error, Closed):
@@ -175,13 +175,13 @@ class OperatorJob:
     def drop_remaining(self, items: In[Any]) -> int:
         """Drop the remaining input items, whose outputs would have no reader, and return their number.
 
-        Send an error to each caller of ``ask`` whose item was dropped.
+        The callers of ``ask`` whose items are dropped get an error.
         """
         number = 0
         if self.answering is not None:
             items.channel.close()
             items._on_poison(1, lambda *_: None)
-            # the channel is drained, or another thread has closed it
+            # The channel is drained, or another thread has closed it.
             with contextlib.suppress(ChannelError, ValueError):
                 while True:
                     item = items.get_nowait()
@@ -190,14 +190,14 @@ class OperatorJob:
         return number
 
     def count_unwanted(self) -> None:
-        """Count one item that had no receiver."""
+        """Count one item that has no receiver."""
         self.unwanted += 1
 
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
-        """Fail an item that cannot be processed, so that the following items can be processed.
+        """Fail an item that cannot be processed, so that the worker can continue with the next one.
 
-        Either ``item`` is an :class:`Unreadable` and ``error`` says why, or ``deaths`` workers died while
-        processing the item.
+        Either the item is an :class:`Unreadable`, and ``error`` gives the reason, or ``deaths`` workers have
+        died while processing it.
         """
         if self.states is not None:
             self.states.skip()
@@ -210,8 +210,8 @@ class OperatorJob:
 
 
 def is_end_of(out: Out[Any] | Addressed, error: BaseException) -> bool:
-    """Return whether ``error``, raised by a put into ``out``, means that its channel has ended.
+    """Return whether ``error`` means that the channel of ``out`` has ended. A put into ``out`` raised it.
 
-    Code in an item that is being pickled may raise the same exceptions about another channel.
+    Pickling an item can run user code, which may raise the same exceptions about another channel.
     """
     return isinstance(error, Closed | Broken) and bool(out.channel.closed)

@@ -1,10 +1,9 @@
-"""Define the operators' loops.
+"""Define the loops of the operators.
 
-Like the function of a general stage, each takes items from ports and puts items into ports.
-
-Each function is the loop of one operator, and takes an :class:`OperatorJob` and its ports. It returns when
-its input is drained, or raises ``Closed`` when its output has no readers; both are clean ends. Taking an item
-finishes the previous one, so a loop takes the next item only after all work on the current one.
+Each function is the loop of one operator. Like the function of a general stage, it takes items from ports and
+puts items into ports; it also gets an :class:`OperatorJob`. It returns when its input is drained, or raises
+``Closed`` when its output has no readers; both are clean ends. Taking an item finishes the previous one, so a
+loop takes the next item only after all work on the current one.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
                 put(result)
             except Exception as error:
                 job.not_sent(out, item, error)
-        del item, result  # release both before waiting for the next item
+        del item, result  # do not keep them alive while waiting for the next item
 
 
 def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
@@ -74,7 +73,7 @@ def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     """Put all elements that the function returns for each item, each only once even after a retry."""
     function = job.function
     for item in items:
-        emitted = 0  # outputs that a retry must not repeat
+        emitted = 0  # number of outputs that a retry must skip
 
         def emit(item: Any) -> None:
             nonlocal emitted
@@ -106,7 +105,7 @@ def unbatch(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 def put_or_end(out: Out[Any], output: Any) -> None:
-    """Put an output while the user's iterator is running. Raise ``OwnEnd`` if ``out`` has ended."""
+    """Put an output while the user's iterator runs. Raise ``OwnEnd`` if the channel of ``out`` has ended."""
     try:
         out.put(output)
     except Exception as error:
@@ -184,7 +183,7 @@ def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> 
 
 
 def batch(job: OperatorJob, *, items: In[Any], out: Out[list[Any]]) -> None:
-    """Put lists of ``size`` items. After the timeout or at the end, a list may be shorter."""
+    """Put lists of ``size`` items. A list is shorter if the timeout has passed or the input has ended."""
     size, timeout = job.options["size"], job.options["timeout"]
     while True:
         try:
@@ -203,7 +202,7 @@ def batch(job: OperatorJob, *, items: In[Any], out: Out[list[Any]]) -> None:
 
 
 def take(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Pass on the first ``n`` items, and then take no more."""
+    """Pass on the first ``n`` items, and then end."""
     remaining = job.options["n"]
     if remaining == 0:
         return
@@ -220,11 +219,11 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
     for item in items:
         copies = [item] * len(branches) if job.tracking is None else job.tracking.copies(item, len(branches))
         for out, copied in zip(list(branches), copies, strict=True):
-            # each branch removes requests from its list, so it needs a separate one
+            # Each branch removes requests from its list, so each needs a separate list.
             own = job.answering is not None and has_requests(item)
             try:
                 out.put(list(item) if own else copied)
-            except Closed:  # this branch has no readers left, but others may
+            except Closed:  # this branch has lost its readers, but others may have some
                 branches.remove(out)
         if not branches:
             job.drop_item(item)
@@ -232,7 +231,7 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
 
 
 def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
-    """Put each item into the branch for its key."""
+    """Put each item into the branch that its key selects."""
     branches: dict[int, Out[Any]] = {int(port): out for port, out in outs.items()}
     n = job.options["n"]
     for item in items:
@@ -250,7 +249,7 @@ def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
         try:
             branches[branch].put(item)
         except Exception as error:
-            # this branch has no readers left, but others may
+            # This branch has lost its readers, but others may have some.
             if isinstance(error, Closed) and is_end_of(branches[branch], error):
                 job.unwanted += 1
                 job.drop_item(item)
@@ -266,10 +265,10 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio (Knuth, TAOCP 
 
 
 def route(job: OperatorJob, *, items: In[Any], out: Addressed) -> None:
-    """Put each item into the channel of a worker that handles its key.
+    """Put each item into the channel of a worker that is responsible for its key.
 
-    With ``spread=m``, the items of a key go to m consecutive workers. Multiples of the golden ratio choose
-    one of them, because they stay evenly distributed over any regular sequence of items.
+    With ``spread=m``, m consecutive workers are responsible for a key. To choose one of them, the loop uses
+    multiples of the golden ratio, which are evenly distributed for any regular sequence of items.
     """
     function, put, workers, spread = job.function, out.put, len(out.ports), job.options["spread"]
 
@@ -281,7 +280,7 @@ def route(job: OperatorJob, *, items: In[Any], out: Addressed) -> None:
     for number, item in enumerate(items):
         try:
             worker = bucket_of(function(item)) + (((number * _GOLDEN) & _MASK) * spread >> 64)
-        except BaseException:  # the worker calls the key function again and reports the error
+        except BaseException:  # the worker will call the key function again and report the error
             worker = 0
         try:
             put((worker % workers + 1, item))
@@ -291,9 +290,9 @@ def route(job: OperatorJob, *, items: In[Any], out: Addressed) -> None:
 
 
 def bucket_of(key: Any) -> int:
-    """Return an integer for ``key`` that is the same for equal keys.
+    """Return an integer that is the same for equal keys.
 
-    For built-in types it is the same in every process, unlike ``hash`` of a string.
+    For built-in types, the integer is the same in every process, unlike the ``hash`` of a string.
     """
     if isinstance(key, str):
         return zlib.crc32(key.encode("utf-8", "surrogatepass"))
@@ -325,7 +324,7 @@ def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> N
 
 
 def allreduce(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
-    """Put the combination of one item from each input, leaving out inputs that have ended."""
+    """Put one combined value per round: the combination of one item from each input that has not ended."""
     ports = dict(enumerate(inputs.values(), 1))
     op, to_workers = job.options.get("op", job.function), job.options["to_workers"]
     for number in itertools.count():
@@ -349,7 +348,7 @@ def allreduce(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
 
 
 def merge(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
-    """Pass on the items from one input. Each input has a separate worker."""
+    """Pass on the items from one input. A merge runs one worker for each of its inputs."""
     (items,) = inputs.values()
     for item in items:
         job.pass_on(out, item)
@@ -358,8 +357,8 @@ def merge(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
 def record(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     """Write each item to a file, and pass it on unchanged.
 
-    The worker is a thread of the program. It writes each item once, because both channels deliver each item
-    once, and a thread dies only with the program.
+    The worker is a thread of the program. Each item is written once, because both channels deliver each item
+    once and a thread dies only with the program.
     """
     with job.options["recording"].opened() as writer:
         for item in items:

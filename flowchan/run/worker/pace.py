@@ -1,9 +1,9 @@
 """Space out the starts of a stage's items evenly, for the option ``rate=``.
 
-Algorithm. This is the generic cell rate algorithm (ITU-T I.371) with a burst of one. In each run, the workers
-of a stage share one value: the start time of the next item. A worker takes this time for its item, and adds
-one interval to the shared value, in one step under a lock. Then it waits until that time. Time in which no
-item starts is not saved up.
+Algorithm. This is the generic cell rate algorithm (ITU-T I.371) with a burst of one. The workers of a stage
+share one value per run: the start time of the next item. A worker takes this time for its item and adds one
+interval to the shared value, in one step under a lock. It then waits until its start time. If no item starts
+for a while, the missed starts are lost.
 
 Invariants. A worker holds the lock only while it reads and writes the value. The kernel releases a file lock
 when the process that holds it ends. A worker that is killed at any point therefore wastes at most one start,
@@ -26,12 +26,12 @@ from flowchan.items.program_file import ProgramFile
 from flowchan.run.policy.failures import OwnEnd
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between checks of whether the run has ended, while a worker waits."""
+"""Seconds between checks whether the run has ended while a worker waits."""
 _TIME = struct.Struct("d")
 
 
 class Pace:
-    """Start times of a stage's items, for workers on threads and coroutines.
+    """Schedules the items of a stage whose workers are threads or coroutines.
 
     Args:
         interval: Seconds between consecutive starts.
@@ -43,7 +43,7 @@ class Pace:
         self._next = 0.0
 
     def take_start(self) -> float:
-        """Take the next start time, and return it (on the monotonic clock)."""
+        """Take the next start time, and return it as a time on the monotonic clock."""
         with self._lock:
             start = max(time.monotonic(), self._next)
             self._next = start + self._interval
@@ -51,9 +51,9 @@ class Pace:
 
 
 class SharedPace(Pace):
-    """Start times of the items of a stage's worker processes on one machine.
+    """Schedules the items of a stage whose workers are processes of one machine.
 
-    The next start time is stored in an in-memory file of the program.
+    An in-memory file of the program contains the next start time.
     """
 
     def __init__(self, interval: float) -> None:
@@ -61,12 +61,12 @@ class SharedPace(Pace):
         os.pwrite(self._file.fd, _TIME.pack(0.0), 0)
 
     def take_start(self) -> float:
-        """See :class:`Pace`. Raise ``Broken`` if the run has ended, because the file is then gone."""
+        """Take the next start time. Raise ``Broken`` if the run has ended, because the file is then gone."""
         return _taken_from(self._file.fd, self._interval)
 
 
 def _taken_from(fd: int, interval: float) -> float:
-    """Take the next start time from a file, whose lock excludes other processes."""
+    """Take the next start time from a file, under a file lock that excludes other processes."""
     fcntl.lockf(fd, fcntl.LOCK_EX)
     try:
         (next_start,) = _TIME.unpack(os.pread(fd, _TIME.size, 0))
@@ -78,7 +78,7 @@ def _taken_from(fd: int, interval: float) -> float:
 
 
 def pace_of(stage: Stage) -> Pace | None:
-    """Return a new pace for one run of a stage; ``None`` if the stage has no ``rate``."""
+    """Return a new schedule for one run of a stage, or ``None`` if the stage has no ``rate``."""
     if stage.rate is None:
         return None
     interval = min(1.0 / stage.rate, threading.TIMEOUT_MAX)
@@ -86,9 +86,9 @@ def pace_of(stage: Stage) -> Pace | None:
 
 
 def paced(function: Callable[..., Any], pace: Pace, is_over: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``function`` so that each call first waits for the next start.
+    """Wrap ``function`` so that each call first waits for its start time.
 
-    If the run fails or is aborted, the wait raises ``OwnEnd``, because the item itself has not failed.
+    If the run fails or is aborted during the wait, raise ``OwnEnd``, because the item has not failed.
     """
 
     def call(item: Any) -> Any:
@@ -102,7 +102,7 @@ def paced(function: Callable[..., Any], pace: Pace, is_over: Callable[[], bool])
 
 
 def wait_until(until: float, is_over: Callable[[], bool], purpose: str) -> None:
-    """Wait until a time on the monotonic clock; raise ``Broken`` if the run ends earlier."""
+    """Wait until a time on the monotonic clock. Raise ``Broken`` if the run ends first."""
     while (remaining := until - time.monotonic()) > 0:
         if is_over():
             raise Broken(f"the run failed or was aborted while an item was waiting for its {purpose}")

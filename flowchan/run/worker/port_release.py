@@ -1,10 +1,10 @@
 """Release a worker's ports so that no reader takes partial output for complete output (R3).
 
 A closed channel means complete output, so only a worker that ended cleanly may close its outputs. A broken
-channel means that the run has failed or was aborted. A worker that finds one therefore breaks its other
-channels before it releases any port. The supervisor closes a failed worker's ports once it has broken the
-channels. The same rules apply to ports that user code closes. A ``with`` block that an error leaves does not
-close a worker's port.
+channel means that the run has failed or was aborted. A worker that finds one breaks its other channels before
+it releases any port. For a failed worker, the supervisor first breaks all channels and then closes the
+worker's ports. These rules also apply to ports that user code closes, and an error that leaves a ``with``
+block does not close a worker's port.
 """
 
 from __future__ import annotations
@@ -22,29 +22,28 @@ from flowchan.run.worker.opening import Ports
 
 
 class PortRelease:
-    """Controls the release of one worker's ports.
+    """Decides when the ports of one worker may close.
 
-    Before a port closes, it asks this object for permission, until :meth:`done` is called.
+    Each port asks this object for permission to close, until :meth:`done` is called.
     """
 
     def __init__(self, worker: WorkerId, ports: Ports, tell: Callable[[Event], None]) -> None:
         self._worker, self._ports, self._tell = worker, ports, tell
         self._pid = os.getpid()
         self._over = False
-        # Computed once, because every close checks all channels, and a source of addressed items may have
-        # many ports.
+        # Computed only once: every close checks all channels, and a source of addressed items may have many.
         self._channels = list(dict.fromkeys(port.channel for port in ports.everything()))
         for port in ports.everything():
             port._may_close = self._may_close
 
     def _may_close(self, _: Any, error: BaseException | None) -> bool:
-        if os.getpid() != self._pid:  # a child forked by user code, which must not use the worker's channels
+        if os.getpid() != self._pid:  # a child forked by user code must not affect the worker's channels
             return True
         self.pass_on_break()
         return error is None or isinstance(error, Closed)
 
     def pass_on_break(self) -> None:
-        """If a channel is broken, tell the supervisor, and then break the worker's other channels."""
+        """If one of the worker's channels is broken, tell the supervisor and break the others."""
         broken = [channel for channel in self._channels if channel.broken]
         if self._over or not broken:
             return
@@ -62,7 +61,7 @@ class PortRelease:
             port.close()
 
     def leave_open(self) -> None:
-        """Leave the ports open when the process ends, because another process has them as well."""
+        """Leave the ports open when the process ends, because the supervisor will close them."""
         for port in self._ports.everything():
             port._leave_open()
 

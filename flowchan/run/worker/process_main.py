@@ -1,4 +1,4 @@
-"""Define the main functions of worker processes, for one run and for the runs of a pool."""
+"""Define the main functions of worker processes: one for a single run, one for the runs of a pool."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from flowchan.transport.device import transfer
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Order for a process: act as the worker ``info`` in one run, with these ports.
+    """Tells a process to act as the worker ``info`` in one run.
 
-    The process reports to ``mail``. ``suspicion`` describes earlier deaths on the first item. A worker in a
-    gang uses ``memberships``. ``levels`` are the program's log levels. ``terminals`` are the terminals that a
-    pool's process prints to during the run.
+    The process reports to ``mail``. ``suspicion`` describes earlier deaths on the first item. A worker of a
+    gang uses ``memberships``. ``levels`` are the program's log levels. ``terminals`` are the terminals to
+    which the process of a pool prints during the run.
     """
 
     info: seeds.Worker
@@ -55,7 +55,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class WorkEnded:
-    """Last message from a pool's process, with the ``error`` from closing its callable."""
+    """Last message from a pool's process, with the ``error`` that closing its callable raised."""
 
     error: Any = None  # see Failure
 
@@ -63,10 +63,10 @@ class WorkEnded:
 def process_main(
     id: WorkerId, stage: bytes, order: Order, parent: int, devices: str | None, streams: Streams
 ) -> None:
-    """Work in one run.
+    """Act as a worker in a single run.
 
-    ``stage`` is the pickled stage. The process is killed when its ``parent`` process ends. ``devices`` are
-    the GPUs that it may use; ``streams`` are its standard output and error.
+    ``stage`` is the pickled stage. If its ``parent`` process ends, the process is killed. ``devices`` are the
+    GPUs that it may use, and ``streams`` becomes its standard output and error.
     """
     streams.take()
     _prepare(id, parent, devices)
@@ -82,10 +82,10 @@ def pooled_main(
     parent: int,
     devices: str | None,
 ) -> None:
-    """Work in one run for each order.
+    """Act as a worker in one run for each order.
 
     The process sends ``None`` to ``reports`` whenever it is ready for another order. It ends after the last
-    order or after a failure. After the last run, log records also go to ``reports``.
+    order or after a failure. Log records that it writes after the last run also go to ``reports``.
     """
     _prepare(id, parent, devices)
     pooled = PooledCallable()
@@ -94,11 +94,11 @@ def pooled_main(
     for order in orders:
         with printing_to(order.terminals):
             outcome = runs.do(order)
-        del order  # release all objects of this run
+        del order  # keep no objects of this run
         if outcome != "done":
             break
         runs.rest()
-        with contextlib.suppress(Closed, Broken):  # the pool has ended, so no order follows
+        with contextlib.suppress(Closed, Broken):  # the pool has ended and sends no further order
             reports.put(None)
     else:
         runs.end(reports.put)
@@ -114,37 +114,37 @@ def pooled_main(
 
 
 def _prepare(id: WorkerId, parent: int, devices: str | None) -> None:
-    """Prepare the process for its worker, before loading any user code."""
+    """Prepare the process for its worker before any user code is loaded."""
     _core._die_with(parent)
     close_inherited()
     worker_globals.share()
     show_name(id.stage, f" {id.number}")
     see_only(devices)
-    # The terminal sends Ctrl-C to the whole process group, but only the supervisor may react to it.
+    # The terminal sends Ctrl-C to the whole process group, but only the supervisor may react.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    # A forked process lacks OpenMP's threads, and torch would wait for them forever.
+    # A forked process lacks OpenMP's threads, for which torch would wait forever.
     if (torch := sys.modules.get("torch")) and multiprocessing.get_start_method() == "fork":
         torch.set_num_threads(1)
 
 
 def show_name(name: str, end: str = "") -> None:
-    """Set this process's name in ``ps``, ``top`` and debuggers: a worker's stage and number.
+    """Show a worker's stage and number as the name of this process in ``ps``, ``top`` and debuggers.
 
-    The kernel keeps 15 bytes; ``end`` is never cut off. The command line is not changed, because users search
-    it for the processes of their program.
+    The kernel keeps 15 bytes, of which ``end`` always remains. The command line stays the same, because users
+    search it for the processes of their program.
     """
     name = name.encode(errors="replace")[: 15 - len(end)].decode(errors="ignore")
-    with contextlib.suppress(OSError):  # no /proc on this system
+    with contextlib.suppress(OSError):  # this system has no /proc
         Path("/proc/self/comm").write_text(name + end)
 
 
 class _Work:
-    """Work of this process in one or more runs.
+    """Runs this process's worker in one run or in several.
 
-    The stage is unpickled in the first run and then reused. If a run may use up a part of it, such as a
-    source's iterable or arguments, it is unpickled for every run.
+    The first run unpickles the stage, and later runs reuse it. A stage with parts that a run may use up, such
+    as a source's iterable or arguments, is unpickled for every run.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class _Work:
         return outcome
 
     def rest(self) -> None:
-        """Stop sending log records, because the run has ended."""
+        """Stop sending log records until the next run, because the current run has ended."""
         self._logs.rest()
 
     def end(self, tell: Callable[[logs.Logged], None]) -> None:

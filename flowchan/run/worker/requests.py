@@ -1,10 +1,10 @@
 """Send requests through a running graph: ``await run.ask(stream, item)``.
 
-An item from ``ask`` is sent in a numbered :class:`Request`. A wrapper around the user's functions unwraps the
-item and wraps the result again. At the end of the graph, the result goes to the caller with this number. If
-an item fails, a worker event carries the error to the caller.
+``ask`` sends its item in a numbered :class:`Request`. In each worker, a wrapper around the user's function
+unwraps the item and wraps the result again. At the end of the graph, the number identifies the caller that
+gets the result. If the item fails, a worker event carries the error to the caller.
 
-Cancelled requests are marked on a board, and the next worker that takes such an item drops it.
+A cancelled request is marked on a board. The next worker that takes its item drops the item.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
 NOTHING: Any = object()
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
-"""Types that every process can unpickle."""
+"""Types whose values every process can unpickle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Item of a request, with the request's number, ``question``, and the path of the ``board``."""
+    """Item of one ``ask`` call, with the number of the call and the path of the board for cancellations."""
 
     question: int
     item: Any
     board: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pack the item separately, so that an item that cannot be unpickled does not hide the request."""
+        """Pickle the item separately: if it cannot be unpickled, the request itself must still arrive."""
         if type(self.item) in _PLAIN:
             return Request, (self.question, self.item, self.board)
         return _arrived, (self.question, pack(self.item), self.board)
@@ -61,13 +61,13 @@ def _arrived(question: int, packed: Packed, board: str) -> Request:
         item = unpack(packed)
     except Exception as error:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and shortage("the item", error)):
-            raise  # a later attempt may succeed
+            raise  # memory or descriptors are short, so a later attempt may succeed
         item = NotRead(error)
     return Request(question, item, board)
 
 
 class _Unknown:
-    """Placeholder for every object that is not a request, while a pickle is searched."""
+    """Placeholder for every object except requests while a pickle is searched for requests."""
 
     def __new__(cls, *_: Any, **__: Any) -> _Unknown:
         return object.__new__(cls)
@@ -78,7 +78,7 @@ class _Unknown:
 
 
 class _Questions(pickle.Unpickler):
-    """Unpickler that creates only the requests in a pickle, so the search runs no other code."""
+    """Unpickler that creates only the requests of a pickle, so the search runs no user code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == (SampledItem.__module__, SampledItem.__name__):
@@ -88,7 +88,7 @@ class _Questions(pickle.Unpickler):
 
 
 def _bare(item: Any, _: Any) -> Any:
-    """Return a sampled item without the box around it."""
+    """Return the item that a box contains."""
     return item
 
 
@@ -97,7 +97,7 @@ def _question(number: int, _: Any, board: str) -> Request:
 
 
 def _questions_in(item: Unreadable) -> Any:
-    """Return the contents of an unreadable item with its requests; ``None`` if it cannot be searched."""
+    """Return an unreadable item reduced to its requests, or ``None`` if its pickle cannot be searched."""
     try:
         return _Questions(io.BytesIO(item.data), buffers=itertools.repeat(b"")).load()
     except Exception:
@@ -105,7 +105,7 @@ def _questions_in(item: Unreadable) -> Any:
 
 
 class NotRead:
-    """Placeholder for an item whose unpickling raised ``error``."""
+    """Placeholder for an item that could not be unpickled; ``error`` is the reason."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -118,16 +118,16 @@ class NotRead:
 
 
 class Dropped(BaseException):
-    """Raised because no caller waits for an item's result."""
+    """Raised if no caller waits for the item's result any more."""
 
 
 # --- in the workers ---
 
 
 class Answering:
-    """Answers the requests among one worker's items.
+    """Processes the items of one worker that come from requests.
 
-    ``sends`` is true if events go to another process.
+    ``sends`` is true if the worker's events go to another process.
     """
 
     def __init__(self, stage: Stage, worker: WorkerId, tell: Callable[[Event], None], sends: bool) -> None:
@@ -137,7 +137,7 @@ class Answering:
         self._sends = sends
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the user's function so that it receives plain items."""
+        """Wrap the user's function so that it receives items without requests."""
         if self._stage.operator.calls != "item":
             return function
 
@@ -152,9 +152,9 @@ class Answering:
         return call_later if is_async(function) else call
 
     def _wanted_part(self, item: Any) -> Any:
-        """Return the item if its caller still waits. For a batch, return only the members whose callers wait.
+        """Return the item if its caller still waits. Reduce a batch to the members whose callers wait.
 
-        Raise ``Dropped`` if nothing is left, or the error from unpickling the item.
+        Raise ``Dropped`` if nothing is left, or the original error if the item could not be unpickled.
         """
         if type(item) is Request:
             if is_cancelled(item.question, item.board):
@@ -168,13 +168,13 @@ class Answering:
         return item
 
     def _is_usable(self, member: Request) -> bool:
-        """Return whether a batch member is readable and wanted. Answer an unreadable one with its error."""
+        """Return whether a batch member is readable and its caller waits. Refuse an unreadable one."""
         if type(member.item) is NotRead:
             self.refuse(member, member.item.error)
         return type(member.item) is not NotRead and not is_cancelled(member.question, member.board)
 
     def _forwarded(self, item: Any, result: Any) -> Any:
-        """Return the result for the next stage, and answer requests that end in this stage."""
+        """Return the result for the next stage, and answer the requests that end in this stage."""
         operator, batch = self._stage.operator, has_requests(item)
         members = [item] if type(item) is Request else item if batch else []
         if operator.one_output:
@@ -188,10 +188,10 @@ class Answering:
         return result
 
     def _wrapped(self, item: Any, result: Any) -> Any:
-        """Wrap the result in the request, for an operator with one output per item.
+        """Wrap the result of an operator with one output per item in the request again.
 
-        In a batch, each member's result is wrapped. A result that is an exception goes to this member's
-        caller.
+        In a batch, each member's result is wrapped. If it is an exception, it goes to the member's caller
+        instead.
         """
         if type(item) is Request:
             return Request(item.question, result, item.board)
@@ -209,26 +209,26 @@ class Answering:
             elif not isinstance(part, Exception):
                 given.append(Request(one.question, part, one.board))
             elif "members" in self._stage.options:
-                given.append(part)  # ``without_failed`` reports the failure
+                given.append(part)  # without_failed() will report the failure
             else:
                 self.refuse(one, part)
         return given
 
     def answer(self, item: Request, value: Any) -> None:
-        """Send ``value`` to the caller as the answer."""
+        """Send ``value`` to the caller as the answer to its request."""
         self._tell(Answered(self._worker, item.question, value, None))
 
     def refuse(self, item: Request, error: BaseException, failed: int = 0) -> None:
-        """Send ``error`` to the caller, and add ``failed`` to the stage's number of failed items."""
+        """Answer a request with ``error``, and count ``failed`` further failed items of the stage."""
         carried: Any = Portable(error) if self._sends else error
         self._tell(Answered(self._worker, item.question, None, carried, failed))
 
     def give_up(self, item: Any, error: BaseException) -> Any:
-        """Report a failed item to its callers, and return the rest of the item.
+        """Report the failure of an item to its callers, and return the rest of the item.
 
-        The rest of a batch is its members that have no caller. If all members have callers, the result is
-        ``NOTHING`` and the item counts as failed once. An unreadable item is returned whole unless all its
-        members have callers.
+        The rest of a batch consists of the members without a caller. If every member has a caller, return
+        ``NOTHING`` and count one failed item. An unreadable item is returned whole unless every member has a
+        caller.
         """
         requests: list[Request] = []
         if type(item) is Unreadable:
@@ -241,20 +241,20 @@ class Answering:
         return remaining
 
     def drop_item(self, item: Any) -> None:
-        """Tell the callers that the item was dropped without an answer."""
+        """Tell the callers of a dropped item that they get no answer."""
         error = LookupError(f"stage {self._stage.name!r} dropped the item, so it has no answer")
         without_requests(item, lambda one: self.refuse(one, error))
 
 
 def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], None]) -> Any:
-    """Deliver the answers in an item that has reached an end of the graph.
+    """Send the answers in an item at an end of the graph to their callers.
 
     Args:
         item: An item, or a batch of items.
-        settle: Takes a request's number, its answer and its error.
+        settle: Function that takes a request's number, its answer and its error.
 
     Returns:
-        The rest of the item: the members without a caller, or ``NOTHING``.
+        The rest of the item: its members without a caller, or ``NOTHING``.
     """
 
     def answer(one: Request) -> None:
@@ -267,7 +267,7 @@ def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], Non
 
 
 def without_requests(item: Any, found: Callable[[Request], object]) -> Any:
-    """Call ``found`` with each request in an item. Return the other members, or ``NOTHING``."""
+    """Call ``found`` with each request in an item. Return the members without a caller, or ``NOTHING``."""
     if not (type(item) is Request or has_requests(item)):
         return item
     members = [item] if type(item) is Request else item
@@ -278,17 +278,17 @@ def without_requests(item: Any, found: Callable[[Request], object]) -> Any:
 
 
 def has_requests(item: Any) -> bool:
-    """Return whether the item is a batch with requests in it."""
+    """Return whether the item is a batch that contains requests."""
     return type(item) is list and any(type(one) is Request for one in item)
 
 
 def _fits(result: Any, item: Any, batch: bool) -> bool:
-    """Return whether the item is a batch and the result has one entry for each member."""
+    """Return whether the result of a batch has one entry for each member."""
     return batch and isinstance(result, list) and len(result) == len(item)
 
 
 def bare(item: Any) -> Any:
-    """Return the item as the program put it, without requests around it."""
+    """Return the item as the program put it, with requests replaced by their items."""
     if type(item) is Request:
         return item.item
     return [one.item if type(one) is Request else one for one in item] if has_requests(item) else item
@@ -298,10 +298,10 @@ def bare(item: Any) -> Any:
 
 
 class Requests:
-    """Unanswered requests of one run.
+    """Keeps the unanswered requests of one run.
 
-    ``failure`` returns why the run failed, or None. ``on_cancelled`` receives the number of each cancelled
-    request.
+    ``failure`` returns the error of a failed run, or None. ``on_cancelled`` receives the number of each
+    cancelled request.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class Requests:
         self._failure = failure
         self._on_cancelled = on_cancelled
         self._numbers = itertools.count(1)
-        # stage of the input and future of each request, by number
+        # For each request, by number: the stage of its input, and the future for its answer.
         self._open: dict[int, tuple[str, asyncio.Future[Any]]] = {}
         self._waiting_at: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -319,15 +319,15 @@ class Requests:
 
     @property
     def waiting(self) -> int:
-        """Return the number of requests without an answer."""
+        """Return the number of requests that wait for an answer."""
         return len(self._open)
 
     def begin(
         self, item: Any, stage: str, max_waiting: int | None = None
     ) -> tuple[Request, asyncio.Future[Any]]:
-        """Start a request at the input ``stage``. Return it with the future for its answer.
+        """Start a request at the input ``stage``. Return the request and the future for its answer.
 
-        Raise ``Full`` if ``max_waiting`` requests at this input are still unanswered.
+        Raise ``Full`` if ``max_waiting`` requests at this input already wait for answers.
         """
         import asyncio
 
@@ -349,7 +349,7 @@ class Requests:
             return Request(question, item, self._cancelled.path), future
 
     def forget(self, question: int) -> None:
-        """Cancel a request whose caller no longer waits."""
+        """Cancel a request, because its caller no longer waits. Do nothing if it has been answered."""
         with self._lock:
             if self._take(question) is None or self._cancelled is None:
                 return
@@ -357,7 +357,7 @@ class Requests:
         self._on_cancelled(question)
 
     def settle(self, question: int, value: Any, error: BaseException | None) -> None:
-        """Deliver the first answer to a request, from any thread. Ignore later answers."""
+        """Pass the first answer to a request to its caller, from any thread. Ignore later answers."""
         with self._lock:
             future = self._take(question)
         if future is not None:
@@ -365,14 +365,14 @@ class Requests:
                 future.get_loop().call_soon_threadsafe(_settle, future, value, error)
 
     def _take(self, question: int) -> asyncio.Future[Any] | None:
-        """Remove an open request under the lock, and return its future."""
+        """Remove an open request and return its future. The caller must hold the lock."""
         stage, future = self._open.pop(question, ("", None))
         if future is not None:
             self._waiting_at[stage] -= 1
         return future
 
     def end(self) -> None:
-        """Fail all unanswered requests, because the run has ended."""
+        """Answer all open requests with an error, because the run has ended."""
         with self._lock:
             self._over = True
             remaining, board, self._cancelled = list(self._open), self._cancelled, None
@@ -397,9 +397,10 @@ def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None
 
 
 def answering_ends(plan: Plan, stage: str) -> list[str]:
-    """Return the names of the results that deliver answers to requests at the input ``stage``.
+    """Return the names of the results that contain the answers to requests at the input ``stage``.
 
-    Raise ``ValueError`` if the items reach a stage that does not process single items, or cannot be answered.
+    Raise ``ValueError`` if items from this input reach an operator without a single output per item, or never
+    reach a result or sink.
     """
     stages = {one.name: one for one in plan.graph.stages}
     found, now, seen = [], [stage], {stage}

@@ -1,10 +1,10 @@
-"""Write a worker process's Python stacks to an in-memory file when a signal requests them.
+"""Write a worker process's Python stacks to an in-memory file when a signal asks for them.
 
 Algorithm. The program and the worker process share the file. At its start, the worker writes one byte:
-``READY``, or ``REFUSED`` if another handler uses the signal. To request stacks, the program truncates the
-file after this byte, sends the signal, and reads the file until a dump is complete. The core writes a mark
-before and after each dump (stack_dumps.cpp). Earlier dumps that were cut off lack the opening mark, so they
-are ignored.
+``READY``, or ``REFUSED`` if another handler uses the signal. To request the stacks, the program truncates the
+file after this byte, sends the signal, and reads the file until it contains a complete dump. The core writes
+a mark before and after each dump (stack_dumps.cpp). An earlier dump that the truncation cut off has no
+opening mark, so the program ignores it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Any
 from flowchan import _core
 
 SIGNAL = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGUSR2  # only Linux has workers
-"""Signal that asks a worker process for its stacks. It would kill a process that is not ready for it."""
+"""Signal that asks a worker process for its stacks. It kills a process that has not prepared for it."""
 READY, REFUSED = b"+", b"-"
 _DEATH, _BEGIN, _END = b"\x01", b"\x02", b"\x03"  # markers in the file, written by the core
 
 
 class StackFile:
-    """File that holds one worker process's stacks."""
+    """In-memory file for the stacks of one worker process."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("flowchan stacks")
-        # Writes always go to the end of the file, even after the program truncates it.
+        # In append mode, writes go to the end of the file even after the program has truncated it.
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
 
     def __getstate__(self) -> dict[str, Any]:
-        assert context.get_spawning_popen() is not None  # only a process that is being started gets the file
+        assert context.get_spawning_popen() is not None  # only a new worker process may receive the file
         return {"_fd": reduction.DupFd(self._fd)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -60,12 +60,12 @@ class StackFile:
         os.ftruncate(self._fd, len(READY))
 
     def answer(self) -> str | None:
-        """Return a dump written after :meth:`clear`; None if none is complete yet."""
+        """Return the dump written since :meth:`clear`, or None if it is not complete yet."""
         _, mark, dump = self._contents().rpartition(_END)[0].rpartition(_BEGIN)
         return dump.decode(errors="replace") if mark else None
 
     def last_words(self) -> str:
-        """Return the dump that the process wrote before it was killed; empty if there is none."""
+        """Return the dump that the process wrote just before its death, or an empty string."""
         _, _, dump = self._contents().partition(_DEATH)
         return dump.partition(_END)[0].decode(errors="replace")
 
@@ -77,6 +77,6 @@ class StackFile:
 
 
 def serving_stacks(file: StackFile, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Run a worker process's main function, and write its stacks to ``file`` on request."""
+    """Run a worker process's main function, and let it write its stacks to ``file`` on request."""
     file.serve()
     main(*arguments)

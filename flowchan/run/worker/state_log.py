@@ -1,21 +1,21 @@
-"""Preserve the state of each key when a worker of a keyed stage dies.
+"""Preserve the states of a keyed stage when one of its workers dies.
 
 Algorithm. Each worker has a write-ahead log in an in-memory file of the program. Before an item's lease ends,
 the worker appends a record: the item's number, its key, and the key's state after the item. A replacement
-reads the log, and removes the records of its first item and of later ones.
+reads the log. It removes the record of its first item and any later records.
 
-This is exact, for the following reasons. A worker takes its items one at a time, in the order of their
-numbers. Let n be the number of the replacement's first item.
+The states are exact, because a worker takes its items one at a time, in the order of their numbers. Let n be
+the number of the replacement's first item.
 
 - If the worker died before its record of n was complete, the log ends with the items before n.
-- If it died later, but before the lease of n ended, the record of n is removed. The replacement calls the
-  function again with the state from before n, and the channel discards outputs that it already has.
-- If an item's lease has ended, its record is in the log, because the record is written before the lease ends.
-  That item's number is less than n.
+- If it died later, but before the lease of n ended, the replacement removes the record of n. It calls the
+  function again with the state from before n, and the channel discards the outputs that it already has.
+- If the lease of an item has ended, the log contains its record, because the worker writes the record first.
+  The number of this item is less than n.
 
 Invariants. A record is valid if its checksum matches. A worker that is killed while writing leaves at most
-one invalid record, at the end. When more than half of a log is out of date, the worker writes a copy of the
-current states into a second file. A single write of eight bytes then makes this file the log. A call that
+one invalid record, at the end. When more than half of a log is out of date, the worker copies the current
+states into a second file. Writing eight bytes then makes this file the log in a single step. A call that
 raises leaves the key's state unchanged.
 """
 
@@ -38,46 +38,46 @@ from flowchan.items.program_file import ProgramFile
 from flowchan.run.policy.failures import OwnEnd
 
 MIN_COMPACTED_BYTES = 1 << 20
-"""Logs below this size in bytes are not compacted."""
+"""A log below this size is not compacted."""
 _RECORD = struct.Struct("<IIQ")  # checksum, size of the contents, number of the item plus one
 _START = struct.Struct("<Q")
 
 
 class StateLog:
-    """Two files of the program, one of which is currently a worker's log."""
+    """Pair of in-memory files, one of which is a worker's current log."""
 
     def __init__(self) -> None:
         self.files = (ProgramFile("flowchan state"), ProgramFile("flowchan state"))
 
 
 def log_of(stage: Stage) -> StateLog | None:
-    """Return a new log for one worker of a stage; None if the stage has no state or runs on threads."""
+    """Create the log of one worker, or return None if the stage keeps no state or runs on threads."""
     return StateLog() if "state" in stage.options and stage.placement.own_process else None
 
 
 class KeyedStates:
-    """States of all keys of one worker.
+    """Keeps the states of all keys of one worker.
 
     Args:
         stage: The keyed stage.
-        log: Log of the worker; None for a thread, which dies only with the program.
-        reader: Port that the worker takes its items from.
+        log: Log of the worker. A thread has None, because it dies only with the program.
+        reader: Port from which the worker takes its items.
     """
 
     def __init__(self, stage: Stage, log: StateLog | None, reader: In[Any]) -> None:
         self._make, self._log, self._reader = stage.options["state"], log, reader
         self._values: dict[Hashable, Any] = {}
-        self._pickled: dict[Hashable, bytes] = {}  # the same values with their keys
+        self._pickled: dict[Hashable, bytes] = {}  # the pickled pair of each key and its value
         self._active = self._end = self._live = 0
         self._is_read = log is None
 
     def begin(self, key: Hashable) -> KeyedState[Any]:
-        """Return the state of a key for the current item."""
+        """Return the state of a key, for use with the current item."""
         self.skip()
         return KeyedState(key, self._values.get(key, MISSING), self._make)
 
     def commit(self, state: KeyedState[Any]) -> None:
-        """Store the state of the current item's key, if the function has used it."""
+        """Store the state after the current item, if the function has used it."""
         key, value = state.key, state._value
         if state._used and (value is not MISSING or key in self._pickled):
             contents = dumps_in_one((key,) if value is MISSING else (key, value))
@@ -86,21 +86,21 @@ class KeyedStates:
             self._put(key, value, contents)
 
     def undo(self, state: KeyedState[Any]) -> None:
-        """Undo changes in place that the function made to a value before it raised."""
+        """Discard changes that the function made to a mutable value before it raised."""
         if state._used:
             self._values.pop(state.key, None)
             if state.key in self._pickled:
                 self._values[state.key] = pickle.loads(self._pickled[state.key])[1]
 
     def skip(self) -> None:
-        """If the current item is this worker's first one, restore the states from before it."""
+        """Before the worker's first item, restore the states that the dead worker has logged."""
         if not self._is_read:
             assert self._log is not None
             self._read_before(self._reader._number, self._log)
             self._is_read = True
 
     def _read_before(self, number: int, log: StateLog) -> None:
-        """Read the records of all items before ``number``, and remove the others."""
+        """Read the records of all items before ``number``, and remove all later ones from the log."""
         try:
             header = os.pread(log.files[0].fd, _START.size, 0)
             self._active = _START.unpack(header)[0] if header else 0
@@ -114,7 +114,7 @@ class KeyedStates:
         os.ftruncate(file, self._end)
 
     def _read(self, data: mmap.mmap, number: int) -> None:
-        """Read the valid records of items before ``number``."""
+        """Read the valid records of all items before ``number``."""
         while self._end + _RECORD.size <= len(data):
             checksum, size, next_number = _RECORD.unpack_from(data, self._end)
             start = self._end + _RECORD.size
@@ -143,7 +143,7 @@ class KeyedStates:
         self._end += len(record)
 
     def _compact(self, log: StateLog) -> None:
-        """Write the current states into the other file, and make it the log."""
+        """Write the current states into the other file, and make that file the log."""
         old, other, end = log.files[self._active].fd, 1 - self._active, _START.size
         new = log.files[other].fd
         os.ftruncate(new, end)
@@ -160,11 +160,11 @@ def _framed(next_number: int, contents: bytes) -> bytes:
 
 
 def _checksum(next_number: int, contents: bytes) -> int:
-    # the start value is not 0, so that a record of zeros is invalid
+    # With a start value other than 0, a record of zeros is invalid.
     return zlib.crc32(contents, next_number + 1 & 0xFFFFFFFF)
 
 
 def _write(fd: int, data: bytes, offset: int) -> None:
-    """Write all bytes; raise ``OSError`` if memory runs out."""
+    """Write all bytes, or raise ``OSError`` if memory runs out."""
     while (written := os.pwrite(fd, data, offset)) < len(data):
         data, offset = data[written:], offset + written

@@ -1,4 +1,4 @@
-"""Pass a process's standard output and error to the processes that it starts."""
+"""Pass a process's standard output and error on to the processes that it starts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class Streams:
-    """Standard output and error of this process, for a process that it starts.
+    """Carries the standard output and error of this process to a process that it starts.
 
-    A child of Python's forkserver inherits the server's streams, which may differ from this process's. All
-    other children inherit them directly.
+    A child of Python's forkserver inherits the streams of the server, which may differ from this process's
+    streams. All other children inherit the right streams directly.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Streams:
 
 
 def terminals() -> dict[int, str]:
-    """Return the terminals behind standard output and error, by descriptor."""
+    """Return the terminals that standard output and error write to, by descriptor."""
     found = {}
     for fd in (1, 2):
         with contextlib.suppress(OSError):
@@ -46,15 +46,15 @@ def terminals() -> dict[int, str]:
 
 @contextlib.contextmanager
 def printing_to(wanted: Mapping[int, str]) -> Iterator[None]:
-    """Redirect terminal output to the ``wanted`` terminals during the block.
+    """Redirect output that goes to a terminal to the ``wanted`` terminals during the block.
 
-    While a run displays its progress, another terminal takes the place of the user's.
+    While a run displays its progress, the program's output goes to another terminal than the user's.
     """
     current = terminals()
     with contextlib.ExitStack() as restored:
         for fd in current.keys() & wanted.keys():
             if current[fd] != wanted[fd]:
-                # the terminal is gone, or this process may not write to it
+                # The terminal may be gone, or this process may not be allowed to write to it.
                 with contextlib.suppress(OSError):
                     _redirect(fd, wanted[fd], restored)
         yield

@@ -1,17 +1,17 @@
 """Try a batch's members one at a time, after workers died while processing the whole batch.
 
-A batch is one item of its stage, so a member that kills its worker would make all the others fail as well.
-When one more death would use up ``max_deaths``, a ``map`` after a ``batch`` gets the members in batches of
-one.
+A batch is a single item of its stage, so one member that kills its worker would make all others fail as well.
+If one more death would use up ``max_deaths``, a ``map`` after a ``batch`` therefore gets the members one at a
+time, in batches of one.
 
 Algorithm. The worker reports each member before it calls the function (``TriesMember``), so the crew knows
-which member killed the worker. The replacement skips this member and tries the others. In the end, members
-that killed a worker fail, and the results of the others form the batch's result. If a call with one member
-does not return a list of one result, the function is called again with all remaining members.
+which member killed the worker. The replacement skips this member and tries the others. In the end, the
+members that killed a worker fail, and the results of the others form the batch's result. If a call with one
+member does not return a list of one result, the worker calls the function again with all remaining members.
 
-Invariant. Once outputs may have been put, further attempts must put the same outputs in the same order,
-because a replacement skips those already put. The worker therefore reports when all members have been tried
-(``MembersTried``). Later deaths exclude no further members.
+Invariant. A replacement skips outputs that have already been put. Once outputs may have been put, further
+attempts must therefore put the same outputs in the same order. For this reason, the worker reports when all
+members have been tried (``MembersTried``), and later deaths exclude no further members.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from flowchan.run.worker.tracking import marks_of
 
 
 def can_try_members(stage: Stage) -> bool:
-    """Return whether the stage processes batches whose members can be tried one at a time."""
+    """Return whether the stage processes batches and may try their members one at a time."""
     return "members" in stage.options and stage.operator.one_output and stage.max_deaths > 1
 
 
 class SuspectBatch:
-    """Function of a worker whose first item may be a batch that killed other workers.
+    """Calls a worker's function, and tries the members of its first batch alone if that batch is suspect.
 
-    It reports each step to the crew with ``tell``.
+    A batch is suspect if it has killed other workers. Each step is reported to the crew with ``tell``.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SuspectBatch:
         self._batch: Any = None
 
     def __call__(self, batch: Any) -> Any:
-        """Call the function; for a suspect batch, with one member at a time. A retry does the same."""
+        """Call the function with a batch, or with one member at a time if the batch is suspect."""
         if self._first:
             self._first = False
             self._batch = batch if self._is_suspect(batch) else None
@@ -96,11 +96,11 @@ class SuspectBatch:
         self._tell(MembersTried(self._worker))
         for number, how in killers.items():
             self._give_up(batch[number], how)
-        batch[:] = done  # keep only the members that have results
+        batch[:] = done  # the batch must match its results
         return result if done else SKIPPED
 
     def _give_up(self, member: Any, how: str) -> None:
-        """Fail a member that killed a worker both in its batch and alone."""
+        """Fail a member that has killed a worker both in its batch and alone."""
         tries = self._stage.max_deaths
         if self._stage.timeout is not None and how == item_timeout.exceeded(self._stage):
             error: Exception = TimeoutError(f"the worker {how}")

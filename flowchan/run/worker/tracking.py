@@ -1,10 +1,10 @@
-"""Track the items of a run that can be resumed through its stages (R14).
+"""Track which source items each item descends from, in a run that can be resumed (R14).
 
-In such a run, channels carry pairs of marks and the user's item. A batch is a list of such pairs. Marks
-identify the source items from which the item descends (``lineage``). A wrapper around the user's functions
+In such a run, channels carry pairs of marks and the user's item; a batch is a list of such pairs. The marks
+identify the source items from which the item descends (``lineage``). A wrapper around the user's function
 removes the marks before each call and adds them to the result. When an item leaves the graph or is split, the
-worker reports this before it takes the next item. If it dies before the report, its replacement processes the
-item again and reports it.
+worker reports this before it takes the next item. If the worker dies before the report, its replacement
+processes the item again and reports it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def unmarked(item: Any) -> Any:
 
 
 def marks_of(item: Any) -> Marks:
-    """Return the marks of an item or of all members of a batch; empty if the item is unreadable."""
+    """Return the marks of an item or of all members of a batch. An unreadable item has no marks."""
     if type(item) is tuple:
         return item[0]  # type: ignore[no-any-return]
     return tuple(mark for member in item for mark in marks_of(member)) if type(item) is list else ()
 
 
 def _part(item: Any, place: int) -> Any:
-    """Give an item, or each member of a batch, the mark of its part number ``place``, and keep the value."""
+    """Return an item, or a batch, in which each mark is that of its part number ``place``."""
     if type(item) is list:
         return [_part(member, place) for member in item]
     marks, value = item
@@ -46,15 +46,18 @@ def _part_marks(marks: Marks, place: int) -> Marks:
 
 
 class Tracking:
-    """Tracks the marks of the items that a worker takes and puts. ``tell`` reports items that have left."""
+    """Tracks the marks of the items that a worker takes and puts.
+
+    ``tell`` reports items that have left the graph.
+    """
 
     def __init__(self, stage: Stage, finished: FinishedItems, tell: Callable[[Left], None]) -> None:
         self._operator = stage.operator
         self._in_process = stage.placement.own_process
         self.finished = finished
         self._tell = tell
-        self._whole: Mark | None = None  # first mark of the item being split
-        self._parts = 0  # how many of its parts have been put
+        self._whole: Mark | None = None  # first mark of the item that is being split
+        self._parts = 0  # number of its parts that have been put
         self._unbatching = False
 
     def left(self, item: Any) -> None:
@@ -62,7 +65,7 @@ class Tracking:
         self._tell((marks_of(item), 0))
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the user's function in a function that takes items with marks."""
+        """Wrap the user's function so that callers pass items with marks."""
         if self._operator.calls != "item":
             return function
 
@@ -87,7 +90,7 @@ class Tracking:
         return result
 
     def parts(self, item: Any, elements: Iterable[Any]) -> Iterator[Any]:
-        """Yield the elements that an item is split into, with marks. Finally, report the split."""
+        """Yield the elements into which an item is split, with marks. Then report the split."""
         marks = self._begin_split(item)
         number = 0
         for element in elements:
@@ -96,7 +99,7 @@ class Tracking:
         self._tell((marks, number))
 
     async def parts_later(self, item: Any, elements: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        """Yield the elements of an asynchronous generator like :meth:`parts`."""
+        """Like :meth:`parts`, yield the elements that an asynchronous generator produces."""
         marks = self._begin_split(item)
         number = 0
         async with contextlib.aclosing(elements):
@@ -106,7 +109,7 @@ class Tracking:
         self._tell((marks, number))
 
     def _begin_split(self, item: Any) -> Marks:
-        """Begin to split an item. A retry of the same item keeps its number of parts."""
+        """Begin to split an item. If it is a retry of the same item, remember the parts that were put."""
         marks = marks_of(item)
         whole = marks[0] if marks else None
         if whole != self._whole:
@@ -114,19 +117,19 @@ class Tracking:
         return marks
 
     def _put(self, number: int) -> int:
-        """Count the part with this number as put or skipped, and return the next number."""
+        """Record that the part with this number was put or skipped, and return the next number."""
         self._parts = max(self._parts, number + 1)
         return number + 1
 
     def unbatched(self, item: Any) -> Iterable[Any]:
-        """Return an item's elements with marks. The members of a batch already have marks."""
+        """Return the elements of an item with marks. The members of a batch already have some."""
         if type(item) is list:
             self._unbatching = True
             return item
         return self.parts(item, item[1])
 
     def copies(self, item: Any, number: int) -> list[Any]:
-        """Return one copy of an item for each of ``number`` branches, and report the split."""
+        """Return a copy of an item for each of ``number`` branches, and report the split."""
         self._split(item, number)
         return [_part(item, place) for place in range(number)]
 
@@ -138,7 +141,7 @@ class Tracking:
             self._tell((item[0], number))
 
     def without_failed(self, items: list[Any], results: tuple[Marks, Any], kept: Any) -> Any:
-        """Return the ``kept`` results of a batch, with the marks of the members that did not fail."""
+        """Return the ``kept`` results of a batch with the marks of the members that did not fail."""
         _, values = results
         if kept is values:
             return results
@@ -150,13 +153,13 @@ class Tracking:
     def failed(self, item: Any, failed: Failed[Any]) -> Any:
         """Return ``failed`` with the marks of the item that failed.
 
-        It has no marks if an unknown number of the item's parts may be in the graph. The item then never
-        counts as finished, and each later run processes it again.
+        The result has no marks if unknown parts of the item may be in the graph. The item then never counts
+        as finished, so each later run processes it again.
         """
         marks = marks_of(item)
-        if self._operator.iterates and self._in_process:  # dead workers may have put parts
+        if self._operator.iterates and self._in_process:  # dead workers may have put parts of the item
             return (), failed
-        if self._unbatching and type(item) is list:  # some members may be in the graph
+        if self._unbatching and type(item) is list:  # some members may already be in the graph
             return (), failed
         if marks and marks[0] == self._whole and self._parts:
             self._tell((marks, self._parts + 1))

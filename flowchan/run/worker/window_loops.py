@@ -1,4 +1,4 @@
-"""Define the loops of ``window`` and ``join``. Each runs in one thread of the program."""
+"""Define the loops of ``window`` and ``join``, which run on one thread of the program each."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ T = TypeVar("T")
 
 
 class ArrivalClock:
-    """Clock for times of arrival, which shows the system's time but never goes back.
+    """Clock for times of arrival, which follows the system's clock but never goes back.
 
-    If the system's clock is set back, this clock continues as before, so that open windows still end.
+    If the system's clock is set back, this clock continues at its normal speed, so that open windows still
+    end.
     """
 
     def __init__(self) -> None:
-        self._ahead = -math.inf  # seconds by which this clock is ahead of the monotonic clock
+        self._ahead = -math.inf  # difference between this clock and the monotonic clock, in seconds
 
     def now(self) -> float:
-        """Return the present time."""
-        # in this order, a pause between both calls can only make the clock late
+        """Return the current time."""
+        # Read the wall clock first, because a pause between the two calls can then only make this clock late.
         wall, steady = time.time(), time.monotonic()
         self._ahead = max(self._ahead, wall - steady)
         return self._ahead + steady
 
 
 class Clock:
-    """Times of the items of one stream, and the latest of these times.
+    """Determines the times of the items of one stream, and keeps the latest time.
 
     Args:
-        time_of: Function that returns the time of an item in seconds, or None for the time of arrival.
-        arrivals: Clock for times of arrival. Streams that are compared share it.
+        time_of: Function that returns the time of an item in seconds, or None to use the time of arrival.
+        arrivals: Clock for times of arrival. Streams whose times are compared must share it.
     """
 
     def __init__(self, time_of: Callable[[Any], float] | None, arrivals: ArrivalClock) -> None:
@@ -60,21 +61,21 @@ class Clock:
         return seconds
 
     def saw(self, seconds: float) -> None:
-        """Note the time of an item."""
+        """Record the time of an item."""
         self.latest = max(self.latest, seconds)
 
 
 class CountWindows:
-    """Windows of ``size`` items for each key; a window begins at every ``every``-th item."""
+    """Groups the items of each key into windows of ``size`` items; each ``every``-th item begins one."""
 
     def __init__(self, size: float, every: float) -> None:
         self._size, self._every = size, every
         self._counts: dict[Hashable, int] = {}
         self._open: dict[Hashable, deque[Window[Any]]] = {}
-        self._emitted: dict[Hashable, float] = {}  # ends of the last complete windows
+        self._emitted: dict[Hashable, float] = {}  # end of the last complete window of each key
 
     def add(self, key: Hashable, item: Any) -> Iterator[Window[Any]]:
-        """Add an item, and yield the window that it completes, if any."""
+        """Add an item, and yield the window that it completes, if there is one."""
         number = self._counts.get(key, 0)
         windows = self._open.setdefault(key, deque())
         if number % self._every == 0:
@@ -87,14 +88,14 @@ class CountWindows:
             yield windows.popleft()
 
     def rest(self) -> Iterator[Window[Any]]:
-        """Yield each key's first open window if it has items that no complete window contains."""
+        """Yield the first open window of each key, unless complete windows contain all its items."""
         for key, windows in self._open.items():
             if windows and self._emitted.get(key, 0) < self._counts[key]:
                 yield windows[0]
 
 
 class TimeWindows:
-    """Windows of ``size`` seconds for each key, which begin at multiples of ``every`` seconds."""
+    """Groups the items of each key into windows of ``size`` seconds, which begin every ``every`` seconds."""
 
     def __init__(self, size: float, every: float) -> None:
         self._size, self._every = size, every
@@ -104,7 +105,7 @@ class TimeWindows:
         self._closed = -math.inf
 
     def add(self, key: Hashable, item: Any, at: float) -> bool:
-        """Add an item to its open windows. Return False if all its windows are closed."""
+        """Add an item to its open windows. Return False if all its windows have been closed."""
         first = math.floor((at - self._size) / self._every) + 1
         last = math.floor(at / self._every)
         starts = [number * self._every for number in range(first, last + 1)]
@@ -123,19 +124,19 @@ class TimeWindows:
         return window
 
     def close(self, until: float) -> Iterator[Window[Any]]:
-        """Yield the windows that have ended by a given time, in order of their ends."""
+        """Close and yield the windows that end by a given time, in the order of their ends."""
         self._closed = max(self._closed, until)
         while self._ends and self._ends[0][0] <= until:
             yield self._open.pop(heapq.heappop(self._ends)[2])
 
     @property
     def next_end(self) -> float:
-        """Return the earliest end of all open windows; infinite if none is open."""
+        """Return the earliest end of the open windows, or infinity if no window is open."""
         return self._ends[0][0] if self._ends else math.inf
 
 
 def window(job: OperatorJob, *, items: In[Any], out: Out[Window[Any]]) -> None:
-    """Put the windows of the items."""
+    """Group the items into windows, and put each window when it is complete."""
     if job.options["seconds"] is None:
         _window_by_count(job, items, out)
     else:
@@ -198,12 +199,12 @@ def _late(job: OperatorJob, item: Any, seconds: float) -> None:
 
 
 def _keys(kind: str, key: Callable[[Any], Hashable] | None) -> Callable[[Any], Hashable]:
-    """Return a function that returns an item's key; if ``key`` is None, the key of all items is None."""
+    """Return a checked key function. If ``key`` is None, all items have the key None."""
     return lambda item: None if key is None else hashable(key(item), kind)
 
 
 def _tried(job: OperatorJob, call: Callable[[Any], T], item: Any) -> T | Any:
-    """Return the result of a call, or SKIPPED if the item failed."""
+    """Return the result of a call, or SKIPPED if the item finally failed."""
     try:
         return call(item)
     except BaseException as error:
@@ -217,7 +218,7 @@ def _put_all(out: Out[Any], outputs: Iterator[Any]) -> None:
 
 
 class _Side(Generic[T]):
-    """Items of one input of a join, by key and in order of time."""
+    """Keeps the items of one input of a join, by key and in the order of their times."""
 
     def __init__(self, reader: In[T], key: Callable[[Any], Hashable], clock: Clock) -> None:
         self.reader, self.clock = reader, clock
@@ -228,7 +229,7 @@ class _Side(Generic[T]):
 
     @property
     def latest(self) -> float:
-        """Return the latest item time; infinite if no more items will come."""
+        """Return the latest time of the items, or infinity if no more items can arrive."""
         channel = self.reader.channel
         return math.inf if channel.closed and not len(channel) else self.clock.latest
 
@@ -240,13 +241,13 @@ class _Side(Generic[T]):
         heapq.heappush(self._times, (at, next(self._order), key))
 
     def near(self, key: Hashable, at: float, within: float) -> Iterator[T]:
-        """Yield a key's items whose times differ from ``at`` by at most ``within`` seconds."""
+        """Yield the items of a key whose times differ from ``at`` by at most ``within`` seconds."""
         for other, item in self._by_key.get(key, ()):
             if abs(other - at) <= within:
                 yield item
 
     def drop_before(self, until: float) -> None:
-        """Drop the items from before a given time."""
+        """Drop the items that are older than a given time."""
         while self._times and self._times[0][0] < until:
             key = heapq.heappop(self._times)[2]
             left = [pair for pair in self._by_key.pop(key, ()) if pair[0] >= until]
@@ -255,14 +256,14 @@ class _Side(Generic[T]):
 
 
 def join(job: OperatorJob, *, left: In[Any], right: In[Any], out: Out[tuple[Any, Any]]) -> None:
-    """Put the pairs of items from both inputs that have equal keys and sufficiently close times."""
+    """Put pairs of items from both inputs whose keys are equal and whose times are close."""
     options, within, lateness = job.options, job.options["within"], job.options["allowed_lateness"]
     arrivals = ArrivalClock()
     sides = (
         _Side(left, options["key"], Clock(options["time"], arrivals)),
         _Side(right, options["other_key"], Clock(options["other_time"], arrivals)),
     )
-    # items before this time may have been dropped, so later arrivals find no partners among them
+    # Items before this time may have been dropped, so an older item could miss partners and counts as late.
     closed = -math.inf
     while True:
         try:

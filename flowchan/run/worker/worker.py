@@ -1,6 +1,6 @@
 """Run one worker: build its callable, run the operator's loop over its ports, and report its end.
 
-:func:`work` serves both the program's threads and worker processes (``process_main``).
+:func:`work` runs in threads of the program and in worker processes (``process_main``).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from flowchan.run.worker.tracking import Tracking
 from flowchan.run.worker.worker_callable import Function, built, nothing
 
 Outcome = Literal["done", "failed", "retired"]
-"""How a worker ended: without an error, with an error, or by asking to be replaced."""
+"""How a worker ended: without an error, with an error, or with a request to be replaced."""
 
 
 def join_ports(ports: Ports, stage: Stage) -> None:
-    """Connect a worker's output ports to its input port, if it has exactly one.
+    """Connect the output ports of a worker to its input port, if it has exactly one.
 
-    This keeps items in order, and lets a replacement find out which outputs of an item already exist. All
-    outputs of a restartable source count as outputs of a single item.
+    This keeps items in order, and lets a replacement find out which outputs of an item already exist. For a
+    restartable source, all outputs count as outputs of one item.
     """
     if not ports.inputs and stage.restartable:
         for out in ports.outputs.values():
@@ -83,11 +83,11 @@ def work(
     memberships: Memberships = NO_MEMBERSHIPS,
     build: Callable[[Function | None], AbstractContextManager[Function]] = built,
 ) -> Outcome:
-    """Run one worker to its end, and return the event that reports it.
+    """Run one worker to its end, and return how it ended.
 
-    This never raises: any error is reported with ``tell`` before the ports close. ``sends`` is true if events
-    go to another process. ``suspicion`` describes earlier deaths on the first item. A worker in a gang uses
-    ``memberships``. ``build`` builds the callable.
+    The function never raises; it reports every error with ``tell`` before the ports close. ``sends`` is true
+    if events go to another process. ``suspicion`` describes earlier deaths on the first item. A worker of a
+    gang uses ``memberships``. ``build`` builds the callable.
     """
     worker = WorkerId(info.stage, info.number)
     membership = None if stage.gang is None else GangMembership(worker, memberships, tell, ports)
@@ -119,19 +119,19 @@ def work(
     try:
         end_pinning()
         outcome = end(worker, job, ports, release, ended_by, tell, sends)
-    except BaseException as error:  # each worker must report its end; otherwise, the run would wait forever
+    except BaseException as error:  # a worker that does not report its end would make the run wait forever
         with contextlib.suppress(Closed, Broken):  # the run has ended
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
     hears_aborts.set(None)  # since Python 3.14, a thread keeps its context after it ends
     release.done()
-    # the supervisor must learn of this worker's end before the other members of the group do
+    # The supervisor must learn of this worker's end before the other members of the group do.
     if membership is not None:
         membership.close(ended_by)
     return outcome
 
 
 def run_body(job: OperatorJob, stage: Stage, ports: Ports, membership: GangMembership | None) -> None:
-    """Run the operator's loop once or, in a gang, once for each of its groups."""
+    """Run the operator's loop once. In a gang, run it again with each new group."""
     body, ends = stage.operator.run(), ends_of(job, stage, ports)
     if membership is None:
         body(job, **ends)
@@ -149,21 +149,21 @@ def run_body(job: OperatorJob, stage: Stage, ports: Ports, membership: GangMembe
 def ends_of(job: OperatorJob, stage: Stage, ports: Ports) -> dict[str, Any]:
     """Return the ports as arguments for the operator's loop.
 
-    A general stage's function gets an error if it puts an item to a worker that has ended. For other
-    operators, such items are only counted.
+    If a worker that an item is addressed to has ended, a general stage's function gets an error. Other
+    operators only count the item.
     """
     return ports.by_parameter(None if stage.operator.calls == "ports" else job.count_unwanted)
 
 
 def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
-    """Report to the supervisor whenever this thread or task aborts a channel of the worker.
+    """Report to the supervisor when this thread or task aborts one of the worker's channels.
 
-    The report is sent before the channel is aborted.
+    The report is sent before the channel breaks.
     """
     pid = os.getpid()
 
     def aborting(channel: Channel[Any], cause: BaseException | None) -> None:
-        forked = os.getpid() != pid  # a child forked by user code cannot reach the supervisor
+        forked = os.getpid() != pid  # user code forked this process, which cannot reach the supervisor
         if not forked and any(port.channel is channel for port in ports.everything()):
             error = Portable(cause) if sends and cause is not None else cause
             with contextlib.suppress(Closed, Broken):  # the run has ended
@@ -222,9 +222,9 @@ def job_of(
 def _try_again(
     job: OperatorJob, stage: Stage, ports: Ports, suspicion: Suspicion, tell: Callable[[Event], None]
 ) -> None:
-    """Decide whether to try the first item again, because workers have died while processing it.
+    """Decide whether to try the first item again, although workers have died while processing it.
 
-    An item that timed out too often fails. Its timeouts do not count as deaths. A batch is tried again as
+    An item that has timed out too often fails; timeouts do not count as deaths. A batch is tried again as
     long as each death reveals another member that kills its worker.
     """
     job.predecessors, deaths = suspicion.deaths, len(suspicion.deaths)
@@ -250,7 +250,7 @@ def end(
     """Report how the worker ended, then close its ports."""
     end_following(job.recorder, ports)
     for reader in ports.inputs.values():
-        # Breaks a reference cycle: the callback refers to the job, which refers to the run.
+        # Break the reference cycle through the callback, which refers to the job and so to the run.
         reader._on_poison(0, None)
     failed = error is not None and not _clean_end(error, ports)
     if not failed and not seeds.worker().host:
@@ -261,16 +261,16 @@ def end(
         cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
         item = short(error.item, 120) if isinstance(error, ItemFailed) else None
         last = Failure(worker, Portable(cause) if sends else cause, item, os.getpid())
-    elif isinstance(error, Closed):  # all readers are gone, so the current item is unwanted
+    elif isinstance(error, Closed):  # the outputs have no readers, so the current item is unwanted
         last = Ended(worker, job.unwanted + bool(ports.inputs), early=True)
     reported = True
     try:
         tell(last)
     except (Closed, Broken):  # the run has ended
         reported = False
-    # The supervisor closes a failed worker's ports once it has broken the channels. If it closed them now,
-    # later stages would take the partial output for complete, and another worker would repeat the failed
-    # item.
+    # The supervisor closes a failed worker's ports after it has broken the channels. If the worker closed
+    # them now, later stages would take its partial output for complete output, and another worker would
+    # repeat the failed item.
     if not (failed and reported):
         release.close()
     elif sends:
@@ -281,7 +281,7 @@ def end(
 def with_short_traceback(error: BaseException, ports: Ports) -> BaseException:
     """Shorten the traceback of ``error`` to the user's code, or remove it after a clean end.
 
-    Removing it releases a source's generator, which is then cleaned up at once.
+    Without the traceback, the generator of a source is released and can clean up at once.
     """
     if _clean_end(error, ports):
         if isinstance(error, ItemFailed) and error.__cause__:
@@ -294,14 +294,14 @@ def with_short_traceback(error: BaseException, ports: Ports) -> BaseException:
 
 
 def _clean_end(error: BaseException, ports: Ports) -> bool:
-    """Return whether the error only means that one of the worker's own channels has ended.
+    """Return whether the error only means that one of the worker's channels has ended.
 
-    flowchan cancels a task whose channels have ended. If the user's own tasks find that a channel has ended,
-    they report this in an exception group.
+    flowchan cancels the task of an async worker when its channels have ended. If the user's own tasks find
+    this out first, they raise an exception group.
     """
     if isinstance(error, BaseExceptionGroup):
         return all(_clean_end(one, ports) for one in error.exceptions)
-    # empty if asyncio has not been imported
+    # The tuple is empty if asyncio has not been imported.
     cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", ())
     if isinstance(error, ItemFailed) and isinstance(error.__cause__, cancelled):
         error = error.__cause__

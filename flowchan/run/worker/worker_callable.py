@@ -1,7 +1,6 @@
-"""Build a worker's callable: the user's function, or an instance of a callable class.
+"""Build the callable of a worker: the user's function, or an instance of a callable class.
 
-Each worker builds one instance, and closes it when the worker ends. The workers of an async stage may share
-one instance.
+Each worker builds one instance and closes it at its end. The workers of an async stage may share an instance.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def nothing() -> None:
 
 
 def _made(function: Function | None) -> tuple[Function, Callable[[], Any]]:
-    """Return the callable, and the function that closes it."""
+    """Return the callable and a function that closes it."""
     if function is None or not is_callable_class(function):
         return function or nothing, nothing
     instance = function()
@@ -32,14 +31,14 @@ def _made(function: Function | None) -> tuple[Function, Callable[[], Any]]:
 
 
 def _made_to_call(function: Function | None) -> tuple[Function, Callable[[], Any]]:
-    """Return the callable as a synchronous function, and the function that closes it.
+    """Return the callable as a synchronous function, and a function that closes it.
 
-    Here, only a worker in a separate process may have an async function.
+    Only a worker with its own process can have an async function here.
     """
     call, close = _made(function)
     if not is_async(call):
         return call, close
-    from flowchan.run.worker.async_calls import Driven  # asyncio is slow to import
+    from flowchan.run.worker.async_calls import Driven  # imported late, because asyncio is slow to import
 
     driven = Driven()
     return driven.around(call), functools.partial(driven.close, close)
@@ -47,7 +46,7 @@ def _made_to_call(function: Function | None) -> tuple[Function, Callable[[], Any
 
 @contextlib.contextmanager
 def built(function: Function | None) -> Iterator[Function]:
-    """Build the callable of a worker for one run."""
+    """Build the callable of a worker for one run, and close it at the end."""
     call, close = _made_to_call(function)
     try:
         yield call
@@ -56,11 +55,11 @@ def built(function: Function | None) -> Iterator[Function]:
 
 
 class AsyncCallable:
-    """Callable of async workers: the first one builds it, and the last closes it.
+    """Callable that async workers share: the first builds it, and the last closes it.
 
     Args:
         workers: Number of workers that use the callable.
-        on_close: Called before the callable is closed.
+        on_close: Called just before the callable is closed.
     """
 
     def __init__(self, workers: int, on_close: Callable[[], None]) -> None:
@@ -70,7 +69,7 @@ class AsyncCallable:
 
     @contextlib.asynccontextmanager
     async def built(self, function: Function | None) -> AsyncIterator[Function]:
-        """Build the callable for one worker. Its ``close`` method may be async."""
+        """Build the callable, or reuse it, for one worker. Its ``close`` method may be async."""
         try:
             self._made = self._made or _made(function)
             yield self._made[0]
@@ -83,9 +82,9 @@ class AsyncCallable:
 
 
 class PooledCallable:
-    """Callable of a worker that serves several runs. The first run builds it.
+    """Callable that a worker keeps for several runs. The first run builds it.
 
-    It is closed after the last run or after a failure.
+    It is closed after the last run, or after a failure.
     """
 
     def __init__(self) -> None:
@@ -93,7 +92,7 @@ class PooledCallable:
 
     @contextlib.contextmanager
     def built(self, function: Function | None) -> Iterator[Function]:
-        """Return the callable for one run, as a context manager."""
+        """Build or reuse the callable for one run."""
         if self._made is None:
             self._made = _made_to_call(function)
         try:
