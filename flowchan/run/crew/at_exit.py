@@ -1,4 +1,4 @@
-"""Call functions before a process exits, and end a process together with its parent."""
+"""Call functions just before a process exits, and let a process die with its parent."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import signal
 from collections.abc import Callable
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_libc = ctypes.CDLL(None)  # loaded now, because a newly forked process must not load libraries
+_libc = ctypes.CDLL(None)  # load it now, because a newly forked process must not load libraries
 
 
 def die_with(parent: int) -> None:
-    """Make the kernel kill this new child process when the thread of ``parent`` that forked it ends.
+    """Let the kernel kill this new child process when the thread of ``parent`` that forked it ends.
 
-    If that thread has already ended, end this process at once.
+    If that thread has already ended, exit at once.
     """
     _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
@@ -27,7 +27,7 @@ def die_with(parent: int) -> None:
 def before_exit(function: Callable[[], object], priority: int) -> None:
     """Call a function before this process exits, if ``multiprocessing`` started the process.
 
-    Such a process runs finalizers, highest priority first, but not ``atexit`` functions.
+    Such a process does not call ``atexit`` functions, but runs finalizers, highest priority first.
     """
     _before_exit(os.getpid(), function, priority)
 

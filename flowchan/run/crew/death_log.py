@@ -1,4 +1,4 @@
-"""Count the deaths of a run's workers; the counts decide whether and when to replace a worker (R4, R10)."""
+"""Count the deaths of a run's workers, to decide whether and when to replace a worker (R4, R10)."""
 
 from __future__ import annotations
 
@@ -14,63 +14,62 @@ from flowchan.run.policy.plan import Plan, PlannedWorker
 from flowchan.run.worker import item_timeout
 
 MOST_LATER_DEATHS = 20
-"""Maximum number of deaths on a batch after each of its members was tried alone. After that many deaths,
-members are excluded again. Otherwise, a function that kills its worker only in its second call would run
-forever."""
+"""Maximum number of deaths on a batch after each member was tried alone. After more deaths, members are
+excluded again. Otherwise, a function that kills its worker only in its second call would run forever."""
 
 
 class DeathLog:
-    """Deaths of the workers in one part of a crew.
+    """Keeps the deaths of the workers in one part of a crew.
 
-    For each worker, only one thread at a time calls the methods. It is the thread that receives its reports
-    or, while it has no process, the supervisor's.
+    For each worker, only one thread at a time calls the methods. While the worker has a process, it is the
+    thread that receives its reports; otherwise, it is the supervisor's thread.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._graph: Blueprint = plan.graph
         self._limits = plan.limits()
-        self._without_item: Counter[WorkerId] = Counter()  # consecutive early deaths without an item
-        # For the item that each replacement will retry: how the earlier workers that held it died.
+        self._without_item: Counter[WorkerId] = Counter()  # deaths in quick succession without an item
+        # For the item that a replacement will retry: how the earlier workers that held the item died.
         self._how: dict[WorkerId, list[str]] = {}
-        # The batch member that each worker is trying alone; None while it tries the rest together.
+        # The batch member that each worker is trying alone, or None while it tries the rest together.
         self._trying: dict[WorkerId, int | None] = {}
-        self._members: dict[WorkerId, dict[int, str]] = {}  # causes of death, by batch member
-        # 0 until the members have been tried; afterwards 1 + the number of deaths since
+        self._members: dict[WorkerId, dict[int, str]] = {}  # how workers died, by batch member
+        # 0 until all members have been tried; from then on, 1 + the number of later deaths.
         self._tried: Counter[WorkerId] = Counter()
-        self._unbegun: Counter[WorkerId] = Counter()  # consecutive deaths before the worker started to work
+        self._unbegun: Counter[WorkerId] = Counter()  # consecutive deaths before the worker began to work
         self._terminated: set[WorkerId] = set()
 
     def started(self, id: WorkerId) -> Suspicion:
-        """Record that a worker's process is being started; return the earlier deaths on its first item."""
+        """Record that a process is about to start, and return the earlier deaths on its first item."""
         self._terminated.discard(id)
         self._trying.pop(id, None)
         deaths, members = tuple(self._how.get(id, ())), dict(self._members.get(id, {}))
         return Suspicion(deaths, members, self._tried[id] > 0)
 
     def tries_members(self, event: TriesMember | MembersTried) -> None:
-        """Record the progress of a worker that tries the members of a batch."""
+        """Record how far a worker has tried the members of a batch."""
         if isinstance(event, TriesMember):
             self._trying[event.worker] = event.member
         else:
             self._tried[event.worker] = max(1, self._tried[event.worker])
 
     def knows_members(self, id: WorkerId) -> bool:
-        """Return whether batch members were tried. If so, only the replacement may get this batch."""
+        """Return whether members of its batch were tried; then only its replacement may get the batch."""
         return bool(self._members.get(id)) or self._tried[id] > 0
 
     def began(self, id: WorkerId) -> None:
-        """Record that the worker has started to work."""
+        """Record that a worker has begun to work."""
         self._unbegun[id] = -1
 
     def terminated(self, id: WorkerId) -> None:
-        """Record that the supervisor is terminating the worker's process.
+        """Record that the supervisor is terminating the process of a worker.
 
-        The worker is then not blamed for its death.
+        Its death is then not blamed on the worker or its item.
         """
         self._terminated.add(id)
 
     def died(self, worker: PlannedWorker, ended: ProcessExit) -> Death:
-        """Return the event for a process that ended without reporting its worker's end."""
+        """Return the event for a process that ended before its worker reported an end."""
         id, retired = worker.id, ended.exitcode == RETIRED
         late = item_timeout.has_exceeded(worker.stage, ended.exitcode)
         if late:
@@ -98,12 +97,12 @@ class DeathLog:
     def _look_at_members(self, worker: PlannedWorker, ended: ProcessExit) -> None:
         """Record the batch member that the worker was processing when it died.
 
-        If a worker dies while it tries several members together, none can be blamed, and the batch fails.
-        Once all members were tried, outputs that depend on the excluded members may already have been put. Up
-        to ``MOST_LATER_DEATHS`` later deaths therefore exclude no further members.
+        If the worker was trying several members together, none can be blamed, and the batch fails. After all
+        members were tried, outputs that depend on the excluded members may already have been put. For this
+        reason, up to ``MOST_LATER_DEATHS`` later deaths exclude no further members.
         """
         id, member = worker.id, self._trying.get(worker.id, -1)
-        # the worker died on another item, or not often enough to try the members one by one
+        # The worker died on another item, or too few workers have died to try the members one by one.
         if ended.over_item < worker.stage.max_deaths:
             self._members.pop(id, None)
             self._tried.pop(id, None)
@@ -116,20 +115,20 @@ class DeathLog:
             self._members.setdefault(id, {})[member] = ended.how
 
     def _irreplaceable(self, worker: PlannedWorker) -> str:
-        """Return why the stage cannot continue with a replacement for the worker; empty if it can."""
+        """Explain why no replacement can continue; the text is empty if one can."""
         stage, limit = worker.id.stage, self._limits.get(worker.id.stage, 0)
         if stage not in self._limits or (limit == 0 and worker.stage.restarts > 0):
             return "the stage keeps state and is not declared restartable"
         return ""
 
     def _count(self, worker: PlannedWorker, ended: ProcessExit) -> int:
-        """Return the number of deaths on which the delay of the next start depends."""
+        """Return the number of deaths that determines the delay of the next start."""
         id = worker.id
         if ended.over_item:
             self._how[id] = [*self._how.get(id, [])[: ended.over_item - 1], ended.how]
             self._look_at_members(worker, ended)
             return ended.over_item - len(self._members.get(id, ())) - self._tried[id]
-        # a running service takes no items from the graph, so each of its deaths counts on its own
+        # A running service takes no items from the graph, so each of its deaths counts as the first one.
         serves = worker.stage.service and self._unbegun[id] < 0
         self._without_item[id] = 1 if ended.lived > 1 or serves else self._without_item[id] + 1
         return self._without_item[id]

@@ -1,8 +1,8 @@
 """Form the groups of gangs on this machine; ``hosts/host_gangs.py`` does so for gangs on hosts.
 
 A gang gets its group before its workers start. An elastic gang can get further groups. A worker whose group
-has ended reports this, and waits for its membership in the next group; so does a replacement worker. Its
-function is then called again, and receives its unfinished item first.
+has ended reports this and waits for its membership in the next group, as a replacement does from the start.
+The worker then calls its function again, with the unfinished item first.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from flowchan.run.policy.events import WorkerId
 
 
 class Gangs:
-    """Groups of the gangs of one run."""
+    """Keeps the groups of the gangs of one run."""
 
     def __init__(self) -> None:
         self._memberships: dict[WorkerId, Any] = {}
-        # channels that deliver later memberships of elastic gangs
+        # Channels that deliver the later memberships of elastic gangs.
         self._next: dict[WorkerId, Channel[Any]] = {}
-        # The overseer of each elastic gang's current group, and the ranks of its members.
+        # For each elastic gang: the overseer of its current group, and the ranks of the members.
         self._groups: dict[str, tuple[Any, dict[WorkerId, int]]] = {}
 
     def form(self, stage: Stage, ids: Sequence[WorkerId]) -> None:
-        """Form a group of these workers before they are started."""
+        """Form a group of workers that are about to start."""
         assert stage.gang is not None
         members = stage.gang.group._make_all(len(ids), stage.name)
         if stage.gang.elastic:
@@ -35,18 +35,18 @@ class Gangs:
         self._memberships.update(zip(ids, members, strict=True))
 
     def membership(self, id: WorkerId) -> Any:
-        """Remove and return the membership of a worker that is being started; None if it has none."""
+        """Remove and return the membership of a worker that is about to start, or None if it has none."""
         return self._memberships.pop(id, None)
 
     def next_memberships(self, id: WorkerId, stage: Stage) -> Channel[Any] | None:
-        """Open the channel that delivers later memberships to a worker that is being started."""
+        """Open the channel that will deliver a worker's later memberships, if its gang is elastic."""
         if stage.gang is None or not stage.gang.elastic:
             return None
         self._next[id] = Channel(1, across="processes")
         return self._next[id]
 
     def meet(self, stage: Stage, ids: Sequence[WorkerId]) -> None:
-        """Form a group of running workers that wait for one."""
+        """Form a group of running workers that are waiting for one."""
         self.form(stage, ids)
         for id in ids:
             self._next[id].put(self._memberships.pop(id))
@@ -56,7 +56,7 @@ class Gangs:
         self._groups[stage][0].disband()
 
     def count_out(self, id: WorkerId) -> None:
-        """Report a worker's death to its group, even if it never joined, so that its peers stop waiting."""
+        """Report a worker's death to its group, so that its peers stop waiting even if it never joined."""
         overseer, ranks = self._groups.get(id.stage, (None, {}))
         if id in ranks:
             overseer.count_out(ranks[id])

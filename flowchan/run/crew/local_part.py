@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 
 class LocalPart:
-    """Part of the crew on this machine; implements :class:`CrewPart`.
+    """Manages a run's workers on this machine, as a :class:`CrewPart`.
 
-    ``pooled`` has the processes of a pool, if the run uses one.
+    ``pooled`` contains the processes of a pool if the run uses one.
 
     Invariant. Threads of the program add to the dictionary ``threads`` while the supervisor reads it. Every
     reader must therefore copy it in one step.
@@ -61,7 +61,7 @@ class LocalPart:
         self._pooled = pooled
         self._planned = [worker for worker in self.plan.workers if not worker.host]
         self.threads: dict[WorkerId, threading.Thread] = {}
-        self._tasks: list[Tasks] = []  # one entry for each async stage
+        self._tasks: list[Tasks] = []  # the tasks of each async stage
         self._gangs = Gangs()
         self._deaths = DeathLog(self.plan)
         self._reported: set[WorkerId] = set()  # workers that have reported their end
@@ -73,7 +73,7 @@ class LocalPart:
 
     @property
     def processes(self) -> Mapping[WorkerId, WorkerProcess]:
-        """Return the worker processes, including ended ones."""
+        """Return all worker processes, including those that have ended."""
         return {} if self._processes is None else self._processes.known
 
     # --- starting ---
@@ -81,7 +81,7 @@ class LocalPart:
     def start(self, report: Report) -> None:
         """See :class:`CrewPart`.
 
-        Call :meth:`start_threads` afterwards. Processes start first, because forking is unsafe while other
+        Call :meth:`start_threads` afterwards. Processes start first, because forking is unsafe once other
         threads run.
         """
         self._report = report
@@ -103,7 +103,7 @@ class LocalPart:
     def start_threads(self) -> None:
         """Start the worker threads, and the threads that watch the processes.
 
-        Workers that collect results start later.
+        Workers that collect results start later, when the program reads the results.
         """
         if self._mail is not None and self._processes is not None:
             mail, processes = self._mail, self._processes
@@ -134,13 +134,13 @@ class LocalPart:
         self.add_thread(id, self._start(f"/{id}", work, *arguments))
 
     def add_thread(self, id: WorkerId, thread: threading.Thread) -> None:
-        """Record the thread on which a worker runs."""
+        """Record which thread runs a worker."""
         self.threads[id] = thread
         self._ports.result_read(id)
 
     def _start_loop(self, stage: Stage) -> None:
-        """Start the workers of an async stage as tasks of one thread."""
-        from flowchan.run.worker.async_worker import Tasks, work_together  # asyncio is slow to import
+        """Start the workers of an async stage as tasks in one thread."""
+        from flowchan.run.worker.async_worker import Tasks, work_together  # late: asyncio loads slowly
 
         ids = [worker.id for worker in self._planned if worker.stage is stage]
         tasks = {self._ports.started(id): self._ports.ports[id] for id in ids}
@@ -155,7 +155,7 @@ class LocalPart:
         stage, ports = self._ports.worker(id).stage, self._ports.ports[id]
         suspicion = self._deaths.started(id)
         self._reported.discard(id)
-        stage.operator.run()  # a child forked while another thread is importing this would wait forever
+        stage.operator.run()  # import it now: a child forked during another thread's import would hang
         with start_of(self.plan.graph, stage.name):
             memberships = Memberships(self._gangs.membership(id), self._gangs.next_memberships(id, stage))
             packed = dumps_for_worker(stage) if self._pooled is None else self._pooled.packed(stage)
@@ -163,10 +163,10 @@ class LocalPart:
             pid = self._processes.start(info, packed, ports, suspicion, stage.gpus, memberships)
         self._report(Started(id, pid))
 
-    # --- reports from workers ---
+    # --- receiving reports from workers ---
 
     def _receive(self, event: Event) -> None:
-        """Report an event of a worker process, on the mail's thread."""
+        """Process an event from a worker process, on the mail's thread."""
         if isinstance(event, TriesMember | MembersTried):
             self._deaths.tries_members(event)
             return
@@ -191,13 +191,13 @@ class LocalPart:
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
         """See :class:`CrewPart`.
 
-        While a dead worker has no replacement yet, the run may still move.
+        As long as a dead worker has no replacement, the run may still make progress.
         """
         if self._processes is not None and any(map(self._processes.ended, alive)):
             return Waits(moves=True)
         if not waits_of_loops():
             return Waits()
-        # asyncio has been imported by now
+        # An event loop has awaited a channel, so asyncio is imported already.
         from flowchan.run.worker.async_worker import only_wait_for
 
         return Waits(moves=not only_wait_for(list(self._ports.channels.values())))
@@ -214,7 +214,7 @@ class LocalPart:
             | stacks_of_processes({id: one for id, one in list(self.processes.items()) if id in ids})
         )
 
-    # --- replacing ---
+    # --- replacing workers ---
 
     def replace(
         self, ids: Sequence[WorkerId], blamed: WorkerId | None, later: bool = False
@@ -251,7 +251,7 @@ class LocalPart:
         """See :class:`CrewPart`."""
         self._gangs.disband(stage)
 
-    # --- scaling ---
+    # --- changing the number of workers ---
 
     def add(self, id: WorkerId) -> None:
         """See :class:`CrewPart`."""
@@ -285,7 +285,7 @@ class LocalPart:
         """See :class:`CrewPart`."""
         self._ports.release(id)
 
-    # --- ending ---
+    # --- ending workers ---
 
     def cancel_tasks(self, all_of_them: bool) -> None:
         """See :class:`CrewPart`."""
@@ -294,7 +294,7 @@ class LocalPart:
                 tasks.cancel()
 
     def cancel_request(self, question: int) -> None:
-        """See :class:`CrewPart`. Local workers read the shared board, so they need no message."""
+        """See :class:`CrewPart`. Local workers need no message, because they read the shared board."""
 
     def terminate(self, id: WorkerId, force: bool) -> None:
         """See :class:`CrewPart`."""
@@ -314,9 +314,9 @@ class LocalPart:
         self._gangs.clear()
         self._ports.close(abandoned)
         self._end_helpers()
-        self._report = run_is_over  # breaks a reference cycle that would keep the channels alive
+        self._report = run_is_over  # break a reference cycle that would keep the channels alive
         deadline = time.monotonic() + (timeout or 0.0)
-        # a thread of the program may start another thread while it waits for the run
+        # While it waits for the run, a thread of the program may start another thread.
         for id, thread in list(self.threads.items()):
             if id not in abandoned:
                 thread.join(None if timeout is None else max(0.0, deadline - time.monotonic()))
@@ -334,7 +334,7 @@ class LocalPart:
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
         """See :class:`CrewPart`.
 
-        The run has already ended for all callers, so this may wait for threads that are about to end.
+        This may wait for threads that are about to end, because no caller waits for the run any more.
         """
         deadline = time.monotonic() + decisions.GRACE
         for id, thread in sorted(self.threads.items(), key=lambda one: str(one[0])):

@@ -1,7 +1,7 @@
-"""Deliver the events that worker processes on this machine report, in order.
+"""Deliver the events from worker processes on this machine, in order.
 
-Workers put events into one channel. When a process has ended, the watching thread puts ``ProcessEnded`` into
-the same channel, so this event follows everything that the worker reported.
+All workers put their events into one channel. When a process has ended, the watching thread puts
+``ProcessEnded`` into the same channel, so this event follows everything that the worker reported.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ MOST_EVENTS = 1024
 
 
 class Mail:
-    """Channel for the reports of worker processes, and its reader."""
+    """Channel that carries the reports of worker processes, with its reader."""
 
     def __init__(self) -> None:
         self.channel: Channel[Event | Logged] = Channel(MOST_EVENTS, across="processes")
         self._reader = self.channel.reader()
 
     def deliver(self, receive: Callable[[Event], None]) -> None:
-        """Pass on each event until the mail is closed. Log records go to the program's loggers."""
-        for event in self._reader:  # an event stays leased until it has been passed on
+        """Pass on every event until the mail is closed. Pass log records to the program's loggers."""
+        for event in self._reader:  # an event stays leased, so not forgotten, until it is passed on
             if isinstance(event, Logged):
                 log_locally(event)
             else:
@@ -39,15 +39,15 @@ class Mail:
         return stats.inside + stats.leased == 0
 
     def close(self) -> None:
-        """Make :meth:`deliver` return after the remaining events."""
+        """Let :meth:`deliver` pass on the remaining events and return."""
         self.channel.close()
 
 
 def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
     """Run ``work`` on a helper thread of the run.
 
-    If ``work`` raises, the run fails; otherwise the run would wait forever. ``report`` returns the function
-    that currently receives the run's events.
+    If ``work`` raises, make the run fail, because it would otherwise wait forever. ``report`` returns the
+    function that currently receives the run's events.
     """
     try:
         with contextlib.suppress(Closed, Broken):  # the run has ended

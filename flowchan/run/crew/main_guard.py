@@ -1,9 +1,9 @@
 """Detect a main script that lacks a ``__main__`` guard.
 
 With the start methods spawn and forkserver, each new process imports the program's main script. If the script
-runs the graph or sets the start method during the import, every worker would do so again. Python prevents
-this, but prints a traceback from each worker. Here, the new process reports the problem by its exit code
-instead, and the program raises a single error.
+runs the graph or sets the start method during this import, every worker would do so again. Python prevents
+this, but every worker prints a traceback. Here, the new process reports the problem by its exit code instead,
+and the program raises a single error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowchan.run.crew.process_exit import exit_text
 from flowchan.run.crew.process_start import forkserver_pid
 
 UNGUARDED = 78
-"""Exit code of a process that runs the graph while still importing the main script."""
+"""Exit code of a process that runs the graph while it is still importing the main script."""
 
 NAME = "flowchan "
 """Prefix of worker process names."""
@@ -40,15 +40,15 @@ def leave_if_unguarded(kind, error, trace, usual=sys.excepthook):
     usual(kind, error, trace)
 sys.excepthook = leave_if_unguarded
 """
-"""Code that a new process runs before it imports the main script. It must not import flowchan, which the
-process may not find until the script is imported."""
+"""Code that a new process runs before it imports the main script. It must not import flowchan, because only
+the script may make flowchan importable."""
 
 
 class ProcessName(str):
-    """Name of a worker process, which also installs a hook in this process.
+    """Name of a worker process, which also installs an exception hook in the process.
 
-    Unpickling the name installs the hook, before the main script is imported. If Python refuses to start a
-    process during that import, the hook exits with ``UNGUARDED``.
+    The hook is installed when the name is unpickled, before the main script is imported. If Python refuses to
+    start a process during that import, the hook exits with ``UNGUARDED``.
     """
 
     def __new__(cls, name: str) -> ProcessName:
@@ -59,13 +59,13 @@ class ProcessName(str):
 
 
 class Unguarded(GraphError):
-    """The main script runs code when it is imported that only the program itself may run."""
+    """The main script runs code during its import that only the program itself may run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GraphError, (self.graph, self.problems)
 
 
-# so that tracebacks show the public name
+# Tracebacks then show the public name.
 Unguarded.__module__, Unguarded.__qualname__ = "flowchan", "GraphError"
 
 
@@ -81,9 +81,9 @@ def unguarded(graph: Blueprint) -> Unguarded:
 
 
 def hint_at_import(exitcode: int | None) -> str:
-    """Return a hint for a process that may have failed while importing the main script.
+    """Suggest that a process failed while importing the main script, if this is possible.
 
-    ``exitcode`` is the exit code of a process that ended before it started to work.
+    ``exitcode`` is the exit code of a process that ended before it began to work.
     """
     method = multiprocessing.get_start_method()
     if exitcode != 1 or method == "fork":
@@ -96,9 +96,9 @@ def hint_at_import(exitcode: int | None) -> str:
 
 
 def leave_if_unguarded(graph: Blueprint) -> None:
-    """End this process if it is still importing the main script.
+    """Exit if this process is still importing the main script.
 
-    Print the reason if no parent will report it.
+    If no parent will report the reason, print it first.
     """
     process = multiprocessing.current_process()
     if not getattr(process, "_inheriting", False) or not any(
@@ -112,19 +112,19 @@ def leave_if_unguarded(graph: Blueprint) -> None:
 
 @contextlib.contextmanager
 def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
-    """Explain the error if a process failed to start because Python's forkserver had ended.
+    """Explain the error of a process that could not start because Python's forkserver had ended.
 
     Args:
         graph: Graph that contains the stage.
         stage: Name of the stage.
 
     Yields:
-        Once. Start the process inside the ``with`` block.
+        Control to the ``with`` block, which starts the process.
 
     Raises:
         Unguarded: The forkserver ended while importing the main script.
-        OSError: The forkserver ended for another reason. The original error is raised if the forkserver is
-            still running or not in use.
+        OSError: The forkserver ended for another reason, or the start failed although the forkserver runs or
+            is not in use.
     """
     try:
         yield
@@ -143,17 +143,17 @@ def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
 
 
 def _servers_exitcode() -> int | None:
-    """Return the exit code of Python's forkserver if it has just ended; negative means a signal.
+    """Return the exit code of Python's forkserver if it has just ended; a negative code means a signal.
 
-    Since Python 3.14, the forkserver also imports the main script.
+    Since Python 3.14, the forkserver also imports the main script, so it can fail for the same reason.
     """
     server = forkserver_pid()
     if server is None:
         return None
-    give_up = time.monotonic() + 1  # the forkserver's pipes close shortly before it exits
+    give_up = time.monotonic() + 1  # the forkserver closes its pipes shortly before it exits
     while time.monotonic() < give_up:
         try:
-            # do not reap the process; multiprocessing does that
+            # Leave the process unreaped, because multiprocessing will reap it.
             ended = os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
             return None

@@ -1,4 +1,4 @@
-"""Determine a run's memory budget, how much memory is free for processes, and whether the kernel killed any.
+"""Measure the memory of this machine: a run's budget, room for more processes, and out-of-memory kills.
 
 All channels of a run share its budget.
 """
@@ -27,7 +27,7 @@ def available() -> int:
 
 
 def free_for_processes() -> float:
-    """Return how many bytes new processes may use while a tenth of the memory stays free.
+    """Return how many bytes new processes may use if a tenth of the memory must stay free.
 
     File pages that the kernel can drop at once count as free.
     """
@@ -49,9 +49,10 @@ def resident(pid: int) -> int:
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed so far for lack of memory.
+    """Return the number of processes that the kernel has killed so far for lack of memory.
 
-    Count them in this process's cgroup, otherwise on the whole machine. Return 0 if neither count is known.
+    Count them in this process's cgroup or, if its count is unknown, on the whole machine. Return 0 if both
+    are unknown.
     """
     for file in (*group_files("memory", "memory.events", "memory.oom_control"), VMSTAT):
         try:
@@ -72,7 +73,7 @@ def _number(file: Path) -> list[int]:
 
 
 def _droppable(group: Path) -> int:
-    """Return how many bytes of a cgroup's file pages have not been used recently."""
+    """Return how many bytes of a cgroup's file pages the kernel can drop, because they are not in use."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:

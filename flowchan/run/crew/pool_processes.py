@@ -1,11 +1,12 @@
 """Keep the worker processes of a pool from one run to the next.
 
-In each run, a process receives an order that contains its ports for that run. After the run, processes that
-wait for the next order are kept. A process that died, failed or did not finish its work is replaced.
+In each run, a process receives an order with its ports for this run. Processes that are ready for another
+order stay alive until the next run. A process that died, failed or did not finish its work is replaced.
 
-A forked process inherits all open files and channels of its parent; a spawned one inherits the standard
-streams. Processes are therefore started before the run opens its channels and displays its progress. A
-replacement started during a run inherits the run's channels, so it is not kept for the next run.
+A forked process inherits all open files and channels of its parent, and a spawned one inherits the standard
+streams. For this reason, the pool starts its processes before the run opens its channels and displays its
+progress. A replacement that starts during a run inherits the run's channels, so it is not kept for the next
+run.
 """
 
 from __future__ import annotations
@@ -37,35 +38,35 @@ from flowchan.run.worker.streams import terminals
 from flowchan.transport.interrupts import interrupts_deferred
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between checks of whether a process has ended without a report."""
+"""Seconds between checks whether a process has ended without a report."""
 
 
 class PooledProcess:
-    """Worker process that serves several runs, one after another."""
+    """Worker process that serves several runs one after another."""
 
     def __init__(self, graph: str, id: WorkerId, stage: bytes, devices: str | None) -> None:
         orders: Channel[Order] = Channel(2, across="processes")
         reports: Channel[WorkEnded | Logged | None] = Channel(64, across="processes")
         self._orders, self._reports = orders.writer(), reports.reader()
-        # The process's ends of both channels. Closing them before the process has received them would close
+        # The ends of both channels that the process will receive. Closing these copies earlier would close
         # the channels.
         self._its = orders.reader(), reports.writer()
         arguments = (id, stage, *self._its, os.getpid(), devices)
         self.process = WorkerProcess(ProcessName(f"{graph}/{id}"), pooled_main, arguments)
 
     def work(self, order: Order) -> None:
-        """Send an order. If the process has ended, the watching thread reports that."""
+        """Send an order. If the process has ended, only the watching thread reports this."""
         with contextlib.suppress(Closed, Broken):
             self._orders.put(order)
 
     def word(self, until: float) -> WorkEnded | None:
-        """Wait until the process reports that it has finished its order.
+        """Wait for the process to report that it has finished its order.
 
         Args:
-            until: Monotonic time at which to stop waiting.
+            until: End of the wait, on the monotonic clock.
 
         Returns:
-            None if the process waits for another order, or ``WorkEnded`` if it has ended.
+            None if the process is ready for another order, or ``WorkEnded`` if it has ended.
 
         Raises:
             Empty: No report arrived by ``until``.
@@ -88,39 +89,39 @@ class PooledProcess:
                 return WorkEnded()
 
     def dismiss(self) -> None:
-        """Let the process close its callable and exit, because no order will follow."""
+        """Let the process close its callable and exit, because no further order will follow."""
         self._orders.close()
 
     def leave(self) -> None:
-        """Ignore further reports from the process."""
+        """Stop receiving reports from the process."""
         self._reports.close()
 
 
 Dismissed = list[tuple[WorkerId, PooledProcess]]
-"""Processes that were dismissed and are closing their callables."""
+"""Processes that have been dismissed and are closing their callables."""
 
 
 class PooledProcesses:
-    """Worker processes of a pool for the graph named ``graph``."""
+    """Keeps the worker processes of a pool for the graph named ``graph``."""
 
     def __init__(self, graph: str) -> None:
         self.gpus = Gpus()
         self._graph = graph
         self._packed: dict[str, bytes] = {}
         self._known: dict[WorkerId, PooledProcess] = {}
-        self._late: set[WorkerId] = set()  # processes started during this run
+        self._late: set[WorkerId] = set()  # processes that were started during this run
         self._leaving: Dismissed = []
-        self._failed: list[tuple[WorkerId, BaseException]] = []  # errors from closing callables
+        self._failed: list[tuple[WorkerId, BaseException]] = []  # errors that closing callables raised
         weakref.finalize(self, _end_dropped, os.getpid(), self._known, self._leaving).atexit = False
 
     def packed(self, stage: Stage) -> bytes:
-        """Pickle a stage once for all its processes."""
+        """Pickle a stage, only once for all its processes."""
         if stage.name not in self._packed:
             self._packed[stage.name] = dumps_for_worker(stage)
         return self._packed[stage.name]
 
     def make_ready(self, graph: Blueprint, workers: Iterable[PlannedWorker]) -> None:
-        """Start a process for each of these workers that needs one but has none."""
+        """Start a process for each of these workers that lacks one."""
         for worker in workers:
             stage = worker.stage
             if stage.placement.own_process:
@@ -133,7 +134,7 @@ class PooledProcesses:
             one[1].process.close()
 
     def employ(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
-        """Give an order to a worker's process, and start the process if necessary."""
+        """Give an order to a worker's process, which is started if necessary."""
         pooled = self._alive(id, stage, devices)
         pooled.work(order)
         return pooled.process
@@ -151,9 +152,9 @@ class PooledProcesses:
         return started
 
     def is_reusable(self, id: WorkerId, until: float) -> bool:
-        """Wait until ``until`` for a worker's process to report that it is ready for another order.
+        """Return whether a worker's process reports by ``until`` that it is ready for another order.
 
-        Return whether the report arrived. A process that must not be kept for the next run is dismissed.
+        A process that was started during the run is then dismissed instead of being kept.
         """
         pooled = self._known.get(id)
         try:
@@ -170,7 +171,7 @@ class PooledProcesses:
         self._known.pop(id, None)
 
     def _await_end(self, id: WorkerId, pooled: PooledProcess) -> None:
-        """Wait for the last report of a dismissed process."""
+        """Wait for a dismissed process to end, and keep the error that it reports."""
         ended = pooled.word(math.inf)
         if ended is not None and ended.error is not None:
             self._failed.append((id, ended.error))
@@ -184,13 +185,13 @@ class PooledProcesses:
         """Let all processes close their callables and exit.
 
         Returns:
-            Errors from closing the callables, including those of processes dismissed earlier.
+            Errors that closing the callables raised, including those of processes dismissed earlier.
         """
         try:
             _dismiss(self._known, self._leaving)
             for id, pooled in self._leaving:
                 self._await_end(id, pooled)
-        except BaseException:  # Ctrl-C: stop waiting
+        except BaseException:  # an interrupt: do not wait any longer
             self.kill()
             raise
         finally:
@@ -200,9 +201,9 @@ class PooledProcesses:
 
 
 def _end_dropped(pid: int, known: dict[WorkerId, PooledProcess], leaving: Dismissed) -> None:
-    """End the processes of a pool that was garbage-collected without being closed.
+    """End the processes of a pool that was garbage-collected before it was closed.
 
-    Only the process that started them may do this.
+    This has no effect in a forked child, because only the process that started them may end them.
     """
     if pid == os.getpid():
         _dismiss(known, leaving)
@@ -224,7 +225,7 @@ def _end_leaving(leaving: Dismissed) -> None:
 
 
 class Employed(WorkerProcesses):
-    """Processes of a pool during one run."""
+    """Manages the processes of a pool during one run."""
 
     def __init__(
         self,
@@ -246,7 +247,7 @@ class Employed(WorkerProcesses):
         super().forget(id)
 
     def end(self) -> None:
-        """Release the processes that are kept for the next run, and end the others."""
+        """Release the processes that the pool keeps for the next run, and end the others."""
         until = time.monotonic() + decisions.GRACE
         for id in [id for id in list(self.known) if self._pooled.is_reusable(id, until)]:
             del self.known[id]

@@ -1,9 +1,9 @@
 """Start and end one worker process, and detect its end reliably.
 
-An open pidfd keeps referring to the same process, even if the kernel reuses the process id. Python itself can
-be wrong: once its forkserver has ended, ``multiprocessing`` reports that the forkserver's children have
-ended, although they still run. If the system refuses pidfds, this module asks ``multiprocessing``, and kills
-a child whose state is lost in this way.
+An open pidfd always refers to the same process, even if the kernel reuses the process id. ``multiprocessing``
+is less reliable: once Python's forkserver has ended, it reports that the forkserver's children have ended
+too, although they still run. If the system refuses pidfds, this module relies on ``multiprocessing``, and
+kills a child whose state is lost in this way.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     import psutil  # slow to import, and needed only without pidfds
 
 UNKNOWN = 255
-"""Exit code that ``multiprocessing`` reports for a child whose forkserver has ended. Also used for a child
-that the program has reaped."""
+"""Exit code that ``multiprocessing`` reports for a child whose forkserver has ended. It is also used for a
+child that the program itself has reaped."""
 
 
 class WorkerProcess:
-    """Process that has been started.
+    """Worker process that has been started.
 
     ``pidfd`` becomes readable when the process ends. It is ``None`` if the system refuses pidfds, or if the
-    process ended before one was opened.
+    process ended too early to open one.
     """
 
     def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self._stacks = StackFile()
-        # other threads may ask for stacks while the process is being closed
+        # Another thread may ask for stacks while the process is being closed.
         self._descriptors = threading.Lock()
         self._is_closed = False
         try:
@@ -58,7 +58,7 @@ class WorkerProcess:
         self._is_of_server = self._process._start_method == "forkserver"
         self._server = forkserver_pid() or 0
         self._collected_elsewhere = False
-        # without pidfds, identifies the process by its start time
+        # Identifies the process by its start time if the system refuses pidfds.
         self._known: psutil.Process | None = None
         self._lost = False
         try:
@@ -104,12 +104,12 @@ class WorkerProcess:
                 return
             except ProcessLookupError:
                 return
-            except OSError:  # the system refuses this call
+            except OSError:  # the system refuses to send signals through pidfds
                 pass
         (self._process.kill if number == signal.SIGKILL else self._process.terminate)()
 
     def _end_lost(self) -> bool:
-        """Kill a process that still runs although Python reports its end. Its exit code is lost.
+        """Kill a process that Python wrongly reports as ended. Its exit code is lost.
 
         Return True while the process is still running.
         """
@@ -123,7 +123,7 @@ class WorkerProcess:
             self._known.kill()
         except psutil.NoSuchProcess:
             return False
-        except OSError:  # no file descriptor is free for the check
+        except OSError:  # no file descriptor is left for the check
             return True
         self._lost = True
         return True
@@ -137,7 +137,7 @@ class WorkerProcess:
     def how_it_ended(self, lack_of_memory: bool) -> str:
         """Describe how the process ended.
 
-        ``lack_of_memory`` is true if the kernel killed a process for lack of memory.
+        ``lack_of_memory`` is true if the kernel has just killed a process for lack of memory.
         """
         if self._lost:
             return "was killed or ended: its exit code is unknown, because Python's forkserver was killed"
@@ -153,9 +153,9 @@ class WorkerProcess:
     def _reap(self) -> None:
         """Wait until the exit code is known.
 
-        Another thread may be reaping the process right now: ``multiprocessing`` does this whenever it starts
-        or lists processes. The exit code is then available shortly. User code may also have reaped the
-        process.
+        Another thread may be reaping the process right now, because ``multiprocessing`` does this whenever it
+        starts or lists processes. The exit code then becomes known shortly. User code may also have reaped
+        the process.
         """
         polls = 100
         while self._process.exitcode is None:
@@ -167,7 +167,7 @@ class WorkerProcess:
                     self._process._popen.returncode = UNKNOWN  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Release the remains of a process that has ended: its zombie and its descriptor."""
+        """Reap a process that has ended, and close its descriptors."""
         self._reap()
         with self._descriptors:
             self._is_closed = True
@@ -177,7 +177,7 @@ class WorkerProcess:
             self._stacks.close()
         self._process.close()
 
-    # --- stacks; any thread may call these methods ---
+    # --- stacks; any thread may call the following methods ---
 
     def is_gone(self) -> bool:
         """Return whether the process has exited."""
@@ -190,7 +190,7 @@ class WorkerProcess:
             return not self._is_closed and not self._stacks.state
 
     def ask_for_stacks(self) -> str:
-        """Ask the process to write its stacks. Return why this is impossible, or an empty string."""
+        """Ask the process to write its stacks. If this is impossible, return the reason, otherwise ""."""
         with self._descriptors:
             if self.pidfd is None:
                 return "it has ended, or the system does not allow pidfds"
@@ -204,7 +204,7 @@ class WorkerProcess:
         return ""
 
     def written_stacks(self) -> str | None:
-        """Return the stacks that the process has written since it was asked; None if they are incomplete.
+        """Return the stacks written since the process was asked, or None while they are incomplete.
 
         Return an empty string if the process has been closed.
         """
@@ -212,7 +212,7 @@ class WorkerProcess:
             return "" if self._is_closed else self._stacks.answer()
 
     def last_stacks(self) -> str:
-        """Return the stacks that the process wrote when an item exceeded its time limit."""
+        """Return the stacks that the process wrote before a time limit killed it, or an empty string."""
         with self._descriptors:
             return "" if self._is_closed else self._stacks.last_words()
 
@@ -224,7 +224,7 @@ def _is_readable(fd: int, timeout: float = 0.0) -> bool:
 
 
 def _has_ended(child: int) -> bool | None:
-    """Return whether a child of this process has ended and can be reaped; None if it was already reaped."""
+    """Return whether a child of this process can be reaped, or None if it was already reaped."""
     try:
         return os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
     except ChildProcessError:

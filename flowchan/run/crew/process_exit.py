@@ -1,4 +1,4 @@
-"""Describe how a worker process ended, as a value and in words."""
+"""Describe how a worker process ended, as a value and as text."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """End of a process that did not report its worker's end.
+    """End of a process whose worker did not report an end.
 
     Attributes:
         how: Description of the end.
         exitcode: Exit code, negative for a signal; None if unknown.
         pid: Process id; 0 if unknown.
         lived: How long the process ran, in seconds.
-        over_item: Number of workers that died while processing the item that it held; see
+        over_item: Number of workers that died while processing the item that this one held; see
             :func:`deaths_over_item`.
         host: Host on which the process ran; empty for this machine.
         counts: True if the death uses up one of the stage's restarts.
-        stack: Python stacks that the process wrote when an item exceeded its time limit; empty if unknown.
+        stack: Python stacks that the process wrote before a time limit killed it; empty if unknown.
     """
 
     how: str
@@ -33,9 +33,9 @@ class ProcessExit:
 
 
 def exit_text(code: int, lack_of_memory: bool = False) -> str:
-    """Describe the meaning of an exit code.
+    """Describe an exit code in words.
 
-    ``lack_of_memory`` is true if the kernel killed a process for lack of memory.
+    ``lack_of_memory`` is true if the kernel has just killed a process for lack of memory.
     """
     if code >= 0:
         return f"exited with code {code} without finishing"
@@ -49,7 +49,7 @@ def exit_text(code: int, lack_of_memory: bool = False) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, or its number, because most real-time signals have no name."""
+    """Return the name of a signal, or its number if it has no name, as most real-time signals."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,8 +1,8 @@
 """Get the Python stacks of worker processes on this machine.
 
-A process writes its own stacks when it receives a signal. If it does not answer in time, for example because
-it ignores the signal, ``py-spy`` reads its stacks. Without ``py-spy``, or if that fails, the text is one line
-with the reason.
+A process writes its stacks when it receives a signal. If it does not answer in time, for example because it
+ignores the signal, ``py-spy`` reads the stacks. If this is impossible too, the text is one line with the
+reason.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from flowchan.run.observe.stack_text import text_of_dump
 from flowchan.run.policy.events import WorkerId
 
 ANSWER_WITHIN_S = 3.0
-"""Seconds within which the processes must write their stacks."""
+"""Time limit in seconds for the processes to write their stacks."""
 PY_SPY_WITHIN_S = 10.0
-"""Seconds within which ``py-spy`` must finish for all processes together."""
+"""Time limit in seconds for ``py-spy`` to read the stacks of all remaining processes."""
 POLL_INTERVAL_S = 0.001
 
 
 def stacks_of_processes(processes: Mapping[WorkerId, WorkerProcess]) -> dict[WorkerId, str]:
-    """Return the stacks of these processes as text. Skip processes that have exited."""
+    """Return the stacks of these processes as text, omitting processes that have exited."""
     found: dict[WorkerId, str] = {}
     requests = {id: StackRequest(process) for id, process in processes.items()}
     waiting, deadline = list(requests.values()), time.monotonic() + ANSWER_WITHIN_S
@@ -38,14 +38,14 @@ def stacks_of_processes(processes: Mapping[WorkerId, WorkerProcess]) -> dict[Wor
 
 
 class StackRequest:
-    """Request for the stacks of one process.
+    """Request for the stacks of one process, with its progress.
 
     Args:
         process: The process.
 
     Attributes:
         text: The stacks, once they have arrived.
-        why: Why the stacks have not arrived.
+        why: Reason why the stacks have not arrived yet.
     """
 
     def __init__(self, process: WorkerProcess) -> None:
@@ -55,7 +55,7 @@ class StackRequest:
         self._was_sent = self._is_over = False
 
     def may_answer(self) -> bool:
-        """Ask the process once it is ready, and look for the answer. Return whether one may still arrive."""
+        """Ask the process once it is ready, and check for its answer. Return whether one may still arrive."""
         if self._is_over or self.process.is_gone():
             return False
         if not self._was_sent and not self.process.is_starting():
@@ -68,7 +68,7 @@ class StackRequest:
 
 
 def _from_outside(request: StackRequest, deadline: float) -> str:
-    """Return the output of ``py-spy`` for the process, or one line that says why the stacks are unknown."""
+    """Return the output of ``py-spy`` for the process, or one line with the reason why it is missing."""
     pid, program = request.process.pid, shutil.which("py-spy")
     if program is None:
         why = "py-spy is not installed"

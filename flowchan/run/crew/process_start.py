@@ -1,8 +1,8 @@
 """Start a worker process faster, and release everything if the start fails.
 
-After a failed start, ``multiprocessing`` leaves the pipes to the process open. If a process was started but
-could not be sent its task, ``multiprocessing`` does not reap it either. This module finds the pipes and the
-process in the frames of the error's traceback.
+After a failed start, ``multiprocessing`` leaves the pipes to the process open. If it could start the process
+but not send its task, it does not reap the process either. This module finds the pipes and the process in the
+frames of the error's traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 PIPES = ("parent_r", "parent_w", "child_r", "child_w", "alive_r", "alive_w", "w")
-"""Variables in CPython's launch functions that contain the ends of the pipes."""
+"""Variables of CPython's launch functions that hold the ends of the pipes."""
 
 
 def start_process(process: BaseProcess) -> None:
@@ -34,15 +34,16 @@ def start_process(process: BaseProcess) -> None:
         _undo_launch(error)
         raise
     finally:
-        # removed, because it forms a reference cycle with the process
+        # Remove the attribute, because it forms a reference cycle with the process.
         process.__dict__.pop("_bootstrap", None)
 
 
 def _run_child(bootstrap: Callable[..., int], process: BaseProcess, **options: Any) -> int:
-    """Replace ``sys.stdin`` in a forked child, and run the child.
+    """Run a forked child with a new ``sys.stdin``.
 
-    ``multiprocessing`` closes the child's ``sys.stdin``. If another thread of the program was reading it, its
-    lock would never be released in the child. ``_inherited`` keeps the object, so it is not closed.
+    ``multiprocessing`` closes the ``sys.stdin`` of the child. If another thread of the program was reading it
+    during the fork, its lock would never be released in the child. ``_inherited`` keeps the old object alive,
+    so that nothing closes it.
     """
     if sys.stdin is not None:
         _inherited.append(sys.stdin)
@@ -56,9 +57,9 @@ _inherited: list[Any] = []
 def start_server() -> None:
     """Start Python's forkserver if new processes come from it and it is not running yet.
 
-    The forkserver keeps the current standard streams of this process.
+    The forkserver and its children use the standard streams that this process has now.
     """
-    # do not fix the default start method, because the program may still change it
+    # Do not fix the default start method here, because the program may still change it.
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if method == "forkserver":
         from multiprocessing import forkserver
@@ -69,19 +70,19 @@ def start_server() -> None:
 
 
 def forkserver_pid() -> int | None:
-    """Return the process id of Python's forkserver, if it is running.
+    """Return the process id of Python's forkserver, or None if it is not running.
 
-    Do not import the forkserver's module for this, because it is slow to import.
+    This does not import the forkserver's module, which is slow to import.
     """
     module = sys.modules.get("multiprocessing.forkserver")
     return module._forkserver._forkserver_pid if module else None
 
 
 def _leave_the_parents_server() -> None:
-    """Drop the parent's forkserver in a forked child, so that the child starts a new one.
+    """In a forked child, forget the forkserver of the parent, so that the child starts a new one.
 
     Otherwise, Python would use the parent's forkserver and fail, because the child cannot wait for that
-    process. Several threads may call this function at once, so it takes Python's own lock for the forkserver.
+    process. Several threads may call this function at once, so it holds Python's own lock for the forkserver.
     """
     from multiprocessing import forkserver
 
@@ -97,10 +98,10 @@ def _leave_the_parents_server() -> None:
 
 
 def _share_imports() -> None:
-    """Make a forkserver that has not started yet import flowchan and the large libraries loaded here.
+    """Let a forkserver that has not started yet import flowchan, and numpy and torch if they are loaded here.
 
-    The large libraries are numpy and torch. The workers then inherit the imported modules. A list of modules
-    that the program has set itself is left unchanged.
+    The workers then inherit the imported modules. If the program has set a list of modules itself, this
+    function does not change it.
     """
     from multiprocessing import forkserver
 
@@ -114,10 +115,10 @@ def _undo_launch(error: BaseException) -> None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if module == "multiprocessing.forkserver" and function == "connect_to_new_process":
-            if "child_r" not in frame.f_locals:  # otherwise CPython has already closed the pipes
+            if "child_r" not in frame.f_locals:  # otherwise, CPython itself has closed the pipes
                 _close(frame.f_locals)
         elif module == "multiprocessing.forkserver" and function == "ensure_running":
-            if "fds_to_pass" not in frame.f_locals:  # otherwise CPython has already closed the pipes
+            if "fds_to_pass" not in frame.f_locals:  # otherwise, CPython itself has closed the pipes
                 _close(frame.f_locals)
         elif module.startswith("multiprocessing.popen_") and function == "_launch":
             _undo_popen(frame.f_locals)

@@ -1,4 +1,4 @@
-"""Recover the items of a dead worker for other workers (R4)."""
+"""Return the items of a dead worker to the channels for other workers (R4)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from flowchan.run.worker.opening import Ports
 
 
 def take_up(old: Ports, new: Ports, everything: bool = False, blame: bool = True) -> None:
-    """Return the items of a dead worker to the channels, so that each of their outputs appears once.
+    """Return the items of a dead worker to the channels. Each of their outputs still appears only once.
 
     Args:
         old: Ports of the dead worker.
-        new: Open ports of its replacement, which may have to process the first item alone.
-        everything: True if the replacement gets all items that the dead worker held.
-        blame: True if the first item may have killed the worker; False if the supervisor terminated it.
+        new: Open ports of its replacement, which may be the only worker that can get the first item.
+        everything: True if all items that the dead worker held must go to the replacement.
+        blame: True if the first item may have killed the worker, False if the supervisor terminated it.
     """
     replacements = [new.inputs[port] for port in old.inputs]
     _core._take_up(list(old.inputs.values()), list(old.writers()), replacements, everything, blame)
 
 
 def deaths_over_item(ports: Ports) -> int:
-    """Count the workers, including this dead one, that died in user code while processing its item.
+    """Count the workers that died in user code while processing this dead worker's item, including itself.
 
     Return 0 if this worker died outside user code.
     """

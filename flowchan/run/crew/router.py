@@ -1,4 +1,4 @@
-"""Pass each call of the supervisor to the part of the crew that has the worker, or to all parts."""
+"""Forward the supervisor's calls to the part of the crew that manages the worker, or to all parts."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from flowchan.run.policy.stats import HostStats
 
 
 class HostPlacement(Protocol):
-    """Placement on hosts, which creates the part of the crew that runs workers there."""
+    """Placement on hosts, which can create a part of the crew for its workers."""
 
     def open_part(self, ports: RunPorts, workers: Sequence[PlannedWorker]) -> CrewPart:
         """Create the part of the crew for these workers."""
 
 
 class CrewRouter:
-    """All parts of the crew; see :class:`CrewPart` for the methods.
+    """Combines all parts of the crew behind the methods of :class:`CrewPart`.
 
     Args:
         ports: Channels and ports of the run.
         pooled: Processes of a pool, or None.
 
     Attributes:
-        local: Part on this machine.
-        remote: Parts on the hosts of pools.
+        local: Part for this machine.
+        remote: Parts for the hosts of pools.
     """
 
     def __init__(self, ports: RunPorts, pooled: PooledProcesses | None = None) -> None:
         self.local = LocalPart(ports, pooled)
         self.remote: list[CrewPart] = []
         self._part_of: dict[WorkerId, CrewPart] = {}
-        self._last_hosts: tuple[HostStats, ...] = ()  # set once the run has ended
-        self._answers: dict[int, Waits] = {}  # answers received so far, by index of the part
+        self._last_hosts: tuple[HostStats, ...] = ()  # statistics at the end of the run
+        self._answers: dict[int, Waits] = {}  # answers received so far, by index in ``remote``
         for placement, workers in _shares(ports.plan):
             part = cast(HostPlacement, placement).open_part(ports, workers)
             self.remote.append(part)
@@ -55,7 +55,7 @@ class CrewRouter:
         return [self.local, *self.remote]
 
     def start(self, report: Report) -> None:
-        """See :class:`CrewPart`. Processes start first, because forking is unsafe while threads run."""
+        """See :class:`CrewPart`. Processes start first, because forking is unsafe once threads run."""
         for part in self._parts:
             part.start(report)
         self.local.start_threads()
@@ -118,7 +118,7 @@ class CrewRouter:
         return all(part.all_reported() for part in self._parts)
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
-        """See :class:`CrewPart`. Ask the remote parts until each has answered, then combine the answers."""
+        """See :class:`CrewPart`. Ask the remote parts until all have answered, then combine the answers."""
         for number, part in enumerate(self.remote):
             if number not in self._answers and (answer := part.waits(alive)) is not None:
                 self._answers[number] = answer
@@ -156,7 +156,7 @@ class CrewRouter:
 
 
 def _shares(plan: Plan) -> list[tuple[Placement, list[PlannedWorker]]]:
-    """Group the workers on hosts by the pool of their host."""
+    """Group the workers on hosts by the pool to which their host belongs."""
     shares: list[tuple[Placement, list[PlannedWorker]]] = []
     for worker in plan.workers:
         if worker.host:

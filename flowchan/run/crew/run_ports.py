@@ -1,10 +1,10 @@
-"""Open, replace and close the channels and ports of a run, which the supervisor and the crew share.
+"""Open, replace and close the channels and ports of a run for the supervisor and the crew.
 
-This process opens all channels before any worker starts. It also opens the ports of workers on other hosts,
-which the links to their agents use.
+This process opens all channels before any worker starts. It also opens the ports of workers on other hosts;
+the links to their agents use these ports.
 
 Invariants. Only the supervisor's thread opens, replaces and releases ports. The table of ports may change at
-any time, so other threads copy it in one step (``list(…)`` of a dict).
+any time, so other threads must copy it in one step (``list(…)`` of a dict).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flowchan.run.worker.port_release import broken_by
 
 
 class RunChannels(Protocol):
-    """Channels of a run, in the form that the supervisor uses."""
+    """Operations of the supervisor on the channels of a run."""
 
     def stop_sources(self) -> None:
         """Close the channels of all sources and inputs."""
@@ -42,20 +42,20 @@ class RunChannels(Protocol):
     def close_unwanted(self) -> None:
         """Close the inputs of stages whose outputs have no readers.
 
-        While a stage waits for an item, it does not notice that its readers are gone.
+        A stage that waits for an item does not notice that its readers are gone.
         """
 
     def break_all(self, cause: BaseException | None) -> None:
         """Abort every channel."""
 
     def broken(self, id: WorkerId | None) -> list[str]:
-        """Return the names of one worker's broken channels; of all broken channels if ``id`` is None."""
+        """Return the names of one worker's broken channels, or of all broken channels if ``id`` is None."""
 
     def cause_of(self, channel: str) -> BaseException:
-        """Return the error with which a broken channel was aborted; ``Broken`` if there was none."""
+        """Return the error that broke a channel, or ``Broken`` if none was given."""
 
     def activity(self) -> Activity:
-        """Return the counts that a cheap look at all channels provides."""
+        """Return counts that are cheap to read from all channels."""
 
     def snapshots(self) -> tuple[Snapshot, ...]:
         """Return the counters of all channels."""
@@ -85,10 +85,10 @@ class RunPorts:
         self._workers_of = Counter(id.stage for id in self._workers)
         self._starts: Counter[WorkerId] = Counter()
         self._remote = sum(bool(worker.host) for worker in plan.workers)
-        self._scaled: set[str] = set()  # stages that have at some time had more workers than declared
+        self._scaled: set[str] = set()  # stages that have ever had more workers than declared
         self._leaving: set[WorkerId] = set()
         self._leased_at_break: dict[str, int] = {}
-        self._dropped: Counter[str] = Counter()  # items discarded by drop_queued()
+        self._dropped: Counter[str] = Counter()  # number of items that drop_queued() has discarded
         self._unread = {worker.id: True for worker in plan.workers if worker.gathers}
         self._between = [
             ([self.channels[name] for name in into], [self.channels[name] for name in out])
@@ -111,16 +111,16 @@ class RunPorts:
     def drop_queued(self) -> None:
         """See :class:`RunChannels`.
 
-        Items put in the meantime stay, because they are queued behind all others.
+        Items that arrive during the call are not discarded, because they are at the end of the queue.
         """
         for name in self.plan.queues():
             channel = self.channels[name]
             for _ in range(channel.stats().inside):
                 try:
                     channel.get_nowait()
-                except ChannelError:  # workers have taken the remaining items
+                except ChannelError:  # workers have taken the other items
                     break
-                except Exception:  # an item that cannot be unpickled is discarded as well
+                except Exception:  # the item cannot be unpickled, but has been taken
                     pass
                 self._dropped[name] += 1
 
@@ -138,9 +138,9 @@ class RunPorts:
             channel.abort(cause)
 
     def close(self, abandoned: frozenset[WorkerId]) -> None:
-        """Release the ports of all workers that were not abandoned, and close the input channels.
+        """Release the ports of all workers except abandoned ones, and close the input channels.
 
-        The user still holds the writing ends of the inputs. The next ``put`` on them raises ``Closed``.
+        The user's next ``put`` into an input then raises ``Closed``.
         """
         for id in list(self.ports):
             if id not in abandoned:
@@ -164,8 +164,8 @@ class RunPorts:
     def activity(self) -> Activity:
         """See :class:`RunChannels`.
 
-        The channels here do not show whether workers on hosts wait. So count all of them as waiting; an
-        observation then asks the hosts.
+        The channels in this process do not show whether workers on hosts wait. This method therefore counts
+        all of these workers as waiting; an observation then asks their hosts.
         """
         moved, reading, writing = _core._observe(list(self.channels.values()))
         opened = any(not port.channel.closed for end in self.inputs.values() for port in ports_of_end(end))
@@ -176,29 +176,29 @@ class RunPorts:
         """See :class:`RunChannels`."""
         return measure(self.plan, self.channels, self.ports, self._leased_at_break, self._dropped)
 
-    # --- workers ---
+    # --- ports of workers ---
 
     def worker(self, id: WorkerId) -> PlannedWorker:
-        """Return a worker's plan."""
+        """Return the plan of a worker."""
         return self._workers[id]
 
     def gathering_port(self, id: WorkerId) -> In[Any]:
-        """Return the port from which a worker that collects results takes its items."""
+        """Return the input port of a worker that collects results."""
         return self.ports[id].inputs["items"]
 
     def result_read(self, id: WorkerId) -> None:
-        """Record that a thread has begun to read a result. Any thread may call this method."""
+        """Record that a thread has begun to read a result, from any thread."""
         self._unread.pop(id, None)
 
     def started(self, id: WorkerId) -> seeds.Worker:
-        """Count a start of this worker, and return the facts that the worker should know about itself."""
+        """Count a start of this worker, and return its identity and seed."""
         incarnation = self._starts[id]
         self._starts[id] += 1
         seed = seeds.seed_of(self.plan.seed, id.stage, id.number, incarnation)
         return seeds.Worker(id.stage, id.number, self._workers_of[id.stage], seed, incarnation)
 
     def release(self, id: WorkerId) -> None:
-        """Close the ports of a worker that ended or was abandoned."""
+        """Close the ports of a worker that has ended or was abandoned."""
         ports = self.ports.get(id)
         for port in () if ports is None else ports.everything():
             port._may_close = None
@@ -207,7 +207,7 @@ class RunPorts:
             self.ports.pop(id, None)
 
     def recover(self, id: WorkerId, blame: bool, alone: bool = False) -> None:
-        """Open new ports to replace a dead worker's, and return the worker's items to the channels.
+        """Open new ports for the replacement of a dead worker, and return its items to the channels.
 
         If ``alone`` is true, only the replacement may take these items.
         """
@@ -218,7 +218,7 @@ class RunPorts:
     def add(self, id: WorkerId) -> PlannedWorker:
         """Open the ports of an additional worker.
 
-        From now on, the workers of the stage coordinate to keep their outputs in item order.
+        From now on, the workers of the stage take turns so that their outputs stay in item order.
         """
         worker = self.plan.worker(id)
         if worker.stage.workers == 1 and id.stage not in self._scaled:
@@ -232,7 +232,7 @@ class RunPorts:
         return worker
 
     def remove(self, id: WorkerId) -> None:
-        """Make the input ports of a worker end after its current item."""
+        """Let the input ports of a worker end after its current item."""
         self._leaving.add(id)
         for reader in self.ports[id].inputs.values():
             reader._retire()

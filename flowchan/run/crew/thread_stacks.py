@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def stacks_of_threads(threads: Mapping[WorkerId, threading.Thread]) -> dict[WorkerId, str]:
-    """Return the stacks of these threads as text. Skip threads that have ended."""
+    """Return the stacks of these threads as text, omitting threads that have ended."""
     frames = sys._current_frames()
     return {
         id: text_of_frame(frames[thread.ident])
@@ -27,7 +27,7 @@ def stacks_of_threads(threads: Mapping[WorkerId, threading.Thread]) -> dict[Work
 def stacks_of_tasks(stages: Iterable[Tasks], ids: Collection[WorkerId]) -> dict[WorkerId, str]:
     """Return the stacks of these workers' coroutines as text.
 
-    Skip a stage if a coroutine keeps its event loop busy, because the stack of the loop's thread shows that
-    coroutine.
+    A stage is omitted if a coroutine keeps its event loop busy, because the stack of the loop's thread then
+    shows that coroutine.
     """
     return {id: text for tasks in stages for id, text in tasks.examine(ids, text_of_coroutine).items()}

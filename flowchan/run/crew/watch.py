@@ -11,7 +11,7 @@ from flowchan.run.crew.process import WorkerProcess
 from flowchan.run.policy.events import ProcessEnded, WorkerId
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between polls of processes without a pidfd."""
+"""Seconds between checks of processes without a pidfd."""
 
 
 class Watch:
@@ -19,7 +19,7 @@ class Watch:
 
     def __init__(self, tell: Callable[[ProcessEnded], None]) -> None:
         self._tell = tell
-        self._announced: dict[int, WorkerId] = {}  # watched processes with a pidfd, by pidfd
+        self._announced: dict[int, WorkerId] = {}  # watched processes that have a pidfd, by pidfd
         self._silent: list[tuple[WorkerId, WorkerProcess]] = []
         self._closed = False
         self._lock = threading.Lock()
@@ -42,16 +42,16 @@ class Watch:
                 self._epoll.register(process.pidfd, select.EPOLLIN)
 
     def run(self) -> None:
-        """Report processes that end, until :meth:`stop` is called."""
+        """Report every process that ends, until :meth:`stop` is called."""
         while not self._closed:
             found = self._epoll.poll(POLL_INTERVAL_S if self._silent else None)
             for id in self._ended([fd for fd, _ in found]):
                 self._tell(ProcessEnded(id))
 
     def _ended(self, readable: list[int]) -> list[WorkerId]:
-        """Return the workers whose processes have ended, and stop watching them.
+        """Return the workers whose processes have ended, and stop watching these.
 
-        Their pidfds are unregistered explicitly, because closing one is not enough if a forked child has
+        Each pidfd must be unregistered, because closing it has no effect on epoll if a forked child has
         inherited it.
         """
         ended = []
@@ -69,7 +69,7 @@ class Watch:
         return ended
 
     def stop(self) -> None:
-        """Make :meth:`run` return. Call this before closing a process that is being watched."""
+        """Let :meth:`run` return. Call this before closing a process that is still watched."""
         self._closed = True
         os.eventfd_write(self._wake, 1)
 

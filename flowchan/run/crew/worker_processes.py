@@ -1,4 +1,4 @@
-"""Start, watch and end the worker processes on one machine. They report through a channel, the mail."""
+"""Start, watch and end the worker processes of one machine, which report through a shared channel."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from flowchan.run.worker.streams import Streams
 
 
 class WorkerProcesses:
-    """Worker processes of one run.
+    """Manages the worker processes of one run.
 
-    ``graph`` is the name of the graph. The thread that runs :meth:`watch` calls ``on_ended`` for each process
-    that ends.
+    ``graph`` is the name of the graph. ``mail`` is the channel for the workers' reports. The thread that runs
+    :meth:`watch` calls ``on_ended`` for each process that ends.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class WorkerProcesses:
         self._gpus = Gpus()
         self.known: dict[WorkerId, WorkerProcess] = {}
         self._watch = Watch(on_ended)
-        # Number of out-of-memory kills before the run, plus those already reported.
+        # Number of out-of-memory kills before the run, plus those that have been attributed to workers.
         self._oom_kills = memory.oom_kills()
 
     def start(
@@ -58,7 +58,7 @@ class WorkerProcesses:
         """Start a worker process.
 
         Args:
-            info: Facts that the worker should know about itself.
+            info: Identity and seed of the worker.
             stage: Pickled stage.
             ports: Ports of the worker.
             suspicion: Earlier deaths on the worker's first item.
@@ -80,7 +80,7 @@ class WorkerProcesses:
         return process.pid
 
     def _begin(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
-        """Start a process with its order."""
+        """Start a process with its first order."""
         arguments = (id, stage, order, os.getpid(), devices, Streams())
         return WorkerProcess(ProcessName(f"{self._graph}/{id}"), process_main, arguments)
 
@@ -97,17 +97,17 @@ class WorkerProcesses:
         return ProcessExit(how, process.exitcode, process.pid, lived, deaths_over_item(ports), stack=stack)
 
     def _kernel_killed(self) -> bool:
-        """Return whether the kernel has killed a process for lack of memory since the last call."""
+        """Return whether the kernel has killed any process for lack of memory since the last call."""
         more = memory.oom_kills() > self._oom_kills
         self._oom_kills += more
         return more
 
     def ended(self, id: WorkerId) -> bool:
-        """Return whether the worker's process was started here and has ended."""
+        """Return whether the worker has a process here that has ended."""
         return id in self.known and self.known[id].ended()
 
     def give_back_gpus(self, id: WorkerId) -> None:
-        """Free the GPUs of a worker that has ended or is moving to another host."""
+        """Release the GPUs of a worker that has ended or is moving to another host."""
         self._gpus.give_back(id)
 
     def forget(self, id: WorkerId) -> None:
@@ -117,15 +117,15 @@ class WorkerProcesses:
 
     def terminate(self, id: WorkerId, force: bool) -> None:
         process = self.known.get(id)
-        if process is not None:  # the process may have ended without a replacement so far
+        if process is not None:  # the worker may be waiting for its replacement
             process.kill() if force else process.terminate()
 
     def kill(self) -> None:
-        for process in list(self.known.values()):  # copied, because another thread may be starting a process
+        for process in list(self.known.values()):  # a copy, because another thread may be starting a process
             process.kill()
 
     def end(self) -> None:
-        """Wait for all processes, and kill those that do not end in time."""
+        """Wait for all processes to end, and kill those that take too long."""
         end_all(list(self.known.items()))
 
     def stop_watching(self) -> None:
@@ -139,7 +139,7 @@ class WorkerProcesses:
 
 
 def end_all(processes: Iterable[tuple[WorkerId, WorkerProcess]]) -> None:
-    """Wait for these processes, and kill those that do not end in time."""
+    """Wait for these processes to end, and kill those that take too long."""
     deadline = time.monotonic() + decisions.GRACE
     for id, process in processes:
         if not process.ended(max(0.0, deadline - time.monotonic())):

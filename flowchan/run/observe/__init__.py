@@ -1,1 +1,1 @@
-"""Observe a run: worker clocks, statistics, bottlenecks, reports and a feed."""
+"""Observe a run: compute statistics, find bottlenecks, write reports and traces, and feed subscribers."""

@@ -1,17 +1,18 @@
 """Find what limits a run, as a pure function of its statistics in a time window.
 
-Algorithm. A stage's utilisation is the share of time in which its *working* workers are not waiting. (A
-worker is working from the moment it starts to work until it ends. It may wait for an item, for room in a
-channel, or for earlier items.) A stage with a utilisation of ``BUSY`` or more is a bottleneck. Among several
+Algorithm. The utilisation of a stage is the share of time in which its *working* workers do not wait. (A
+worker is working from the moment it begins to work until it ends. It may wait for an item, for room in a
+channel, or for earlier items.) A stage whose utilisation is at least ``BUSY`` is a bottleneck. Among several
 bottlenecks, the one with the smallest bound W / (s · v) is chosen. Here W is the number of working workers,
-and s the busy seconds per item. The number of items per source item, v, is the product of the outputs per
-input of all earlier stages. Measured rates would mislead while channels are still filling. Several
-bottlenecks are common, because stages before the real one are also busy while their channels have room.
+and s is the busy time per item in seconds. The number of items per source item, v, is the product of the
+outputs per input of all earlier stages. Measured rates would mislead while channels are still filling.
+Several bottlenecks are common, because stages before the real one are also busy while their channels have
+room.
 
-Threads of this process that together use a whole core compete for the global interpreter lock, so their
-stages look busier than they are. If the kernel cannot give the workers enough cores, more workers would not
-help. These two causes are checked first. If no stage is a bottleneck, all workers wait, and the other
-possible causes are checked one after another.
+Two causes are checked before this. If threads of this process together use a whole core, they compete for the
+global interpreter lock, so their stages look busier than they are. If the kernel cannot give the workers
+enough cores, more workers would not help. Without a bottleneck, all workers wait, and the other possible
+causes are checked one after another.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from flowchan.declare.placements import PLACEMENTS
 from flowchan.run.policy.stats import Cause, EdgeStats, RunStats, StageStats, WorkSeconds
 
 BUSY = 0.85
-"""Minimum utilisation of a bottleneck, and of a core or lock that counts as fully used."""
+"""Minimum utilisation of a bottleneck. It also applies to a core or lock that counts as fully used."""
 SLOWEST = 0.25
-"""Minimum utilisation of a stage to be named if no other cause is found.
+"""Minimum utilisation of the stage that is named if no other cause is found.
 
-A stage must also be busy for at least this share of the window to be named."""
+The stage must also be busy for at least this share of the window."""
 SEEN = 0.1
 """Minimum share of the time for a cause to be reported."""
 HELD_S = 0.1
-"""Minimum time in seconds for which an item must have held up others to be named."""
+"""Minimum time for which an item must have held up others before it is named, in seconds."""
 LIMITED = 0.7
-"""From this fraction of its rate limit on, a stage counts as held back by the limit."""
+"""Fraction of its rate limit from which a stage counts as limited by it."""
 ONE_CORE = 1.15
 """Maximum number of cores that threads can use while they share one interpreter lock."""
 CROWDED = 4.0
-"""Upper limit on the time for which a thread is assumed to hold the lock without a core, as a multiple of its
-CPU time."""
+"""Upper limit on the time for which a thread is assumed to hold the lock while it waits for a core, as a
+multiple of its CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Load of one stage in the window, and how its workers spent the time."""
+    """Load of one stage in the window, computed from the time that its workers spent."""
 
     stage: StageStats
     worked: WorkSeconds
@@ -52,7 +53,7 @@ class _Load:
 
     @property
     def workers(self) -> int:
-        """Return the number of working workers, or of all workers if all have ended."""
+        """Return the number of working workers, or of all workers if none is working any more."""
         return self.stage.working or self.stage.workers
 
     @property
@@ -69,12 +70,12 @@ class _Load:
     def occupied(self) -> float:
         """Return the share of the window in which the stage was busy.
 
-        It is small for a source that ended soon after the window began.
+        For a source that ended soon after the start of the window, this share is small.
         """
         return self.worked.work / (self.workers * self.window)
 
     def bound(self, visits: float) -> float:
-        """Return the highest rate that this stage permits the sources, in items per second."""
+        """Return the highest source rate that this stage permits, in items per second."""
         items = self.stage.rate * self.window
         each = self.worked.work / items if items else self.worked.work
         return self.workers / max(each * visits, 1e-12)
@@ -82,10 +83,10 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Statistics of the window to explain."""
+    """Statistics of the window whose cause is sought."""
 
     stats: RunStats
-    loads: dict[str, _Load]  # stages that had working workers in the window
+    loads: dict[str, _Load]  # only stages that had working workers in the window
     cores: int
     gil: bool
 
@@ -98,15 +99,15 @@ class _View:
 
 
 def cause_of(stats: RunStats, cores: int, gil: bool) -> Cause | None:
-    """Find what limited a run in a window.
+    """Find the cause that limited a run in a window.
 
     Args:
-        stats: Statistics at the end of the window, whose rates and shares cover the window.
+        stats: Statistics at the end of the window. Their rates and shares must cover the window.
         cores: Number of cores that the run may use.
         gil: True if the threads of this process share one global interpreter lock.
 
     Returns:
-        The cause, or None if it is unknown.
+        The cause, or None if no cause was found.
     """
     loads = {
         stage.name: _Load(stage, stage.worked, stats.window)
@@ -126,7 +127,7 @@ def _gil(view: _View) -> Cause | None:
         return None
     cpu = {load.stage.name: (load.worked.cpu or 0.0) / view.window for load in local}
     used = sum(cpu.values())
-    # A thread may have held the lock while waiting for a core.
+    # A thread may have held the lock while it waited for a core.
     held = used + sum(
         min((load.worked.ready or 0.0) / view.window, CROWDED * cpu[load.stage.name]) for load in local
     )
@@ -179,10 +180,10 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
 
 
 def visits_of(stats: RunStats) -> dict[str, float]:
-    """Return how many items each stage takes for each item from any source.
+    """Return the number of items that each stage takes per source item.
 
     For a source, this is its share of the items from all sources. If the graph has a loop, the calculation
-    stops after as many rounds as there are stages.
+    stops after as many rounds as the graph has stages.
     """
     read = {edge.reader for edge in stats.edges}
     begins = {stage.name: stage.name not in read for stage in stats.stages}
@@ -205,7 +206,7 @@ def visits_of(stats: RunStats) -> dict[str, float]:
 
 
 def _consumer(view: _View) -> Cause | None:
-    """Find a result that the program reads so slowly that its writers wait."""
+    """Find a result that the program reads so slowly that its writers have to wait."""
     for stage in view.stats.stages:
         if OPERATORS[stage.kind].gathers and stage.alive:
             full = [
@@ -222,7 +223,7 @@ def _order(view: _View) -> Cause | None:
     def held(load: _Load) -> float:
         """Return the share of the time in which workers were busy or waited for their turn.
 
-        A channel that has waiting readers and waiting writers at once is full of later outputs.
+        If readers and writers of a channel wait at the same time, the channel is full of later outputs.
         """
         full = any(
             edge.waiting_readers and edge.waiting_writers
@@ -244,10 +245,10 @@ def _order(view: _View) -> Cause | None:
 
 
 def _held_up(view: _View, stage: StageStats) -> str:
-    """Name the item that holds up an ordered stage's outputs, if the counters identify it.
+    """Name the item that holds up an ordered stage, if the counters identify it.
 
-    The outputs are in item order. A waiting reader has therefore taken all outputs before the missing one. A
-    failed item has no output, so after any failure, the number of the missing item is unknown.
+    Outputs follow the order of the items, so a waiting reader has taken all outputs before the missing one. A
+    failed item has no output, so the number of the missing item is unknown after a failure.
     """
     outputs = [edge for edge in view.stats.edges if edge.writer == stage.name]
     held = max((edge.readers_waiting_for for edge in outputs), default=0.0)
@@ -265,7 +266,7 @@ def _memory(view: _View) -> Cause | None:
 
 
 def _in_flight(view: _View) -> Cause | None:
-    """Find a loop whose stages wait for items although items wait to enter the loop."""
+    """Find a loop whose stages wait for items while other items wait to enter the loop."""
     loop = loop_of(view.stats)
     waiting = [view.loads[name].stage for name in loop if name in view.loads]
     if not waiting or not all(stage.waiting_input >= stage.waiting_output for stage in waiting):
@@ -278,7 +279,7 @@ def _in_flight(view: _View) -> Cause | None:
 
 
 def loop_of(stats: RunStats) -> list[str]:
-    """Return the stages that are part of a loop."""
+    """Return the stages whose outputs lead back to them."""
     behind: dict[str, set[str]] = {}
     for edge in stats.edges:
         if edge.reader is not None:
@@ -305,7 +306,7 @@ def _starting(view: _View) -> Cause | None:
 
 
 def _input(view: _View) -> Cause | None:
-    """Find an input that the program feeds too slowly."""
+    """Find an input into which the program puts items too slowly."""
     for stage in view.stats.stages:
         if OPERATORS[stage.kind].outside:
             edges = [edge for edge in view.stats.edges if edge.writer == stage.name]
@@ -320,9 +321,10 @@ def _input(view: _View) -> Cause | None:
 
 
 def _slowest(view: _View) -> Cause | None:
-    """Name the busiest stage if no other cause was found.
+    """Name the busiest stage, because no other cause was found.
 
-    In a short run, starting and ending take much of the time, so no stage is busy enough to be a bottleneck.
+    In a short run, starting and ending take much of the time, so that no stage is busy enough for a
+    bottleneck.
     """
     return _stage(view, SLOWEST)
 

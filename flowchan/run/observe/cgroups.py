@@ -12,9 +12,9 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def group_files(controller: str, unified: str, legacy: str) -> Iterator[Path]:
-    """Yield the path of a file in each cgroup of this process, followed by the cgroup's ancestors.
+    """Yield the path of a limit's file in each cgroup of this process and in its ancestors.
 
-    In a container, the cgroup's own folder is often mounted as the root.
+    In a container, the cgroup's own folder is often mounted as the root of the hierarchy.
 
     Args:
         controller: Name of the controller, such as "memory".
@@ -38,7 +38,7 @@ def group_files(controller: str, unified: str, legacy: str) -> Iterator[Path]:
 
 @functools.cache
 def most_cores() -> int | None:
-    """Return how many whole cores the cgroups allow (at least 1), or ``None`` without a limit."""
+    """Return the number of whole cores that the cgroups allow, at least 1, or ``None`` without a limit."""
     limits = [
         limit for file in group_files("cpu", "cpu.max", "cpu.cfs_quota_us") for limit in _cpu_limit(file)
     ]
@@ -46,7 +46,7 @@ def most_cores() -> int | None:
 
 
 def affinity_cores() -> int:
-    """Return the number of cores that this process may run on; all cores if the system lacks CPU affinity."""
+    """Return the number of cores to which CPU affinity restricts this process, or of all cores."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
@@ -58,7 +58,7 @@ def local_cores() -> int:
 
 
 def _cpu_limit(file: Path) -> list[float]:
-    """Read a limit in cores from a file. Return an empty list if the file is missing or sets no limit."""
+    """Return a list with the limit that a file sets, in cores, or an empty list if it sets none."""
     try:
         words = file.read_text().split()
         if len(words) < 2:

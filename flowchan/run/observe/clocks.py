@@ -1,7 +1,7 @@
 """Measure how long each worker has worked and how much CPU time it has used.
 
-Both measurements begin when the worker has built the user's callable (``Began``). The CPU clocks are read
-with ``clock_gettime`` and a clock number that this module computes; a call takes about a microsecond. If the
+Both measurements begin when the worker has built the user's callable (``Began``). ``clock_gettime`` reads the
+CPU clock of a thread or process in about a microsecond; this module computes the clock's number. If the
 thread or process has ended, the call fails, and the last value is kept. ``time.pthread_getcpuclockid`` would
 be unsafe for a thread that has ended.
 """
@@ -19,12 +19,12 @@ from flowchan.run.policy.events import Started, WorkerId
 from flowchan.run.policy.stats import WorkerStats, WorkSeconds
 
 HAS_CLOCKS = sys.platform == "linux"
-"""Whether CPU times of threads and processes are available here."""
+"""Whether this system provides CPU clocks of other threads and processes."""
 
 
 @dataclass(slots=True)
 class CpuClock:
-    """CPU time of a process, or of a thread in this process, since the clock was created."""
+    """Measures the CPU time of a process, or of a thread in this process, from now on."""
 
     pid: int = 0
     thread: int = 0
@@ -36,9 +36,9 @@ class CpuClock:
         self._first = self._last
 
     def update(self) -> None:
-        """Read the clock if the process or thread still exists."""
-        # The kernel's numbers for the clocks of other processes and threads: CPUCLOCK_SCHED, plus 4 for a
-        # single thread.
+        """Read the clock, if the process or thread still exists."""
+        # The kernel numbers the clocks of other processes and threads in this way: CPUCLOCK_SCHED, plus 4 for
+        # a single thread.
         clock = (~self.thread << 3) | 6 if self.thread else (~self.pid << 3) | 2
         place = f"self/task/{self.thread}" if self.thread else str(self.pid)
         try:
@@ -60,9 +60,9 @@ class CpuClock:
 
 @dataclass(slots=True)
 class _Working:
-    """Clock of a worker that has started to work.
+    """Clock of a worker that has begun to work.
 
-    ``clock`` is None if the CPU time is unknown, or is counted for another worker on the same thread
+    ``clock`` is None if the CPU time is unknown, or if another worker on the same thread counts it
     (``shares``).
     """
 
@@ -80,7 +80,7 @@ class _Working:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """Work of a stage: the ``total`` of all workers so far, and the statistics of those that work ``now``."""
+    """Work of a stage: the ``total`` of all workers so far, and the statistics of the current workers."""
 
     total: WorkSeconds = field(default_factory=WorkSeconds)
     now: tuple[WorkerStats, ...] = ()
@@ -88,14 +88,14 @@ class Worked:
 
 @dataclass
 class WorkerClocks:
-    """Clocks of all workers of a run.
+    """Measures the working and CPU times of all workers of a run.
 
-    Workers start their clocks on their own threads, and the supervisor's thread stops them.
+    A worker on a thread starts its clock on this thread, and the supervisor's thread stops it.
     """
 
     _pids: dict[WorkerId, int] = field(default_factory=dict)  # 0 for a worker on another host
     _working: dict[WorkerId, _Working] = field(default_factory=dict)
-    # ids of the threads that already have a clock; 0 stands for a process
+    # Ids of the threads that already have a clock. The id 0 stands for a process.
     _threads: set[int] = field(default_factory=set)
     _ended: defaultdict[str, WorkSeconds] = field(
         default_factory=lambda: defaultdict(lambda: WorkSeconds(cpu=0.0, ready=0.0))
@@ -108,7 +108,7 @@ class WorkerClocks:
             self._pids[event.worker] = 0 if event.host else event.pid
 
     def begin(self, worker: WorkerId) -> None:
-        """Start a worker's clock. Call this on the worker's own thread if it has no process."""
+        """Start the clock of a worker. If the worker runs on a thread, call this on the thread itself."""
         now = time.monotonic()
         with self._lock:
             self._end(worker, now)
@@ -122,7 +122,7 @@ class WorkerClocks:
                 self._threads.add(thread)
 
     def update(self, worker: WorkerId) -> None:
-        """Read the clock of a worker that is about to end, because its clock may disappear."""
+        """Read the clock of a worker that is about to end, while its thread or process still exists."""
         with self._lock:
             working = self._working.get(worker)
             if working is not None and working.clock is not None:
@@ -142,7 +142,7 @@ class WorkerClocks:
             self._ended[worker.stage] = added(self._ended[worker.stage], working.seconds(now))
 
     def until(self, now: float) -> dict[str, Worked]:
-        """Return the work of each stage up to ``now``."""
+        """Return the work of each stage from the start of the run up to ``now``."""
         with self._lock:
             totals = dict(self._ended)
             working: dict[str, list[WorkerStats]] = {}
@@ -159,7 +159,7 @@ class WorkerClocks:
 def added(one: WorkSeconds, other: WorkSeconds) -> WorkSeconds:
     """Return the sum of two measurements.
 
-    If a value is unknown in one of them, it is unknown in the sum.
+    If one of two values is unknown, so is their sum.
     """
     cpu = None if one.cpu is None or other.cpu is None else one.cpu + other.cpu
     ready = None if one.ready is None or other.ready is None else one.ready + other.ready

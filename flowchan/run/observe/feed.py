@@ -1,12 +1,12 @@
 """Pass the events and statistics of a run to subscribers.
 
-Views subscribe to this feed, so they need no access to the supervisor.
+All views of a run are subscribers, so they need no access to the supervisor.
 
 Algorithm. One thread serves all subscribers. It starts with the first subscriber, and ends when the last one
 leaves or the run ends. Without subscribers, an event therefore costs only the test of a flag. The thread
-computes statistics only when they are due for some subscriber. All subscribers that are due at the same time
-and have the same window receive the same value. Events queue up until the next delivery. A slow subscriber
-can therefore delay other subscribers, but never a worker. When the run ends, each subscriber receives its
+computes statistics only when they are due for some subscriber. Subscribers that are due at the same time and
+have the same window receive the same value. Events queue up until the next delivery. A slow subscriber can
+therefore delay other subscribers, but never a worker. When the run ends, each subscriber receives its
 remaining events and the final statistics.
 """
 
@@ -32,17 +32,17 @@ from flowchan.transport.interrupts import interrupts_deferred
 log = logging.getLogger("flowchan.run")
 
 RECENT_S = 5.0
-"""Length in seconds of the recent window that displayed rates and shares cover."""
+"""Length of the window that views show rates and shares for, in seconds."""
 EVENTS_EVERY_S = 0.1
 """Seconds between deliveries of events."""
 MOST_EVENTS = 10_000
-"""Maximum number of events queued for a slow subscriber; if there are more, the oldest are dropped."""
+"""Maximum number of events queued for a slow subscriber. At this limit, the oldest are dropped."""
 
 
 class Subscription:
-    """Subscription to a run's feed, active until it is closed.
+    """Subscription to a run's feed, which is active until it is closed.
 
-    Use it as a context manager.
+    It can be used as a context manager.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Subscription:
         self._feed, self._stats, self._events = feed, stats, events
         self._every, self._window = every, window
         self._kept: deque[Any] = deque(maxlen=MOST_EVENTS)
-        self._context = contextvars.copy_context()  # in a notebook, the context identifies the current cell
+        self._context = contextvars.copy_context()  # in a notebook, output goes to the cell of this context
         self.due = 0.0 if stats is not None else float("inf")
 
     def keep(self, event: Any) -> None:
@@ -68,7 +68,7 @@ class Subscription:
         return self._events is not None
 
     def serve(self, now: float, stats: Callable[[float | None], RunStats], last: bool = False) -> None:
-        """Deliver the queued events, and the statistics if they are due.
+        """Deliver the queued events, and also the statistics if they are due.
 
         The last statistics always cover the whole run.
         """
@@ -79,7 +79,7 @@ class Subscription:
             self._call(self._stats, stats(None if last else self._window))
 
     def _call(self, subscriber: Callable[[Any], object] | None, value: Any) -> None:
-        """Call the subscriber. If it raises, end its subscription without disturbing the run."""
+        """Call the subscriber. If it raises, end its subscription without affecting the run."""
         if subscriber is None:
             return
         try:
@@ -92,7 +92,7 @@ class Subscription:
     def close(self) -> None:
         """End the subscription.
 
-        After the run has ended, this waits until the subscriber has received the final statistics.
+        After the end of the run, wait until the subscriber has received the final statistics.
         """
         self._feed._leave(self)
 
@@ -107,10 +107,10 @@ class Subscription:
 
 
 class Feed:
-    """Feed of one run.
+    """Passes the events and statistics of one run to subscribers.
 
-    ``stats`` refers weakly to the function that computes statistics for a window, so the run can be freed
-    without garbage collection.
+    ``stats`` is a weak reference to the function that computes statistics for a window. The run can therefore
+    be freed without garbage collection.
 
     Attributes:
         problems: The run's latest failures, deaths and warnings.
@@ -118,8 +118,8 @@ class Feed:
 
     def __init__(self, name: str, stats: weakref.ref[Callable[[float | None], RunStats]]) -> None:
         self._name, self._ref = name, stats
-        # A signal handler that raises in Condition.__enter__() would leave the lock locked. Entering a lock
-        # is native code, which a handler cannot interrupt.
+        # The lock must be reentrant and native. A signal handler that raises inside Condition.__enter__()
+        # would leave a lock of Python code locked, but it cannot interrupt native code.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._subscriptions: tuple[Subscription, ...] = ()
@@ -141,12 +141,12 @@ class Feed:
 
         Args:
             stats: Receives the statistics of the run, as :class:`~flowchan.RunStats`: immediately, then after
-                each interval, and once after the run has ended.
-            events: Receives the workers' events and the supervisor's decisions, in order. Events arrive
-                before the statistics that include them (see ``flowchan.run.policy.events``).
+                each interval, and once after the end of the run.
+            events: Receives the workers' events and the supervisor's decisions, in order (see
+                ``flowchan.run.policy.events``). Events arrive before the statistics that include them.
             every: Seconds between deliveries of statistics (default: 1).
-            window: Seconds that rates and shares cover; ``None`` for the whole run. The last statistics
-                always cover the whole run.
+            window: Length in seconds of the window that rates and shares cover; ``None`` for the whole run.
+                The last statistics always cover the whole run.
 
         Returns:
             The subscription. Close it to stop the calls.
@@ -168,25 +168,25 @@ class Feed:
 
     def _stats(self, window: float | None) -> RunStats:
         stats = self._ref()
-        assert stats is not None  # subscribers and the supervisor keep the run alive
+        assert stats is not None  # a subscriber or the supervisor keeps the run alive
         return stats(window)
 
     def listen(self, listener: Callable[[Any], object]) -> None:
-        """Call a listener with each event and each complete decision, on the thread that reports it.
+        """Call a listener with each event and each complete decision, on the reporting thread.
 
-        The listener must not raise.
+        The listener must not raise an exception.
         """
         self._listeners += (listener,)
 
     def tell(self, event: Any) -> None:
-        """Pass an event to listeners at once, and to subscribers at the next delivery."""
+        """Pass an event to the listeners at once, and to the subscribers at the next delivery."""
         for listener in self._listeners:
             listener(event)
         for subscription in self._subscriptions:
             subscription.keep(event)
 
     def tell_decision(self, decided: Decided) -> None:
-        """Pass a decision to listeners, and its event to subscribers unless the event is a mere ``Tick``."""
+        """Pass a decision to the listeners, and its event to the subscribers unless it is a mere ``Tick``."""
         for listener in self._listeners:
             listener(decided)
         if not isinstance(decided.event, Tick):
@@ -194,10 +194,10 @@ class Feed:
                 subscription.keep(decided.event)
 
     def at_end(self, call: Callable[[], object]) -> None:
-        """Call a function when the feed ends, or immediately if it has already ended.
+        """Call a function at the end of the feed, or immediately if the feed has already ended.
 
-        The run's ``wait()`` returns only after the function has returned. If the function raises, a warning
-        is logged.
+        The run's ``wait()`` returns only after the function has returned. If the function raises, log a
+        warning.
         """
         with self._lock:
             over = self._over
@@ -207,7 +207,7 @@ class Feed:
             call()
 
     def end(self) -> None:
-        """End the feed. Return when all subscribers have received the final statistics."""
+        """End the feed, and return when all subscribers have received the final statistics."""
         with self._lock:
             self._over = True
             thread, calls = self._thread, self._at_end
@@ -217,7 +217,7 @@ class Feed:
         for call in calls:
             try:
                 call()
-            except Exception as error:  # the remaining calls must still release what they own
+            except Exception as error:  # the other functions must still release their resources
                 log.warning("a function could not be called at the end of a run: %s", text_of(error))
 
     def _leave(self, one: Subscription) -> None:

@@ -1,8 +1,8 @@
 """Combine the spans that workers report for sampled items into paths through the graph.
 
-Algorithm. Workers send their spans at intervals, so an item's last span may arrive before an earlier one. An
-item therefore counts as complete a short time after it has reached an end of the graph. An item that reaches
-several ends has one path for each of them, made of the stages before that end.
+Algorithm. Workers send their spans at intervals, so the last span of an item may arrive before an earlier
+one. An item therefore counts as complete only some time after it has reached an end of the graph. An item
+that reaches several ends has one path for each of them, which consists of the stages before that end.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from flowchan.run.policy.plan import Plan
 from flowchan.run.worker.item_recorder import source_of
 
 COMPLETE_AFTER_NS = 1_200_000_000
-"""Time to wait for the other spans of an item once one of its spans has reached an end of the graph."""
+"""Time to wait for the other spans of an item after one of its spans has reached an end of the graph."""
 MOST_ITEMS = 4096
-"""Maximum number of items followed at a time. If there are more, the oldest are dropped."""
+"""Maximum number of items followed at a time. At this limit, the oldest are dropped."""
 MOST_SPANS = 200
 """Maximum number of spans kept per item, because an item may go around a loop many times."""
 
-_Placed = tuple[str, int, int, int]  # stage, worker, times of the get and of the first put
+_Placed = tuple[str, int, int, int]  # stage, worker, time of the get, time of the first put
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _Item:
 
 
 class ItemPaths:
-    """Sampled items that are still in the graph of a run. Any thread may call the methods.
+    """Collects the sampled items that are still in the graph of a run. Any thread may call the methods.
 
     Args:
         plan: Plan of the run.
@@ -46,14 +46,15 @@ class ItemPaths:
         self._tell = tell
         self._names = [stage.name for stage in plan.graph.stages]
         self._before = _stages_before(plan)
-        # by stage: greater than the ranks of all stages before it, apart from the other stages of its loop
+        # The rank of a stage is greater than the ranks of all stages before it, except those in the same
+        # loop.
         self._rank = {stage: len(before) for stage, before in self._before.items()}
         self._writers = _writers(plan)
         self._ends = plan.ends
         self._items: OrderedDict[int, _Item] = OrderedDict()
         self._due: list[
             tuple[int, int, _Placed]
-        ] = []  # time at which each item counts as complete, its mark, and its last span
+        ] = []  # time at which an item counts as complete, the item's mark, and its last span
         self._lock = threading.Lock()
 
     def add(self, event: ItemSpans, now: int) -> list[ItemTraced]:
@@ -75,13 +76,13 @@ class ItemPaths:
             return self._completed(now)
 
     def report(self, spans: ItemSpans) -> None:
-        """Pass on a worker's report, and the items that are now complete."""
+        """Pass on a worker's report, followed by the items that it completes."""
         self._tell(spans)
         for item in self.add(spans, time.monotonic_ns()):
             self._tell(item)
 
     def end(self) -> None:
-        """Pass on the remaining items that have reached an end, because the run has ended."""
+        """Pass on the remaining items that have reached an end of the graph, because the run has ended."""
         with self._lock:
             items = self._completed(None)
         for item in items:
@@ -94,16 +95,16 @@ class ItemPaths:
         return [item for item in found if self._is_whole(item)]
 
     def _is_whole(self, item: ItemTraced) -> bool:
-        """Return whether no span is missing, for example because a worker has not sent it yet."""
+        """Return whether all spans of the path have arrived, although some workers may send theirs late."""
         first, *others = item.path
         return first == item.source and all(self._writers[stage] & {*item.path} for stage in others)
 
     def _path(self, mark: int, item: _Item, last: _Placed) -> ItemTraced:
-        """Return the path of an item up to its last span. The spans of a dead worker may be missing."""
+        """Return the path of an item up to its last span, without spans that a dead worker has not sent."""
         before, counts = self._before[last[0]], Counter(span[0] for span in item.spans)
 
         def is_earlier(span: _Placed) -> bool:
-            # if the item was in each of the two stages once, the order follows from the graph
+            # If the item was in both stages only once, the graph determines their order.
             return span[3] <= last[3] or counts[span[0]] == counts[last[0]] == 1
 
         spans = {span for span in item.spans if span[0] in before and is_earlier(span)}
@@ -112,13 +113,13 @@ class ItemPaths:
         return ItemTraced(item.source, mark, placed)
 
     def _ordered(self, spans: set[_Placed]) -> list[_Placed]:
-        """Sort spans by time, but never put a stage before a stage that its items come from.
+        """Sort spans by time, but put no stage before a stage from which its items come.
 
         The clocks of hosts are not exact, so an item may seem to leave a host before it arrives there.
         """
         rank = self._rank
         keys: dict[_Placed, tuple[int, ...]] = {}
-        latest: dict[str, int] = {}  # by stage
+        latest: dict[str, int] = {}  # latest time of each stage
         for span in sorted(spans, key=lambda span: (rank[span[0]], *span[2:])):
             stage, _, taken, put = span
             earlier = [
@@ -131,7 +132,7 @@ class ItemPaths:
 
 
 def _writers(plan: Plan) -> dict[str, set[str]]:
-    """Return which stages put items directly into each stage."""
+    """Return for each stage the stages that put items directly into it."""
     into: dict[str, set[str]] = {stage.name: set() for stage in plan.graph.stages}
     for edge in plan.edges:
         if edge.reader is not None:
@@ -140,7 +141,7 @@ def _writers(plan: Plan) -> dict[str, set[str]]:
 
 
 def _stages_before(plan: Plan) -> dict[str, frozenset[str]]:
-    """Return, for each stage, the other stages whose items can reach it."""
+    """Return for each stage the other stages whose items can reach it."""
     into, found = _writers(plan), {}
     for stage in into:
         before: set[str] = set()

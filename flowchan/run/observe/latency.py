@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flowchan.run.policy.events import ItemTraced
 
 MOST_SAMPLES = 1000
-"""Maximum number of recent samples kept per path."""
+"""Maximum number of samples kept for each path. The oldest are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class PathLatency:
 
 
 class PathLatencies:
-    """Latencies of the sampled items of one run.
+    """Keeps the latencies of one run's sampled items.
 
     Args:
         window: Length of the window in seconds (default: 60).
@@ -38,7 +38,7 @@ class PathLatencies:
 
     def __init__(self, window: float = 60.0) -> None:
         self._window = window
-        # time of completion and latency
+        # Pairs of completion time and latency, by path.
         self._samples: dict[tuple[str, ...], deque[tuple[float, float]]] = {}
 
     def add(self, item: ItemTraced) -> None:
@@ -47,7 +47,7 @@ class PathLatencies:
         samples.append((item.spans[-1][3], item.latency))
 
     def paths(self, now: float) -> tuple[PathLatency, ...]:
-        """Return the latency of each path in the window that ends at ``now`` (monotonic seconds)."""
+        """Return the latency of each path in the window that ends at ``now``, a monotonic time in seconds."""
         found = []
         for path, samples in list(self._samples.items()):
             recent = sorted(latency for at, latency in list(samples) if at >= now - self._window)

@@ -1,6 +1,6 @@
 """Compute the statistics of a run from the counters of its channels (R8).
 
-The channels count in native code, so statistics do not slow down the workers.
+The channels count in native code, so statistics do not slow the workers down.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from flowchan.run.worker.opening import Channels, Ports
 class Snapshot:
     """Counters of the channel of one edge.
 
-    ``read_waits`` has the seconds that each worker, by number, has spent waiting to read. ``write_waits`` has
-    the seconds spent waiting to write: in total, and for earlier items. ``leased_at_break`` is the number of
-    items that readers held when the channel broke. ``stats`` does not count dropped items as taken.
+    ``read_waits`` maps each worker's number to the seconds for which the worker waited to read.
+    ``write_waits`` does so for writing, with two values: the total, and the part spent waiting for earlier
+    items. ``leased_at_break`` is the number of items that readers held when the channel broke. ``stats`` does
+    not count dropped items as taken.
     """
 
     edge: Edge
@@ -47,7 +48,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """State of a run, apart from its channels' counters.
+    """Everything that describes the state of a run, except the counters of its channels.
 
     Attributes:
         state: State of the supervisor's policy.
@@ -56,9 +57,9 @@ class Account:
         unwanted: Number of items without a receiver, by stage.
         worked: Time that the workers have spent, by stage.
         pids: Process ids by worker.
-        last_error: See :class:`RunStats`.
-        refused: Number of failed items that came from ``ask``, by stage.
-        warnings: See :class:`RunStats`.
+        last_error: Same as in :class:`RunStats`.
+        refused: Number of failed items that came from ``ask()``, by stage.
+        warnings: Same as in :class:`RunStats`.
     """
 
     state: PolicyState
@@ -79,14 +80,14 @@ def measure(
     leased_at_break: Mapping[str, int],
     dropped: Mapping[str, int],
 ) -> tuple[Snapshot, ...]:
-    """Return the current counters of all channels and the wait times at all ``ports``.
+    """Return the counters of all channels now, and the wait times of all ``ports``.
 
-    ``leased_at_break`` is the number of items that workers held when each channel broke. ``dropped`` is the
-    number of items removed from each channel without reaching a worker.
+    ``leased_at_break`` contains the number of items that workers held when each channel broke. ``dropped``
+    contains the number of items that were removed from each channel without reaching a worker.
     """
     read: dict[str, dict[int, float]] = {}
     written: dict[str, dict[int, tuple[float, float]]] = {}
-    for id, own_ports in list(ports.items()):  # copied, because other threads add and remove workers
+    for id, own_ports in list(ports.items()):  # a copy, because other threads add and remove workers
         for reader in own_ports.inputs.values():
             read.setdefault(reader.channel._name, {})[id.number] = reader._waited()[0]
         for writer in own_ports.writers():
@@ -104,14 +105,14 @@ def measure(
 
 
 def _without(stats: ChannelStats, dropped: int) -> ChannelStats:
-    """Return the statistics without dropped items, which then count as left in the channel."""
+    """Return the statistics without dropped items, so that these count as left in the channel."""
     return dataclasses.replace(stats, items_out=stats.items_out - dropped) if dropped else stats
 
 
 def summarise(
     plan: Plan, account: Account, snapshots: tuple[Snapshot, ...], hosts: tuple[HostStats, ...] = ()
 ) -> RunStats:
-    """Return the counters of a run without rates and shares; :func:`between` adds these."""
+    """Return the counters of a run. Rates and shares are missing until :func:`between` adds them."""
     state, elapsed = account.state, account.elapsed
     reading: dict[str | None, list[Snapshot]] = {}
     writing: dict[str, list[Snapshot]] = {}
@@ -171,9 +172,9 @@ def _edge(snapshot: Snapshot, share: int) -> EdgeStats:
 
 @dataclass(frozen=True, slots=True)
 class _StageInput:
-    """Inputs for the statistics of one stage.
+    """Everything from which the statistics of one stage are computed.
 
-    ``broken`` is the number of failed items that ended the run or came from ``ask``. ``worked`` comes from
+    ``broken`` is the number of failed items that ended the run or came from ``ask()``. ``worked`` comes from
     the clocks of the workers.
     """
 
@@ -198,7 +199,7 @@ def _stage(about: _StageInput) -> StageStats:
     in_hand = sum(s.stats.leased for s in reads)
     failed = about.broken + sum(s.stats.items_in for s in writes if s.edge.errors)
     outs = [s for s in writes if not s.edge.errors]
-    # A tee puts each item into every output. A stage without readers has finished every item that it took.
+    # A tee puts each item into every output. A stage without outputs has finished every item that it took.
     given = [s.stats.items_in for s in outs]
     unwanted = about.unwanted
     cut_off = sum(s.leased_at_break for s in reads) - about.broken - in_hand
@@ -206,7 +207,7 @@ def _stage(about: _StageInput) -> StageStats:
     finished = max(0, items_in - in_hand - failed - unwanted - discarded)
     items_out = (max if stage.operator.repeats else sum)(given) if given else finished
     if stage.placement.hosts and stage.operator.owes and _lacks_readers(about, outs):
-        # Workers do not count items that were in transit to or from a host when the stage ended.
+        # Workers do not count the items that were in transit to or from a host when the stage ended.
         unwanted = max(unwanted, items_in - items_out - failed - in_hand)
     if about.cut_short and stage.operator.owes:
         discarded = max(0, items_in - items_out - failed - in_hand - unwanted)
@@ -227,12 +228,12 @@ def _stage(about: _StageInput) -> StageStats:
 
 
 def _starting(about: _StageInput) -> int:
-    """Return the number of workers that have not begun, not counting those that only collect results."""
+    """Return the number of workers that have not begun, except those that only collect results."""
     return 0 if about.stage.operator.gathers else max(0, about.alive - len(about.worked.now))
 
 
 def _seconds(about: _StageInput) -> WorkSeconds:
-    """Return the time spent by all workers that the stage has had, including waits at its channels."""
+    """Return the time spent by all workers that the stage has ever had, including waits at its channels."""
     return _with_waits(
         about.worked.total,
         sum(snapshot.stats.read_wait for snapshot in about.reads),
@@ -252,11 +253,10 @@ def _worker(worker: WorkerStats, about: _StageInput) -> WorkerStats:
 
 
 def _with_waits(worked: WorkSeconds, reads: float, writes: float, turns: float) -> WorkSeconds:
-    """Add wait times to the time of a worker or stage, within its bounds.
+    """Add wait times to the time of a worker or stage, within the limits of that time.
 
-    A worker that waits at several channels at once counts this time at each of them, so the sum is limited to
-    the time worked. A worker's end may be recorded before the end of its wait, so a negative wait becomes
-    zero.
+    A worker that waits at several channels counts the time at each of them, so the sum is limited to the time
+    worked. The end of a worker may be recorded before the end of its wait, so a negative wait counts as zero.
     """
     reads = min(max(0.0, reads), worked.working)
     writes = min(max(0.0, writes), worked.working - reads)
@@ -271,7 +271,7 @@ def _lacks_readers(about: _StageInput, outs: list[Snapshot]) -> bool:
 
 
 def state_of(state: PolicyState) -> RunState:
-    """Return the public name of the supervisor's state."""
+    """Return the state of the run in the terms of the public interface."""
     if state.phase in ("running", "stopping", "finishing"):
         return "stopping" if state.stopped else "running"
     if state.failures:

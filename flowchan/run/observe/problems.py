@@ -1,4 +1,4 @@
-"""Keep the latest problems of a run, so that viewers that connect later can show them."""
+"""Keep the latest problems of a run for viewers that connect later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowchan.run.policy.events import Death, ErrorSent, NotAdded, Warned
 from flowchan.run.policy.failures import text_of
 
 MOST_PROBLEMS = 50
-"""Maximum number of problems kept."""
+"""Maximum number of problems kept. The oldest are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class RunProblem:
 
 
 class RecentProblems:
-    """Listener that keeps the latest problems from a run's feed. It is created when the run starts."""
+    """Listener that keeps the latest problems from the feed of a run. Create it when the run starts."""
 
     def __init__(self) -> None:
         self._started_at = time.monotonic()

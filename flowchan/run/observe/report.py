@@ -1,7 +1,7 @@
 """Format the report of a run as text (R8).
 
-The report begins with the bottleneck, advice, the numbers of workers that the run chose, and warnings. Then
-come tables of stages and channels, and the item counts of each stage.
+The report begins with the bottleneck, advice, the numbers of workers that the run has chosen, and warnings.
+Tables of stages and channels follow, and then the item counts of each stage.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from flowchan.run.policy.stats import CauseKind, EdgeStats, HostStats, RunState,
 
 
 def render(stats: RunStats, width: int = 10**6) -> str:
-    """Format the report of a run that is active or has ended.
+    """Format the report of a run, which may be active or have ended.
 
-    If ``width`` is too small, drop columns with redundant contents first, and then shorten names.
+    If the report is wider than ``width``, drop columns with redundant contents first, and then shorten names.
     """
     first = f"graph {stats.graph!r}: {stats.state} {_after(stats)} {stats.elapsed:.2f} s, seed {stats.seed}"
     if stats.memory:
@@ -45,7 +45,7 @@ def recent_text(stats: RunStats) -> str:
 
 
 def bottleneck_text(stats: RunStats) -> str:
-    """Describe what limits the run, a stage or something else, and why."""
+    """Describe what limits the run and why; it may be a stage or something else."""
     cause, slow = stats.cause, _bottleneck(stats)
     if cause is not None and cause.kind != "bottleneck":
         return f"bottleneck: {_CAUSES[cause.kind]} ({cause.why})"
@@ -60,7 +60,7 @@ def bottleneck_text(stats: RunStats) -> str:
 
 
 def _scaling_lines(stats: RunStats) -> Iterator[str]:
-    """Yield a line for each stage that the run has scaled, with its numbers of workers over time."""
+    """Yield a line for each stage that the run has scaled, with the sequence of its numbers of workers."""
     numbers: dict[str, list[int]] = {}
     for decision in stats.decisions:
         numbers.setdefault(decision.stage, [decision.workers_before]).append(decision.workers)
@@ -69,7 +69,7 @@ def _scaling_lines(stats: RunStats) -> Iterator[str]:
 
 
 def cause_text(stats: RunStats) -> str:
-    """Describe briefly what limits the run. Return an empty string if the cause is unknown."""
+    """Describe in a few words what limits the run. The text is empty if the cause is unknown."""
     cause, slow = stats.cause, _bottleneck(stats)
     if cause is not None and cause.kind != "bottleneck":
         stage = "" if cause.stage is None else f" ({cause.stage})"
@@ -109,7 +109,7 @@ def share(part: float) -> str:
 
 
 def workers_text(stage: StageStats) -> str:
-    """Return the number of workers, their placement, and how many are still starting."""
+    """Return the number of workers, their placement and, if some are still starting, how many."""
     return ", ".join(filter(None, [f"{count(stage.workers)} {stage.on}", starting_text(stage)]))
 
 
@@ -118,16 +118,16 @@ def _after(stats: RunStats) -> str:
 
 
 def account_text(stage: StageStats, state: RunState) -> str:
-    """Describe what became of the items that a stage took, and count failed batch members."""
+    """Describe what happened to the items that a stage took, including failed members of batches."""
     members = f", {count(stage.members_failed)} members failed" if stage.members_failed else ""
     return _account(stage, state) + members
 
 
 def _account(stage: StageStats, state: RunState) -> str:
-    """Describe what became of the items that a stage took.
+    """Describe what happened to the items that a stage took.
 
-    If the operator has one output per item, outputs and failures must add up to the inputs. Otherwise, the
-    text shows the difference: items that are still moving, or missing items.
+    If the operator has one output per item, outputs and failures must add up to the inputs. If they do not,
+    the text shows the difference, as items that still move or as missing items.
     """
     rest = [
         ("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted),
@@ -231,7 +231,7 @@ def _host_table(hosts: Sequence[HostStats], width: int) -> str:
 
 
 GAP, LEAST = 2, 8
-"""Spaces between two columns, and minimum length of a shortened text."""
+"""Number of spaces between two columns, and minimum length of a shortened text."""
 
 
 def table(
@@ -241,10 +241,10 @@ def table(
     width: int = 10**6,
     spare: Sequence[str] = (),
 ) -> str:
-    """Format aligned columns; return an empty string if ``rows`` is empty.
+    """Format aligned columns. Return an empty string if ``rows`` is empty.
 
     Columns whose number is in ``left`` are left-aligned, the others right-aligned. If the table is wider than
-    ``width``, drop as many ``spare`` columns as necessary. Then shorten long left-aligned texts.
+    ``width``, drop as many ``spare`` columns as necessary, and then shorten long left-aligned texts.
     """
     if not rows:
         return ""
@@ -265,7 +265,7 @@ def table(
 
 
 Columns = dict[str, tuple[bool, list[str]]]
-"""For each column title: whether the column is left-aligned, and its cells, title first."""
+"""Columns by title. Each has a flag for left alignment, and a list of its cells, title first."""
 
 
 def _longest(cells: list[str]) -> int:
@@ -277,7 +277,7 @@ def _wide(columns: Columns) -> int:
 
 
 def _cut(columns: Columns, width: int) -> None:
-    """Shorten the longest left-aligned texts to no fewer than LEAST characters."""
+    """Shorten the longest left-aligned texts, but keep at least LEAST characters."""
     names = [cells for is_left, cells in columns.values() if is_left]
     while _wide(columns) > width and (most := max(map(_longest, names)) - 1) >= LEAST:
         widest = max(names, key=_longest)

@@ -1,9 +1,9 @@
-"""Write the trace of a run to a file during the run.
+"""Write the trace of a run to a file while the run is active.
 
 Algorithm. A thread reads the wait times of all ports every ``READ_EVERY_S`` seconds, or less often if that
-would cost more than 1 % of a core. It also reads the channels' counters, and writes the events to the file.
-Everything else comes from the run's feed, so workers do no work for the trace, except for sampled items. A
-killed worker loses only the sampled items that it has not reported.
+would cost more than 1 % of a core. It also reads the channels' counters, and writes the trace events to the
+file. Everything else comes from the run's feed, so tracing costs the workers nothing except for sampled
+items. If a worker is killed, only the sampled items that it has not reported are missing.
 
 The file is a JSON array. The trace format makes the closing bracket optional, so viewers can open the file of
 a killed program.
@@ -52,17 +52,17 @@ from flowchan.run.worker.opening import Channels, Ports
 log = logging.getLogger("flowchan.run")
 
 READ_EVERY_S = 0.01
-"""Minimum number of seconds between readings of the wait times."""
+"""Minimum number of seconds between two readings of the wait times."""
 COST = 100
-"""The interval between readings is at least this many times the CPU time of one."""
+"""Readings are at least this many times farther apart than the CPU time of one of them."""
 WRITE_EVERY_NS = 500_000_000
 COUNT_EVERY_NS = 100_000_000
-"""Interval between values of a counter. It doubles after every ``MOST_COUNTS`` values."""
+"""Interval between values of a counter. After every ``MOST_COUNTS`` values, it doubles."""
 MOST_COUNTS = 5_000
 
 
 class TracedPorts(Protocol):
-    """Channels and ports of a run."""
+    """Access to the channels and ports of a run."""
 
     @property
     def channels(self) -> Channels: ...
@@ -72,7 +72,7 @@ class TracedPorts(Protocol):
 
 
 class _TraceFile:
-    """Unbuffered file, because a forked child would also write out any buffered data."""
+    """File without a buffer, because a forked child would write a copy of buffered data."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -93,7 +93,7 @@ class _TraceFile:
 
     def write(self, text: str) -> None:
         data = text.encode("ascii")
-        if self._compresses:  # a complete gzip member, because viewers reject a file with an incomplete one
+        if self._compresses:  # as a complete gzip member, because viewers reject a truncated one
             data = gzip.compress(data, compresslevel=1)
         begin = os.lseek(self._file, 0, os.SEEK_CUR) if self._is_regular else 0
         try:
@@ -112,14 +112,14 @@ class _TraceFile:
             self.close()
 
     def close(self) -> None:
-        """Close the file and leave the trace incomplete."""
-        # else forked children, which inherit the file, would keep the lock
+        """Close the file, and leave the trace incomplete."""
+        # Unlock it explicitly, because forked children inherit the file and would keep the lock.
         fcntl.flock(self._file, fcntl.LOCK_UN)
         os.close(self._file)
 
 
 class RunTrace:
-    """Trace of one run.
+    """Writes the trace of one run.
 
     Args:
         path: Path of the file, ending in ``.json`` or ``.json.gz``.
@@ -166,9 +166,9 @@ class RunTrace:
         feed.listen(self._record)
 
     def start(self) -> None:
-        """Start the thread.
+        """Start the thread that reads the ports.
 
-        The run must have forked its processes before, because forking is unsafe afterwards.
+        The run must have forked its processes before, because forking is unsafe while other threads run.
         """
         with self._lock:
             if not self._over.is_set():
@@ -177,7 +177,7 @@ class RunTrace:
                 self._thread.start()
 
     def close(self) -> None:
-        """Complete the file. Ignore later events."""
+        """Complete the file, and ignore later events."""
         with self._lock:
             self._over.set()
             thread = self._thread
@@ -193,7 +193,7 @@ class RunTrace:
             except OSError as error:
                 self._warn(error)
 
-    # --- the thread ---
+    # --- called by the thread of the trace ---
 
     def _work(self) -> None:
         pause = READ_EVERY_S
@@ -243,10 +243,10 @@ class RunTrace:
             self._values[name] = value
             self._lines.append(self._events.counter(name, now, value))
 
-    # --- the feed ---
+    # --- called by the feed ---
 
     def _record(self, event: Any) -> None:
-        """Record an event from the feed. Any thread may call this method."""
+        """Record an event from the feed, on any thread."""
         try:
             with self._lock:
                 if self._file is not None:
@@ -317,7 +317,7 @@ class RunTrace:
     def _happened(self, worker: WorkerId, name: str, now: int, text: str = "") -> None:
         self._add(self._events.instant(worker.stage, worker.number, name, now, text))
 
-    # --- the file ---
+    # --- writing the file ---
 
     def _add(self, lines: Iterator[str]) -> None:
         self._lines += lines
@@ -341,7 +341,7 @@ class RunTrace:
 
 
 def _waited(ports: Ports) -> tuple[int, int, int]:
-    """Return how long a worker has waited for input, for room and for its turn, in nanoseconds."""
+    """Return how long a worker has waited for input, for room and for its turn, each in nanoseconds."""
     reads = sum(reader._waited()[0] for reader in ports.inputs.values())
     writes = [writer._waited() for writer in ports.writers()]
     turn = sum(turn for _, turn in writes)

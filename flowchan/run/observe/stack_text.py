@@ -1,7 +1,8 @@
 """Format Python stacks like tracebacks, with the most recent call last.
 
-Stacks of worker processes come from ``faulthandler``, which puts the most recent call first and omits source
-lines. Calls from before the worker's start are dropped, because after a fork they belong to the main program.
+The stacks of worker processes come from ``faulthandler``, which puts the most recent call first and omits
+source lines. Calls from before the start of the worker are dropped, because after a fork they belong to the
+main program.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 def text_of_dump(dump: str) -> str:
     """Convert a dump from ``faulthandler`` to text.
 
-    If there are several threads, a line with the thread's id precedes each stack. The oldest thread, which
-    usually runs the worker, comes first.
+    If the process has several threads, a line with the thread's id precedes each stack. The oldest thread
+    comes first, because it usually runs the worker.
     """
     threads: list[tuple[str, list[str]]] = []
     started = False
@@ -41,13 +42,13 @@ def text_of_dump(dump: str) -> str:
 
 def _entry(line: str) -> str:
     if not (found := _FRAME.fullmatch(line)):
-        return f"{line}\n"  # such as "<no Python frame>"
+        return f"{line}\n"  # a line such as "<no Python frame>"
     file, number, function = found.groups()
     return "".join(traceback.format_list([traceback.FrameSummary(file, int(number), function)]))
 
 
 def text_of_frame(frame: FrameType) -> str:
-    """Return the stack of a thread that executes ``frame``, as text."""
+    """Return the stack of the thread that executes ``frame``, as text."""
     return "".join(traceback.format_stack(frame))
 
 
@@ -57,7 +58,7 @@ def text_of_coroutine(coroutine: Any) -> str:
 
 
 def _awaited(coroutine: Any) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frame and line of a coroutine, then those of the awaitable that it awaits, and so on."""
+    """Yield the frame and line of a coroutine, of the awaitable for which it waits, and so on."""
     while coroutine is not None:
         for frame, awaits in (
             ("cr_frame", "cr_await"),

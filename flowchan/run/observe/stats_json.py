@@ -1,8 +1,8 @@
 """Convert a run's statistics to dictionaries for JSON, and back.
 
-The keys are the attribute names of :class:`RunStats` and its parts, and the units are the same. Each stage
-also has a ``state``. Readers ignore unknown keys, so later versions can add some. If a key changes in
-meaning, ``SCHEMA`` changes.
+The keys and units are those of the attributes of :class:`RunStats` and its parts. Each stage also has a
+``state``. Readers ignore unknown keys, so later versions can add some. If the meaning of a key changes,
+``SCHEMA`` changes too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flowchan.run.policy.stats import (
 )
 
 SCHEMA = 1
-"""Version of the dictionary format."""
+"""Version of the format."""
 
 _PARTS: dict[str, type] = {
     "stages": StageStats,
@@ -38,7 +38,7 @@ _PARTS: dict[str, type] = {
     "decisions": ScalingDecision,
     "cause": Cause,
 }
-"""Keys whose values are dictionaries or contain them, with the class that each dictionary stands for."""
+"""Classes of the dictionaries that a key's value is or contains."""
 
 
 def to_json(stats: RunStats) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Count the quantities that a run's channels do not count. The run's events update the counts."""
+"""Count what the channels of a run do not count, from the events of the run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from flowchan.run.policy.transitions import PolicyState
 
 
 class Tally:
-    """Counts of one run.
+    """Keeps the counts of one run.
 
-    Worker threads report on their own threads; events of other workers arrive on the thread of their part of
-    the crew. The supervisor calls all other methods. :meth:`account` copies each table in one step.
+    Worker threads report their events on their own threads. The events of other workers arrive on the thread
+    of their part of the crew. The supervisor calls all other methods. :meth:`account` copies each table in
+    one step.
     """
 
     def __init__(self) -> None:
@@ -34,13 +35,13 @@ class Tally:
         self._unwanted: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._clocks = WorkerClocks()
-        self._pids: dict[WorkerId, int] = {}  # running processes only
-        self._warnings: dict[tuple[str, str], str] = {}  # by stage and topic
+        self._pids: dict[WorkerId, int] = {}  # process ids of running processes
+        self._warnings: dict[tuple[str, str], str] = {}  # latest warning by stage and topic
 
     def reported(self, event: Event) -> None:
-        """Record an event, on the thread that reports it.
+        """Record an event, on the reporting thread.
 
-        A worker thread's clock must be started on that thread itself.
+        A worker thread must start its clock itself, so this method cannot wait for the supervisor.
         """
         if isinstance(event, Began):
             self._clocks.begin(event.worker)
@@ -60,12 +61,12 @@ class Tally:
             self.last_error = event.text
 
     def ended(self, worker: WorkerId) -> None:
-        """Record that a worker has ended."""
+        """Stop the clock of a worker that has ended."""
         self._clocks.end(worker)
         self._pids.pop(worker, None)
 
     def ended_early(self, ended: Ended) -> None:
-        """Count the items for which a worker found no reader."""
+        """Count the items of a worker that had no reader for their outputs."""
         self._unwanted[ended.worker.stage] += ended.unwanted
 
     def died(self, death: Death) -> None:
@@ -74,11 +75,11 @@ class Tally:
             self.last_error = f"worker {death.worker} {death.summary}"
 
     def warn(self, stage: str, topic: str, text: str) -> None:
-        """Keep a warning for the report, in place of earlier ones about the same stage and topic."""
+        """Keep a warning for the report. It replaces an earlier one about the same stage and topic."""
         self._warnings[stage, topic] = text
 
     def account(self, state: PolicyState, elapsed: float, now: float) -> Account:
-        """Return the current counts."""
+        """Return a copy of the current counts."""
         return Account(
             state,
             max(elapsed, 1e-9),

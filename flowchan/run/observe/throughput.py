@@ -3,21 +3,21 @@
 Algorithm. Each resource limits the rate at which items can enter the graph:
 
 - A stage with W workers allows W / (s · v) items per second. Per source item, the stage takes v items and
-  spends s seconds on each. With a rate limit r, the stage allows r / v.
+  spends s seconds on each. If it has a rate limit r, it also allows at most r / v.
 - The cores allow cores / Σ c · v, where c is the CPU time per item.
-- The interpreter lock allows 1 / Σ c · v over the stages on threads.
+- The interpreter lock allows 1 / Σ c · v, summed over the stages on threads.
 - A loop that admits no more items and has n busy workers allows n / Σ s · v, summed over its stages.
-- The program's puts or gets, or memory, allow the measured rate if :func:`cause_of` names them as the cause.
+- If :func:`cause_of` blames the program's puts or gets, or memory, these allow the measured rate.
 
 If work times vary and channels are small, workers wait for each other, and the rate falls below the smallest
-bound. The predicted rate is therefore (Σ bound^-p)^(-1/p). The exponent p makes this formula reproduce the
-measured rate: Σ u^p = 1 for the measured utilisations u. If some resource is always in use, p is infinite,
-and the rate equals the smallest bound.
+bound. The predicted rate is therefore (Σ bound^-p)^(-1/p). The exponent p is chosen so that the formula
+reproduces the measured rate: Σ u^p = 1 for the measured utilisations u. If some resource is always in use, p
+is infinite, and the rate equals the smallest bound.
 
-Work times include time spent waiting for a core or for the interpreter lock. If the run itself uses all cores
-or the lock, a change affects these waits, so they are subtracted from the work times.
+Work times include waits for a core and for the interpreter lock. If the run itself uses all cores or the
+lock, a change affects these waits, so they are subtracted from the work times.
 
-The model predicts ratios of rates well. Absolute rates are less accurate.
+The model predicts ratios of rates well, but absolute rates less accurately.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from flowchan.run.policy.stats import CauseKind, RunStats, StageStats
 
 CORES, LOCK, LOOP = "the cores", "the interpreter lock", "the items in flight"
 FIXED: dict[CauseKind, str] = {"input": "the input", "consumer": "the program", "memory": "the memory"}
-"""Names of resources that are not stages. The bounds of resources in ``FIXED`` never change."""
+"""Names of the resources that are not stages. The bounds of those in ``FIXED`` never change."""
 LEAST_EXPONENT, MOST_EXPONENT = 2.0, 64.0
-"""Limits of the exponent p. At the upper limit, the rate practically equals the smallest bound."""
+"""Limits of the exponent p. At the upper limit, the rate is practically the smallest bound."""
 HEAVY = 0.2
-"""A stage on threads that uses at least this many cores counts as competing for the interpreter lock."""
+"""Minimum number of cores that a stage on threads must use to count as competing for the interpreter lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """Work of one stage.
+    """Work of one stage, as the model uses it.
 
     Attributes:
         stage: Statistics of the stage.
@@ -53,7 +53,7 @@ class StageWork:
         visits: Number of items that the stage takes per source item.
         each: Seconds of work per item.
         cpu: CPU seconds per item; 0 if unknown.
-        lock_wait: Seconds per item spent waiting for the interpreter lock while other stages hold it.
+        lock_wait: Seconds per item for which it waits while other stages hold the interpreter lock.
         local: True if the workers use the cores of this machine.
         threads: True if the workers are threads of this process.
     """
@@ -69,7 +69,7 @@ class StageWork:
 
     @property
     def utilisation(self) -> float:
-        """Return the larger of two shares: the workers' busy time, and the used part of the rate limit."""
+        """Return the busy share of the workers or the used share of the rate limit, whichever is larger."""
         limit = self.stage.rate_limit
         return min(1.0, max(self.stage.busy, self.stage.rate / limit if limit else 0.0))
 
@@ -94,16 +94,16 @@ NOTHING = Change()
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Model of a run's throughput.
+    """Predicts the throughput of a run.
 
     Attributes:
         works: Work of each stage that took items, by stage.
         cores: Number of cores that the run may use.
         lock: True if the threads of this process compete for one interpreter lock.
-        fixed: Bounds that are independent of the numbers of workers, by resource.
-        in_flight: Number of busy workers in a loop that admits too few items; 0 without such a loop.
-        loop: Stages of that loop.
-        exponent: Exponent p in the formula above.
+        fixed: Bounds that do not depend on the numbers of workers, by resource.
+        in_flight: Number of busy workers in a loop that admits too few items, or 0 without such a loop.
+        loop: Stages of this loop.
+        exponent: Exponent p of the formula above.
     """
 
     works: Mapping[str, StageWork]
@@ -116,12 +116,12 @@ class Model:
 
     @classmethod
     def of(cls, stats: RunStats, cores: int | None = None, gil: bool | None = None) -> Model:
-        """Return the model of a run in a window.
+        """Create the model of a run in a window.
 
         Args:
             stats: Statistics with rates and shares for a window, from :func:`between`.
             cores: Number of cores that the run may use (default: as many as this process).
-            gil: True if threads share one interpreter lock (default: whether those of this process do).
+            gil: True if threads share one interpreter lock (default: whether the threads of this process do).
         """
         cores = local_cores() if cores is None else cores
         works = _works(stats)
@@ -142,7 +142,7 @@ class Model:
         return cls(works, cores, lock, fixed, in_flight, loop, _exponent(utilisations))
 
     def rate(self, workers: Mapping[str, int] | None = None, change: Change = NOTHING) -> float:
-        """Return the items per second that all sources together emit.
+        """Return the number of items per second that all sources together emit.
 
         Args:
             workers: Number of workers, by stage (default: the current numbers).
@@ -156,12 +156,12 @@ class Model:
         return least / float(total ** (1 / self.exponent))
 
     def limited_by(self, workers: Mapping[str, int] | None = None, change: Change = NOTHING) -> str:
-        """Return the resource with the smallest bound: a stage, or a name from this module."""
+        """Return the resource with the smallest bound: the name of a stage, or a name from this module."""
         bounds = self.bounds(_with(change, workers))
         return min(bounds, key=bounds.__getitem__, default="")
 
     def bounds(self, change: Change = NOTHING) -> dict[str, float]:
-        """Return the highest source rate that each resource allows, in items per second."""
+        """Return for each resource the highest source rate that it allows, in items per second."""
         found = dict(self.fixed)
         used = locked = around = 0.0
         for name, work in self.works.items():
@@ -199,19 +199,19 @@ def _works(stats: RunStats) -> dict[str, StageWork]:
 
 
 def _used(works: Mapping[str, StageWork], threads: bool = False) -> float:
-    """Return how many local cores the stages use. With ``threads``, count only threads of this process."""
+    """Return the number of local cores that the stages use. With ``threads``, count only threads."""
     return sum(
         work.stage.cores or 0.0 for work in works.values() if (work.threads if threads else work.local)
     )
 
 
 def _work(stage: StageStats, stats: RunStats, visits: float) -> StageWork | None:
-    """Return a stage's work in the window; None if it took no items or has no workers."""
+    """Return the work of a stage in the window, or None if the stage took no items or has no workers."""
     operator = OPERATORS[stage.kind]
     if operator.outside or stage.worked.working <= 0 or not visits:
         return None
     items, worked = stage.rate * stats.window, stage.worked
-    if not items:  # an item may take longer than the window
+    if not items:  # an item may take longer than the window, so use the whole run
         items, worked = stage.items_out if operator.begins else stage.items_in, stage.seconds
     if not items:
         return None
@@ -224,12 +224,12 @@ def _work(stage: StageStats, stats: RunStats, visits: float) -> StageWork | None
 
 
 def _without_lock_waits(works: dict[str, StageWork]) -> dict[str, StageWork]:
-    """Subtract the time that threads waited for the interpreter lock while others held it.
+    """Subtract the time for which threads waited while others held the interpreter lock.
 
-    Threads that compute share the lock equally, so each of n such threads waits at most n - 1 times its own
-    CPU time. A thread that mostly sleeps takes the lock once per item. If other threads compute all the time,
-    it waits up to one switch interval for the lock; the model assumes half of that. Only a move to processes
-    avoids this wait.
+    Threads that compute share the lock equally. Each of n such threads therefore waits for at most n - 1
+    times its own CPU time. A thread that mostly sleeps takes the lock once per item. If other threads compute
+    all the time, it waits up to one switch interval for the lock; the model assumes half of that. Only a move
+    to processes avoids this wait.
     """
     heavy = {
         name: work.workers
@@ -257,7 +257,7 @@ def _without_core_waits(work: StageWork, window: float) -> StageWork:
 
 
 def _fixed(stats: RunStats) -> dict[str, float]:
-    """Return the bound set by the program's puts or gets, or by memory, if one of these limits the run."""
+    """Return the bound that the program's puts or gets, or memory, set, if one of these limits the run."""
     cause = stats.cause
     if cause is None or cause.kind not in FIXED:
         return {}

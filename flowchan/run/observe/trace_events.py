@@ -1,10 +1,9 @@
 """Build trace events in Chrome's JSON format, which Perfetto can open.
 
-In the trace, each stage is a process, and each of its workers has two threads there. One thread shows the
-worker's activity, the other its sampled items. The run itself is also a process, which contains the channels'
-counters.
+The trace shows each stage as a process in which each worker has two threads: one for its activity, and one
+for its sampled items. The run itself is another process, which contains the counters of the channels.
 
-Arguments are monotonic times in nanoseconds; events contain microseconds since the run started.
+Arguments are monotonic times in nanoseconds. Events contain microseconds since the start of the run.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from flowchan.run.policy.events import ItemTraced
 RUN_PID = 1
 FIRST_STAGE_PID = 2
 FIRST_TID = 10_001
-"""Id of the first thread. It differs from every process id, because equal ids would mark a main thread."""
+"""Id of the first thread. It is greater than every process id, because an equal id would mark a main
+thread."""
 LABELS: dict[SpanKind, str] = {
     "busy": "busy",
     "input": "waits for input",
@@ -28,33 +28,33 @@ LABELS: dict[SpanKind, str] = {
     "turn": "waits for its turn",
 }
 MOST_ITEMS = 50_000
-"""Number of item spans after which the share of samples that are drawn is halved."""
+"""Number of item spans after which only half as many samples are drawn."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class TraceEvents:
-    """Builds the events of one run. Every method returns the lines to write, each of which is a JSON object.
+    """Builds the trace events of one run. Every method returns lines to write, each a JSON object.
 
     Args:
         graph: Name of the graph.
         stages: Names of the stages, in display order.
-        start: When the run started.
+        start: Time at which the run started.
     """
 
     def __init__(self, graph: str, stages: tuple[str, ...], start: int) -> None:
         self.graph, self._start = graph, start
         self._pids = {stage: FIRST_STAGE_PID + place for place, stage in enumerate(stages)}
-        self._hosts: dict[tuple[str, int], str] = {}  # name of each worker's host, by worker
+        self._hosts: dict[tuple[str, int], str] = {}  # host of each worker, by stage and number
         self._tids: dict[tuple[str, int, str, bool], int] = {}
-        self._item_end: dict[int, int] = {}  # by thread: end of the last item span
-        # Thread and start time of each item span, by stage, worker and the time of the get in seconds.
+        self._item_end: dict[int, int] = {}  # end of the last item span, by thread
+        # Thread and start of each item span, by stage, worker and the time of the get in seconds.
         self._drawn: dict[tuple[str, int, float], tuple[int, int]] = {}
         self._numbers, self._flows = count(1), count(1)
-        self._names: dict[int, int] = {}  # by mark: sample number
+        self._names: dict[int, int] = {}  # number of each sample, by mark
         self._item_spans, self._every = 0, 1
 
     def begin(self) -> Iterator[str]:
-        """Name the run and the stages."""
+        """Give names to the run and its stages."""
         yield _meta("process_name", RUN_PID, 0, name=f"run of {self.graph}")
         yield _meta("process_sort_index", RUN_PID, 0, sort_index=0)
         for stage, pid in self._pids.items():
@@ -62,11 +62,11 @@ class TraceEvents:
             yield _meta("process_sort_index", pid, 0, sort_index=pid)
 
     def started(self, stage: str, worker: int, host: str) -> None:
-        """Show the worker's next spans on tracks that name its host. ``host`` is empty for this machine."""
+        """Name the host in the tracks of the worker's next spans. ``host`` is empty for this machine."""
         self._hosts[stage, worker] = host
 
     def span(self, stage: str, worker: int, name: str, begin: int, end: int) -> Iterator[str]:
-        """Show what a worker did in an interval."""
+        """Show what a worker did during an interval."""
         tid = yield from self._tid(stage, worker, False)
         yield self._slice(self._pids[stage], tid, name, begin, end)
 
@@ -81,14 +81,14 @@ class TraceEvents:
         return _line(ph="i", s="p", pid=RUN_PID, tid=RUN_PID, name=name, ts=self._us(at), args=_args(text))
 
     def counter(self, name: str, at: int, value: float) -> str:
-        """Record that a counter changes to this value at time ``at``."""
-        # Perfetto shows the event's name, a space and the argument's name. The argument is therefore the last
-        # word of the counter's name.
+        """Record the value that a counter has from time ``at`` on."""
+        # Perfetto shows the name of the event, a space, and the name of the argument. The last word of the
+        # counter's name therefore becomes the argument.
         name, _, last = name.rpartition(" ")
         return _line(ph="C", pid=RUN_PID, tid=RUN_PID, name=name, ts=self._us(at), args={last: value})
 
     def items(self, stage: str, worker: int, marks: tuple[int, ...], begin: int, end: int) -> Iterator[str]:
-        """Show that a worker processed sampled items."""
+        """Show that a worker processed sampled items during an interval."""
         drawn = [self._number(mark) for mark in marks if self._is_drawn(mark)]
         if not drawn:
             return
@@ -109,8 +109,8 @@ class TraceEvents:
     def flow(self, item: ItemTraced) -> Iterator[str]:
         """Connect the spans of a sampled item along its path.
 
-        Viewers turn an arrow round if its second span begins first. A host's clock is not exact, so this may
-        happen; the arrow then skips the second span.
+        Viewers reverse an arrow whose second span begins first. This can happen because the clocks of hosts
+        are not exact; the arrow then skips the second span.
         """
         if not self._is_drawn(item.number):
             return
@@ -131,7 +131,7 @@ class TraceEvents:
         return mark % self._every == 0
 
     def _number(self, mark: int) -> int:
-        """Return a short number for a sample. Numbers of old samples are dropped."""
+        """Return a short number for a sample. The numbers of old samples are forgotten."""
         number = self._names.get(mark)
         if number is None:
             number = self._names[mark] = next(self._numbers)
@@ -140,9 +140,9 @@ class TraceEvents:
         return number
 
     def _tid(self, stage: str, worker: int, items: bool) -> Generator[str, None, int]:
-        """Return the id of the trace's thread for a worker.
+        """Return the id of the thread that represents a worker in the trace.
 
-        On first use, yield the lines that name the thread.
+        When the id is first used, yield lines that name the thread.
         """
         host = self._hosts.get((stage, worker), "")
         tid = self._tids.get((stage, worker, host, items))

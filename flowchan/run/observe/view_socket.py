@@ -5,13 +5,13 @@ Algorithm. The supervisor's thread calls :meth:`ViewSocket.poll` whenever it is 
 viewers. A run without viewers therefore needs no extra thread, and makes at most one system call every
 ``POLL_INTERVAL_S`` seconds. Each viewer is a subscriber of the run's feed.
 
-A viewer receives JSON lines: one "hello", then "stats", and an "end" when the run has ended. The viewer sends
+A viewer receives JSON lines: one "hello", then "stats", and an "end" after the run has ended. It sends
 nothing. Writes never block: a slow viewer misses statistics, but does not delay other viewers or the run. If
-the program is killed, the connection closes without "end".
+the program is killed, the connection closes without an "end".
 
 Invariants. The socket has an abstract name (see unix(7)), so a killed program leaves no file behind. Any user
-can connect to such a name, so each end checks that the other one belongs to the same user or to root. A
-forked child closes its copies of the sockets, so connections close when the program exits.
+can connect to such a name, so each side checks that the peer belongs to the same user or to root. A forked
+child closes its copies of the sockets, so the connections close when the program exits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from flowchan.run.policy.stats import RunStats
 log = logging.getLogger("flowchan.run")
 
 POLL_INTERVAL_S = 0.1
-"""Minimum number of seconds between checks for new viewers, and before the first one."""
+"""Seconds from the start of the run to the first check for viewers, and between two checks."""
 STATS_EVERY_S = 0.5
 """Seconds between "stats" lines to a viewer."""
 END_S = 1.0
-"""Seconds allowed for sending the final statistics to a viewer that has kept up."""
+"""Time limit in seconds for sending the final statistics to a viewer that has read all others."""
 MOST_RUNS = 1000
 """Maximum number of sockets per program."""
 
@@ -52,7 +52,7 @@ def socket_prefix() -> str:
 
 
 class ViewSocket:
-    """Socket of one run.
+    """Lets viewers connect to one run.
 
     Args:
         graph: Name of the graph.
@@ -78,7 +78,7 @@ class ViewSocket:
             else:
                 self._accept(self._listener)
         except (OSError, RuntimeError) as error:  # the run must not depend on its viewers
-            if not self._name:  # no socket could be created
+            if not self._name:  # the socket itself could not be created
                 self._due = math.inf
             log.debug("graph %r cannot be shown by flowchan top: %s", self._graph, text_of(error))
 
@@ -92,7 +92,7 @@ class ViewSocket:
             try:
                 listener.bind(f"\0{socket_prefix()}{name}")
             except OSError as error:
-                # taken by another run of this program, or by another user's program
+                # Another run of this program, or another user's program, has this name.
                 if error.errno == errno.EADDRINUSE:
                     continue
                 raise
@@ -143,7 +143,7 @@ class ViewConnection:
         return self._connection.fileno() < 0
 
     def _show(self, stats: RunStats) -> None:
-        """Send statistics, unless the viewer has not read all earlier lines yet."""
+        """Send statistics, unless the viewer has not yet read all earlier lines."""
         self._send()
         self._missed = bool(self._unsent)
         if not self._missed:
@@ -158,12 +158,12 @@ class ViewConnection:
             pass
         except OSError:  # the viewer has left
             self._connection.close()
-            # If subscribe() has not returned yet, the next call closes the subscription.
+            # If subscribe() has not returned yet, the next call of _send() closes the subscription.
             if self._subscription is not None:
                 self._subscription.close()
 
     def end(self) -> None:
-        """Send the last lines if the viewer has kept up, and close the connection."""
+        """Send the last lines to a viewer that has kept up, and close the connection."""
         with self._connection as connection, contextlib.suppress(OSError):
             if not self._missed:
                 connection.settimeout(END_S)
@@ -175,7 +175,7 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Return whether the peer of a connection runs as this user or as root."""
+    """Return whether the peer of a connection belongs to this user or to root."""
     credentials = struct.Struct("3i")  # process id, user id, group id
     _, user, _ = credentials.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
@@ -184,7 +184,7 @@ def is_same_user(connection: socket.socket) -> bool:
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""Sockets of this process; a forked child must not keep them open."""
+"""Sockets that a forked child must close."""
 
 
 def _after_fork() -> None:

@@ -1,6 +1,6 @@
-"""Predict the effect of a change to one stage, or suggest a change, from statistics of a window.
+"""Predict the effect of a change to one stage, or suggest a change, from the statistics of a window.
 
-:mod:`flowchan.run.observe.throughput` contains the model. Each prediction has a range, which covers three
+The model is in :mod:`flowchan.run.observe.throughput`. Each prediction has a range that covers three
 unknowns: how much work times vary, whether code releases the interpreter lock, and how representative a short
 window is.
 """
@@ -27,22 +27,22 @@ from flowchan.run.observe.throughput import (
 from flowchan.run.policy.stats import RunStats, StageStats
 
 NOISE = 0.05
-"""Relative error that every range covers at least."""
+"""Minimum relative error that every range covers."""
 CROWDED = 0.5
-"""Relative error that a range adds, times the share of work time spent waiting for a core."""
+"""Relative error that a range adds if workers wait for cores all the time. Less waiting adds less."""
 WORTH = 1.2
-"""Suggest a change only if the predicted ratio of rates is at least this."""
+"""Minimum predicted ratio of the new rate to the old one for which a change is suggested."""
 LEAST_WINDOW_S, LEAST_ITEMS = 1.0, 20
-"""Minimum window in seconds, and minimum number of items in it, from which to suggest a change."""
+"""Minimum length of a window in seconds, and minimum number of items in it, for a suggestion."""
 ENOUGH = 0.95
-"""The suggested number of workers must reach this share of the largest gain."""
+"""Share of the largest gain that the suggested number of workers must reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """Predicted effect of changing one stage, from :meth:`Run.what_if`.
 
-    All rates count the items that leave the graph per second.
+    All rates count items that leave the graph per second.
 
     Attributes:
         stage: Name of the stage.
@@ -51,9 +51,10 @@ class Prediction:
         predicted: Predicted rate after the change.
         low: Lower end of the likely range of the new rate.
         high: Upper end of that range.
-        limited_by: Name of the stage that would limit the run after the change. If it is not a stage: "the
-            cores", "the interpreter lock", "the input", "the program", "the memory" or "the items in flight".
-        why: ``limited_by``, explained in words.
+        limited_by: Name of the stage that would limit the run after the change. If no stage would, one of
+            "the cores", "the interpreter lock", "the input", "the program", "the memory" and "the items in
+            flight".
+        why: Explanation of ``limited_by`` in words.
 
     Example:
         >>> from flowchan import Prediction
@@ -91,9 +92,9 @@ def predict(stats: RunStats, stage: str, workers: int = 0, faster: float = 1.0) 
 
 
 def predictions(stats: RunStats) -> list[Prediction]:
-    """Predict the effects of one more worker and of doubled speed for each stage.
+    """Predict for each stage the effects of one more worker and of doubled speed.
 
-    The largest effect comes first. Stages that took no items are skipped.
+    The largest effect comes first. Stages that took no items are omitted.
     """
     model = Model.of(stats)
     found = []
@@ -113,7 +114,7 @@ def can_grow(stage: StageStats) -> bool:
 
 
 def missing(stats: RunStats, model: Model, stage: str = "") -> str:
-    """Return what is missing for a prediction; empty if a prediction is possible."""
+    """Return the reason why no prediction is possible, or an empty string if one is."""
     if not end_rate(stats):
         return "no item has left the graph"
     if stage and stage not in model.works:
@@ -122,7 +123,7 @@ def missing(stats: RunStats, model: Model, stage: str = "") -> str:
 
 
 def end_rate(stats: RunStats) -> float:
-    """Return how many items leave the graph per second, not counting failed items."""
+    """Return the number of items that leave the graph per second, without failed items."""
     writers = {edge.writer for edge in stats.edges if edge.reader is not None}
     failed = {edge.reader for edge in stats.edges if edge.errors}
     ends = [stage for stage in stats.stages if stage.name not in writers]
@@ -166,7 +167,7 @@ def _gain(model: Model, change: Change) -> float:
 
 
 def _variants(model: Model) -> Iterator[Model]:
-    """Yield variants of a model with other assumptions about work times and the interpreter lock."""
+    """Yield variants of a model that make other assumptions about work times and the interpreter lock."""
     yield dataclasses.replace(model, exponent=MOST_EXPONENT)
     yield dataclasses.replace(model, exponent=model.exponent / 2)
     if model.lock:
@@ -185,7 +186,7 @@ def _described(change: Change, stage: StageStats) -> str:
 
 
 def _why(model: Model, change: Change, limit: str) -> str:
-    """Explain which resource sets the smallest bound after a change."""
+    """Explain the resource that sets the smallest bound after a change."""
     if limit in model.works:
         work = model.works[limit]
         workers = change.workers.get(limit, work.stage.workers)
@@ -208,7 +209,7 @@ _REASONS = {
 
 
 def _crowded(model: Model) -> float:
-    """Return the share of work time spent waiting for a core."""
+    """Return the share of the work time in which workers waited for a core."""
     works = [work.stage.worked for work in model.works.values() if work.local]
     total = sum(one.work for one in works)
     return sum(min(one.ready or 0.0, one.work) for one in works) / total if total else 0.0
@@ -221,14 +222,14 @@ def _duration(seconds: float) -> str:
 
 
 def advice(stats: RunStats) -> str | None:
-    """Return one line that suggests the change that would help the run most.
+    """Suggest in one line the change that would help the run most.
 
     Args:
-        stats: Statistics in a window.
+        stats: Statistics of a window.
 
     Returns:
         The advice, such as "2 more workers for 'decode' would give 1.8 × the rate". None if no change that
-        the user can make would help much, or if the window is too short or has too few items.
+        the user can make would help much, if the window is too short, or if it has too few items.
     """
     cause = stats.cause
     items = end_rate(stats) * stats.window
@@ -243,14 +244,14 @@ def advice(stats: RunStats) -> str | None:
     if work is None or cause.kind not in ("order", "bottleneck"):
         return None
     if any(decision.stage == work.stage.name for decision in stats.decisions):
-        return None  # the run itself chooses the number of workers
+        return None  # the run itself chooses this number of workers
     if work.utilisation < BUSY and work.stage.rate:
         return _for_waits(stats, model, work)
     return _for_stage(model, work)
 
 
 def _for_waits(stats: RunStats, model: Model, work: StageWork) -> str | None:
-    """Suggest a change to a stage whose workers often wait for other stages or earlier items."""
+    """Suggest a change to a stage whose workers often wait for other stages or for earlier items."""
     stage, free = work.stage, dataclasses.replace(model, exponent=MOST_EXPONENT)
     most = free.rate() * work.visits / stage.rate
     if stage.waiting_turn >= SEEN:
@@ -271,7 +272,7 @@ def _for_stage(model: Model, work: StageWork) -> str | None:
     stage = work.stage
     if not can_grow(stage):
         return None
-    most = max(1, stage.workers)  # at most double the workers
+    most = max(1, stage.workers)  # number of additional workers that doubles the stage
     gains = [_gain(model, Change({stage.name: stage.workers + more})) for more in range(1, most + 1)]
     if work.threads:
         change, gain = _to_process(model, work, stage.workers + 1)
@@ -283,7 +284,7 @@ def _for_stage(model: Model, work: StageWork) -> str | None:
 
 
 def _to_process(model: Model, work: StageWork, workers: int) -> tuple[str, float]:
-    """Predict the gain from moving a stage's workers to processes, and describe the change."""
+    """Predict the gain from moving the workers of a stage to processes, and describe the change."""
     name = work.stage.name
     gain = _gain(model, Change({name: workers}, on_process=(name,)))
     number = "" if workers == work.stage.workers else f" and workers={workers}"

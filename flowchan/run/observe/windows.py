@@ -1,7 +1,7 @@
 """Compute rates and shares in a time window from snapshots of past statistics.
 
 Algorithm. The counters in :class:`RunStats` only grow, so the difference between two snapshots covers the
-time between them. About every half second, the supervisor's thread takes a snapshot when it is awake anyway.
+time between them. About every half second, when the supervisor's thread is awake anyway, it takes a snapshot.
 Snapshots become rarer if they would cost more than a thousandth of a core. Old snapshots are thinned out, but
 every window still has one near its beginning.
 """
@@ -20,9 +20,9 @@ from flowchan.run.observe.cgroups import local_cores
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 EVERY_S = 0.5
-"""Minimum number of seconds between snapshots of a run."""
+"""Minimum number of seconds between two snapshots of a run."""
 COST = 1000
-"""The interval between snapshots is at least this many times the duration of one."""
+"""Snapshots are at least this many times farther apart than one of them takes."""
 FINENESS = 8
 """A snapshot is dropped if the time between its neighbours is at most their age divided by this number."""
 
@@ -33,7 +33,7 @@ def has_gil() -> bool:
 
 
 def between(earlier: RunStats | None, later: RunStats) -> RunStats:
-    """Return ``later`` with rates, shares and cause since ``earlier``, or since the run started."""
+    """Return ``later`` with rates, shares and cause since ``earlier`` or the start of the run."""
     window = max(later.elapsed - (0.0 if earlier is None else earlier.elapsed), 1e-9)
     stages_before = {} if earlier is None else {stage.name: stage for stage in earlier.stages}
     edges_before = {} if earlier is None else {edge.name: edge for edge in earlier.edges}
@@ -69,7 +69,7 @@ def _edge(before: EdgeStats | None, now: EdgeStats, window: float) -> EdgeStats:
 
 
 class History:
-    """Past statistics of a run, for windows."""
+    """Keeps past statistics of a run, from which windows are computed."""
 
     def __init__(self) -> None:
         self._samples: list[RunStats] = []
@@ -77,15 +77,15 @@ class History:
         self._next_at = time.monotonic() + EVERY_S
 
     def watch(self, watcher: Callable[[RunStats], object] | None) -> None:
-        """Call a function with each new snapshot on the supervisor's thread. ``None`` stops the calls.
+        """Call a function with each new snapshot, on the supervisor's thread. ``None`` stops the calls.
 
-        The function's own time counts as part of the snapshot, so a slow function makes snapshots rarer. The
-        function must not raise.
+        The time of the function counts as part of the snapshot, so a slow function makes snapshots rarer. The
+        function must not raise an exception.
         """
         self._watcher = watcher
 
     def sample(self, take: Callable[[], RunStats]) -> None:
-        """Keep the statistics that ``take`` returns, if a new snapshot is due."""
+        """Keep the statistics that ``take`` returns, if it is time for a new snapshot."""
         began = time.monotonic()
         if began < self._next_at:
             return
@@ -95,14 +95,14 @@ class History:
             if samples[-1].elapsed - older.elapsed > (newest.elapsed - older.elapsed) / FINENESS:
                 samples.append(sample)
         samples += old[-1:]
-        self._samples = samples[::-1]  # replaced as a whole, because other threads read the list
+        self._samples = samples[::-1]  # in one step, because other threads read the list
         if (watcher := self._watcher) is not None:
             watcher(newest)
         now = time.monotonic()
         self._next_at = now + max(EVERY_S, COST * (now - began))
 
     def before(self, now: RunStats, window: float) -> RunStats | None:
-        """Return the latest statistics at least ``window`` seconds older than ``now``.
+        """Return the latest statistics that are at least ``window`` seconds older than ``now``.
 
         Return ``None`` if the run has not lasted that long.
         """

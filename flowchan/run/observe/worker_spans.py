@@ -1,10 +1,10 @@
-"""Split a worker's time into spans: busy, or waiting for input, for room or for its turn.
+"""Split the time of a worker into spans: busy, or waiting for input, for room or for its turn.
 
 Algorithm. The ports add up how long a worker has waited, and a sampler reads these sums every few
 milliseconds. The time between two readings is divided in proportion to the waits. The first part continues
-the last span's kind, so that a long wait stays one span. A part shorter than ``finest`` is not drawn, but
-carried over to the next reading. A worker's spans therefore add up to its wait times, within about ``finest``
-for each kind.
+the kind of the last span, so that a long wait stays one span. A part shorter than ``finest`` is not drawn,
+but carried over to the next reading. For each kind, the spans of a worker therefore add up to its wait time,
+except for about ``finest``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Literal, NamedTuple
 SpanKind = Literal["busy", "input", "place", "turn"]
 KINDS: tuple[SpanKind, ...] = ("busy", "input", "place", "turn")
 FINEST_NS = 1_000_000
-"""Minimum length of a worker's spans, in nanoseconds."""
+"""Minimum length of a span at first, in nanoseconds."""
 MOST_SPANS = 20_000
-"""Number of spans after which the minimum length doubles."""
+"""Number of spans after which the minimum length of a span doubles."""
 
 
 class Span(NamedTuple):
-    """Interval in which a worker was busy or waited for one thing. Times are in nanoseconds."""
+    """Interval in which a worker was busy or waited for one kind of event. Times are in nanoseconds."""
 
     kind: SpanKind
     begin: int
@@ -31,13 +31,13 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class WorkerSpans:
-    """Spans of a worker that begins to work at time ``at``.
+    """Computes the spans of a worker that begins to work at time ``at``.
 
     Attributes:
         at: Time of the last reading, in nanoseconds.
         waited: Total waits for input, room and turns at the last reading, in nanoseconds.
-        finest: Minimum length of a span, in nanoseconds. It grows with the number of spans, to keep that
-            number bounded.
+        finest: Minimum length of a span, in nanoseconds. It grows with the number of spans, so that a long
+            trace stays small.
     """
 
     at: int
@@ -54,7 +54,7 @@ class WorkerSpans:
     def read(self, now: int, waited: tuple[int, int, int]) -> Iterator[Span]:
         """Process a reading, and yield the spans that it ends. Ignore a reading that comes too early.
 
-        ``waited`` has the sums over the worker's open ports, so the values drop when a port is closed.
+        ``waited`` contains the sums over the open ports of the worker, so they drop when a port closes.
         """
         length = now - self.at
         if length < self.finest:
@@ -86,7 +86,7 @@ class WorkerSpans:
                 self.finest *= 2
 
     def end(self, now: int) -> Iterator[Span]:
-        """Yield the last span of a worker that has ended."""
+        """Yield the last span of a worker, which has ended."""
         self.at = max(self.at, now)
         yield from self._end(self.at)
         self._begin = self.at

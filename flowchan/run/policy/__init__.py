@@ -1,1 +1,1 @@
-"""Plans, events, decisions, causes and statistics, as plain values and pure functions without I/O."""
+"""Plan a run and decide what its supervisor does, with plain values and pure functions without I/O."""

@@ -1,4 +1,4 @@
-"""Define the supervisor's actions, as values that the decision functions return."""
+"""Define the actions that decision functions return and the supervisor carries out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EndServices:
 
 @dataclass(frozen=True, slots=True)
 class DropQueued:
-    """Discard the items that wait in channels for a stage (:meth:`Plan.queues`)."""
+    """Discard the items that wait in the channels of :meth:`Plan.queues`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class BreakChannels:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePorts:
-    """Close the ports of a worker that has ended, for whatever reason."""
+    """Close the ports of a worker that has ended for any reason."""
 
     worker: WorkerId
 
@@ -53,7 +53,7 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class RestartGang:
-    """Replace all workers of a gang. ``died`` is the worker whose death led to this, if any."""
+    """Replace all workers of a gang. ``died`` is the worker whose death caused this, or None."""
 
     workers: tuple[WorkerId, ...]
     pause: float
@@ -78,7 +78,7 @@ class FormGroup:
 class Warn:
     """Warn the user about a stage.
 
-    A later warning with the same ``topic`` replaces this one in the report.
+    In the report, a later warning with the same ``topic`` replaces this one.
     """
 
     stage: str

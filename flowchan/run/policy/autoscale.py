@@ -1,22 +1,22 @@
-"""Choose the number of workers of each ``workers="auto"`` stage, as a pure function of statistics.
+"""Choose the number of workers of each ``workers="auto"`` stage as a pure function of statistics.
 
 Algorithm. After each time window, at most one of three things happens:
 
-1. If the last change has not been checked yet, its effect is measured. An increase must have raised the rate
-   by at least half of ``LEAST_GAIN``, and a reduction must not have lowered it by as much. Otherwise the
-   change is undone, and the same kind of change is not retried for ``BLOCKED_WINDOWS`` windows. An increase
-   is kept if the program itself limited the run in this window.
+1. If the effect of the last change has not been checked yet, it is checked now. An increase must have raised
+the rate by at least half of ``LEAST_GAIN``, and a reduction must not have lowered it by as much. Otherwise
+the change is undone, and the same kind of change is not retried for ``BLOCKED_WINDOWS`` windows. If the
+program itself limited the run in this window, an increase is kept.
 2. If the model predicts that more workers would raise the rate by at least ``LEAST_GAIN``, workers are added.
-   Max-min filling distributes them: the next worker goes to the stage that allows the lowest rate, as long as
-   the limits permit. A stage's number of workers at most doubles.
+Max-min filling distributes them: as long as the limits permit, the next worker goes to the stage that allows
+the lowest rate. The number of a stage's workers at most doubles.
 3. Stages whose utilisation was low in the last ``IDLE_WINDOWS`` windows lose at most half of their workers.
 
-The first window after a change starts once the new workers have begun to work. No threads are added while the
+The first window after a change starts when the new workers have begun to work. No threads are added while the
 interpreter lock limits the run, and no workers at all while all cores are in use. A process is added only if
-another process as large as the stage's largest fits into free memory.
+free memory suffices for a process as large as the stage's largest.
 
-Stages that have the same limit share the workers that it allows. Once the limit is reached, workers move from
-faster stages to slower ones.
+Stages with the same limit share its workers. Once the limit is reached, workers move from faster stages to
+slower ones.
 """
 
 from __future__ import annotations
@@ -34,30 +34,31 @@ from flowchan.run.policy.stats import CauseKind, RunStats, StageStats
 WINDOW_S = 1.0
 """Minimum length of a window in seconds."""
 LEAST_ITEMS = 20
-"""In a window shorter than ``SLOW_WINDOW_S``, each busy or changed stage must take this many items."""
+"""In a window shorter than ``SLOW_WINDOW_S``, each busy or changed stage must take at least this many
+items."""
 SLOW_WINDOW_S = 10.0
-"""In a window of at least this many seconds, two items for each worker of the busy stages suffice."""
+"""In a window of at least this many seconds, the busy stages need only take two items per worker."""
 LONGEST_WINDOW_S = 60.0
 """Maximum length of a window in seconds."""
 LEAST_GAIN = 0.05
 """Workers are added only if the predicted rate grows by at least this fraction."""
 BUSY = 0.85
-"""Workers are added only if at least one of the growing stages has this utilisation."""
+"""Workers are added only if at least one of the stages that gain workers has this utilisation."""
 IDLE = 0.65
-"""A stage may lose workers below this utilisation."""
+"""A stage may lose workers if its utilisation is below this value."""
 IDLE_WINDOWS = 3
-"""Consecutive windows with a utilisation below ``IDLE`` before a stage loses workers."""
+"""Number of consecutive windows with low utilisation before a stage loses workers."""
 AIM = 0.75
-"""Target utilisation of a stage that loses workers."""
+"""Utilisation that a stage should have after losing workers."""
 BLOCKED_WINDOWS = 10
 """Number of windows before an undone change may be retried."""
 ENOUGH = 0.98
-"""The filling stops at this share of the highest possible rate."""
+"""Filling stops at this share of the highest rate that the stages allow."""
 RATE_LIMITED = 0.95
-"""A stage whose rate has reached this share of its ``rate=`` gets no more workers."""
+"""A stage gets no more workers if its rate has reached this share of its ``rate=``."""
 
 PROGRAM: frozenset[CauseKind] = frozenset({"input", "consumer"})
-"""Causes outside the graph. While one limits the run, the effect of more workers cannot be measured."""
+"""Causes outside the graph. If one of them limits the run, the effect of more workers cannot be measured."""
 
 
 class Throughput(Protocol):
@@ -73,7 +74,7 @@ class AutoLimit:
 
     Attributes:
         most: Maximum total number of workers of all stages with the same ``shared_by``.
-        shared_by: Identity of the limit, which several stages may share.
+        shared_by: Key of the limit; stages with equal keys share it.
         own_process: True if each worker is a process.
     """
 
@@ -95,18 +96,18 @@ class FreeMemory:
     resident: Mapping[str, int] = field(default_factory=dict)
 
     def processes(self, stage: str) -> float:
-        """Return how many more processes of a stage fit into memory. Threads fit in any number."""
+        """Return how many more processes of a stage fit into memory. Any number of threads fits."""
         size = self.resident.get(stage, 0)
         return math.inf if not size or math.isinf(self.free) else max(0.0, self.free) // size
 
     def without(self, stage: str, processes: int) -> FreeMemory:
-        """Return the memory left after this many more processes of a stage have started."""
+        """Return the memory left after this number of additional processes of a stage has started."""
         return dataclasses.replace(self, free=self.free - processes * self.resident.get(stage, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Change whose effect has not been checked yet.
+    """Change whose effect is still to be checked.
 
     Attributes:
         before: Numbers of workers of the changed stages before the change.
@@ -126,10 +127,11 @@ class Scaler:
     """State of automatic scaling in one run.
 
     Attributes:
-        limits: Limits of the ``workers="auto"`` stages that the program has not scaled itself.
-        trial: The last change, until its effect is checked.
-        blocked: For how many more windows a stage must not gain (True) or lose (False) workers.
-        idle: Each stage's utilisations in its latest windows, if all of them were low.
+        limits: Limits of the ``workers="auto"`` stages whose numbers of workers the program has not set
+            itself.
+        trial: The last change, until its effect has been checked.
+        blocked: For each stage, how many more windows it must not gain (True) or lose (False) workers.
+        idle: Utilisations of each stage in its latest windows, if all of them were low.
         decisions: All decisions so far.
     """
 
@@ -140,14 +142,14 @@ class Scaler:
     decisions: tuple[ScalingDecision, ...] = ()
 
     def ready(self, stats: RunStats) -> bool:
-        """Return whether the workers of the last change (at first, all workers) have begun to work."""
+        """Return whether the workers of the last change have begun to work. At first, check all workers."""
         stages = self.limits if self.trial is None else self.trial.before
         return not any(stage.starting for stage in stats.stages if stage.name in stages)
 
     def full(self, stats: RunStats) -> bool:
         """Return whether a window is long enough for a decision.
 
-        Busy and changed stages must have taken enough items to make rates comparable.
+        Busy and changed stages must have taken enough items, so that their rates are comparable.
         """
         if not WINDOW_S <= stats.window < LONGEST_WINDOW_S:
             return stats.window >= WINDOW_S
@@ -161,7 +163,7 @@ class Scaler:
 
 
 Chosen = tuple[Scaler, tuple[ScalingDecision, ...]]
-"""The next state, and the changes to make."""
+"""The next state, and the decisions to carry out."""
 
 
 def choose(
@@ -172,11 +174,11 @@ def choose(
     Args:
         scaler: Previous state.
         stats: Statistics whose rates and shares cover the window.
-        model: Returns a model of the run in the window.
+        model: Returns a model of the run, from the statistics of the window.
         memory: Memory that is available for more processes.
 
     Returns:
-        The next state, and the changes to make.
+        The next state, and the decisions to carry out.
     """
     stages = _live(scaler, stats)
     blocked = {key: left - 1 for key, left in scaler.blocked.items() if left > 0}
@@ -195,9 +197,9 @@ def choose(
 
 
 def pinned(scaler: Scaler, elapsed: float, before: int, scale: Scale) -> Scaler:
-    """Return the state after the program itself has changed a stage's number of workers from ``before``.
+    """Return the state after the program itself has changed the number of a stage's workers from ``before``.
 
-    Automatic scaling then leaves this stage alone.
+    From then on, automatic scaling does not change this stage.
     """
     if scale.stage not in scaler.limits:
         return scaler
@@ -209,7 +211,7 @@ def pinned(scaler: Scaler, elapsed: float, before: int, scale: Scale) -> Scaler:
 
 
 def _live(scaler: Scaler, stats: RunStats) -> dict[str, StageStats]:
-    """Return the stages whose number of workers may change at this point."""
+    """Return the stages whose number of workers may change now."""
     return {stage.name: stage for stage in stats.stages if stage.name in scaler.limits and stage.working}
 
 
@@ -220,7 +222,7 @@ def _changed(
     changes: Mapping[str, int],
     reason: Callable[[StageStats], str],
 ) -> Chosen:
-    """Decide on changes, to be checked after the next window."""
+    """Record changes as decisions whose effect the next window will show."""
     made = tuple(
         ScalingDecision(stats.elapsed, name, stages[name].workers, workers, reason(stages[name]))
         for name, workers in changes.items()
@@ -239,11 +241,11 @@ def _changed(
     return dataclasses.replace(scaler, trial=trial, idle=idle, decisions=decisions), made
 
 
-# --- the effect of the last change ---
+# --- checking the last change ---
 
 
 def _checked(scaler: Scaler, stats: RunStats, stages: Mapping[str, StageStats]) -> Chosen:
-    """Record the effect of the last change, and undo it if it did not pay off."""
+    """Record the effect of the last change, and undo the change if it was not worthwhile."""
     trial = scaler.trial
     if trial is None:
         return scaler, ()
@@ -277,8 +279,7 @@ def _checked(scaler: Scaler, stats: RunStats, stages: Mapping[str, StageStats]) 
 def _paid(trial: Trial, ratio: float, stats: RunStats, changed: Iterable[StageStats]) -> bool:
     """Return whether to keep a change.
 
-    A reduction is undone only if a stage that lost workers is busy now. Otherwise, something else lowered the
-    rate.
+    A reduction is undone only if it has made a stage busy. Otherwise, something else lowered the rate.
     """
     if trial.grew:
         return ratio >= 1 + LEAST_GAIN / 2 or (stats.cause is not None and stats.cause.kind in PROGRAM)
@@ -292,10 +293,10 @@ def _with_outcome(scaler: Scaler, trial: Trial, outcome: str) -> Scaler:
     return dataclasses.replace(scaler, decisions=tuple(decisions))
 
 
-# --- more workers ---
+# --- adding workers ---
 
 Change = tuple[Mapping[str, int], Callable[[StageStats], str]]
-"""New numbers of workers by stage, and a function that gives the reason for each."""
+"""New number of workers of each changed stage, and a function that explains it."""
 
 
 def _grown(
@@ -337,16 +338,16 @@ def _eases_a_busy_stage(changes: Mapping[str, int], stages: Mapping[str, StageSt
 
 
 def _most(stage: StageStats, memory: FreeMemory) -> int:
-    """Return the maximum number of workers of a stage after one change."""
+    """Return the number of workers that a stage may have after one change."""
     return int(min(2 * stage.workers, stage.workers + memory.processes(stage.name)))
 
 
 def _filled(
     scaler: Scaler, workers: Mapping[str, int], most: Mapping[str, int], predicts: Throughput
 ) -> dict[str, int]:
-    """Calculate numbers of workers by max-min filling.
+    """Distribute workers over the stages by max-min filling.
 
-    Stages that share a limit start from half of their workers, so that workers can move between them.
+    A stage that shares its limit starts with half of its workers, so that the other half can move.
     """
     limits = scaler.limits
     users = Counter(limits[name].shared_by for name in workers)
@@ -359,20 +360,20 @@ def _filled(
             filled[slowest] += 1
         else:
             growing.discard(slowest)
-    for name in sorted(shared):  # give back the workers that no other stage needs
+    for name in sorted(shared):  # return the workers that no other stage needs
         missing = workers[name] - filled[name]
         filled[name] += max(0, min(missing, _room(limits, filled, name)))
     return filled
 
 
 MANY = 10**6
-"""With this many workers, a stage does not limit the run."""
+"""With so many workers, a stage cannot limit the run."""
 
 
 def _unlimited(
     growing: Iterable[str], but: str | None = None, filled: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return the ``filled`` numbers, but with ``MANY`` workers for all growing stages except ``but``."""
+    """Return the numbers in ``filled``, but with ``MANY`` for each growing stage except ``but``."""
     return {**(filled or {}), **{name: MANY for name in growing if name != but}}
 
 
@@ -384,7 +385,7 @@ def _room(limits: Mapping[str, AutoLimit], workers: Mapping[str, int], stage: st
 
 
 def _within(memory: FreeMemory, workers: Mapping[str, int], wanted: dict[str, int]) -> dict[str, int]:
-    """Reduce the wanted numbers of workers until all new processes together fit into free memory."""
+    """Reduce the wanted numbers of workers until all new processes fit into free memory together."""
     for name, number in wanted.items():
         more = max(0, number - workers[name])
         allowed = int(min(more, memory.processes(name)))
@@ -393,7 +394,7 @@ def _within(memory: FreeMemory, workers: Mapping[str, int], wanted: dict[str, in
     return wanted
 
 
-# --- fewer workers ---
+# --- removing workers ---
 
 
 def _shrunk(scaler: Scaler, stages: Mapping[str, StageStats]) -> Change:

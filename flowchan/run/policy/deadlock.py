@@ -1,4 +1,4 @@
-"""Detect deadlocks of a run by comparing two observations."""
+"""Detect that a run is deadlocked, by comparing two observations of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowchan.run.policy.explain import all_wait, explain
 from flowchan.run.policy.stats import RunStats
 
 STILL = 0.5
-"""A run without progress for this many seconds counts as stuck."""
+"""Seconds between two observations. If nothing has moved in between, the run may be stuck."""
 REMEDY = (
     "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read the branches "
     "of the graph independently"
@@ -24,16 +24,16 @@ MORE_MEMORY = (
     "give the run more memory (`graph.run(memory=…)`), because a channel with a blocked "
     "writer has room for more items, but not for their bytes"
 )
-"""Remedies for three cases: some worker waits to put, all wait to get, or memory is short."""
+"""Remedies for three cases: some worker waits to put, all workers wait to get, or memory is short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Cheap observation of all channels.
+    """Counts from a cheap look at all channels.
 
     Attributes:
         moved: Number of items put and taken so far.
-        reading, writing: How many workers wait to take an item, and to put one.
+        reading, writing: Numbers of workers that wait to take an item and to put one.
         opened: True if the program may still put items into an input.
         unread: Workers whose results the program has not begun to read.
     """
@@ -49,15 +49,16 @@ class Activity:
 class Waits:
     """Waits of workers on other hosts, which no channel in this process shows.
 
-    Each host receives the question, and sends the answer, over the connection that also carries its items. An
-    item in transit during one observation has therefore arrived before the next one, however slow the
-    connection is. The counts then include it.
+    The question to a host and its answer travel over the same connection as the host's items. An item in
+    transit during one observation has therefore arrived before the next one, however slow the connection is.
+    The counts then include it.
 
     Attributes:
-        reading, writing: Number of remote workers that wait to take an item or to put one, by channel.
-        counts: Numbers that change when one of these workers takes or puts an item, or a connection breaks.
-        moves: True if something may still move: a worker does not wait, a dead worker has no replacement yet,
-            or an event loop has other work.
+        reading, writing: For each channel, the number of remote workers that wait to take an item or to put
+            one.
+        counts: Numbers that change if one of these workers takes or puts an item, or if a connection breaks.
+        moves: True if the run may still make progress: a worker does not wait, a dead worker awaits its
+            replacement, or an event loop is busy.
     """
 
     reading: Mapping[str, int] = field(default_factory=dict)
@@ -66,10 +67,10 @@ class Waits:
     moves: bool = False
 
     def put_into(self, stats: RunStats) -> RunStats:
-        """Return the statistics with these numbers for the edges of remote workers.
+        """Return the statistics with these waits for the edges of remote workers.
 
-        The local ports of these edges prefetch items and buffer outputs, so their waits say nothing about the
-        remote workers.
+        In this process, the ports of these edges prefetch items and buffer outputs, so their waits do not
+        show whether the remote workers wait.
         """
         remote = {stage.name for stage in stats.stages if stage.hosts}
         edges = []
@@ -85,14 +86,14 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """State of a run at one moment, which shows whether any worker can move.
+    """State of a run at one moment, from which a deadlock can be recognised.
 
     Attributes:
         stats: Statistics of the run.
         unread: Workers whose results the program has not begun to read.
         inputs: Stages into which the program puts items.
-        outside: True if something may move that no channel shows; see :attr:`Waits.moves`.
-        counts: Numbers that change when something moves on another host.
+        outside: True if the run may make progress that no channel shows; see :attr:`Waits.moves`.
+        counts: Numbers that change if something moves on another host.
     """
 
     stats: RunStats
@@ -103,7 +104,7 @@ class Observation:
 
 
 def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[WorkerId] | None:
-    """Compare two observations of a run that were made ``STILL`` seconds apart.
+    """Compare two observations of a run, made ``STILL`` seconds apart.
 
     Args:
         before: The earlier observation, or None if ``now`` is the first one.
@@ -111,7 +112,7 @@ def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[Wor
 
     Returns:
         The workers whose unread results fill their channels, if any; the run must then collect these results.
-        Otherwise ``Stuck`` if no worker can ever move again, and None if one can.
+        Otherwise ``Stuck`` if no worker can ever continue, or None if one can.
     """
     if before is None or _progress(before) != _progress(now):
         return None
@@ -121,7 +122,7 @@ def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[Wor
 
 
 def _progress(seen: Observation) -> tuple[int, ...]:
-    """Return counts that change whenever the run makes progress."""
+    """Return counts that change if the run makes progress."""
     passed = [number for edge in seen.stats.edges for number in (edge.passed, edge.inside)]
     return *passed, *(stage.restarts for stage in seen.stats.stages), *seen.counts
 
@@ -131,21 +132,21 @@ def _none_moves(seen: Observation) -> bool:
 
 
 def _full(seen: Observation) -> frozenset[WorkerId]:
-    """Return the workers whose unread results fill their channels."""
+    """Return the workers whose results are unread and fill their channels."""
     stages = {id.stage for id in seen.unread}
     full = {edge.reader for edge in seen.stats.edges if edge.reader in stages and edge.waiting_writers}
     return frozenset(id for id in seen.unread if id.stage in full)
 
 
 class Deadlocks:
-    """Deadlock detector for one run. While items move, it makes only cheap checks."""
+    """Detects deadlocks of one run. While items move, it only reads cheap counts."""
 
     def __init__(self, now: float) -> None:
         self.next_at = now + STILL
         """Time of the next check."""
-        self._moved = -1  # items moved by the last check
-        self._unread: frozenset[WorkerId] | None = None  # unread results in the current observation
-        self._before: Observation | None = None  # last observation, if nothing has moved since
+        self._moved = -1  # number of items moved until the last check
+        self._unread: frozenset[WorkerId] | None = None  # unread results, while an observation is being made
+        self._before: Observation | None = None  # previous observation, if nothing has moved since then
 
     def check(
         self,
@@ -154,10 +155,10 @@ class Deadlocks:
         activity: Callable[[], Activity],
         observe: Callable[[frozenset[WorkerId]], Observation | None],
     ) -> Stuck | frozenset[WorkerId] | None:
-        """Return the result of :func:`judge`; None if no check is due or an answer is missing.
+        """Return the result of :func:`judge`, or None if no check is due or an answer is missing.
 
-        ``observe`` gets the workers of ``alive`` with unread results, and returns an observation. It returns
-        None while answers from other hosts are missing.
+        ``observe`` receives the workers of ``alive`` with unread results, and returns an observation. It
+        returns None while answers from other hosts are missing.
         """
         if now < self.next_at:
             return None
@@ -173,7 +174,7 @@ class Deadlocks:
         return judge(before, found)
 
     def _starts_observation(self, seen: Activity, alive: frozenset[WorkerId]) -> bool:
-        """Start an observation if it may find a deadlock, and return whether one was started."""
+        """Start an observation if it could reveal a deadlock, and return whether it was started."""
         moved, self._moved = seen.moved != self._moved, seen.moved
         waiting, unread = seen.reading + seen.writing, seen.unread & alive
         if moved or not (bool(seen.writing) if unread else waiting >= len(alive) and not seen.opened):

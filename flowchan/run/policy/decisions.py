@@ -1,6 +1,6 @@
 """Decide what the supervisor does, as pure functions.
 
-Each function maps a state and an event to the next state and the actions to take. Nothing here touches
+Each function maps a state and an event to the next state and the actions to take. None of them touches
 processes, threads, channels or clocks.
 
 The phases of a run:
@@ -11,22 +11,22 @@ The phases of a run:
        ├──abort────> aborting ───┘
        └──every end of the graph reached──> finishing
 
-In *stopping*, the sources are stopped and the other stages process the remaining items, without a time limit
-unless the user sets one. In *failing* and *aborting*, all channels are broken.
+In *stopping*, the sources are stopped and the other stages process the remaining items. This has no time
+limit unless the user sets one. In *failing* and *aborting*, all channels are broken.
 
-Processes still running after ``GRACE`` seconds are terminated, and after twice that time they are killed. A
+Processes that still run after ``GRACE`` seconds are terminated, and after twice that time they are killed. A
 thread stuck in user code cannot be ended, so it is abandoned. In *finishing*, workers are ended in the same
-way, although no stage has failed. All stages whose effects the user sees have ended, and the sources are
+way, although no stage has failed. All stages whose effects the user sees have then ended, and the sources are
 stopped. The remaining workers are no longer needed, for example a source that waits for its device.
 
 A worker process that dies in *running* or *stopping* is replaced as long as its stage has restarts left
-(``policy/restart_limit.py``). The first replacement starts at once, and each later one after a pause, which
-doubles with every death on the same item. A worker that dies ``HOPELESS`` times in a row before it starts to
-work is not replaced again. A number of restarts set by the user is used in place of ``HOPELESS``, however
-long each start takes.
+(``policy/restart_limit.py``). The first replacement starts at once. Each later one starts after a pause that
+doubles with every death on the same item. If a worker dies ``HOPELESS`` times in a row before it begins to
+work, it is not replaced again. If the user has set a number of restarts, this number takes the place of
+``HOPELESS``, however long each start takes.
 
-``policy/gang_decisions.py`` makes the decisions about gangs, and ``policy/scaling.py`` those about numbers of
-workers. If a worker that is being removed dies first, it is replaced as usual, and then its replacement is
+``policy/gang_decisions.py`` contains the decisions about gangs, and ``policy/scaling.py`` those about numbers
+of workers. If a worker dies while it is being removed, it is replaced as usual, and its replacement is
 removed.
 """
 
@@ -67,20 +67,20 @@ from flowchan.run.policy.transitions import (
 )
 
 GRACE = 2.0
-"""Seconds within which a worker must end when the run ends."""
+"""Seconds that a worker has to end after the run has ended."""
 STOP_NOTICE_S = 30.0
-"""Seconds after which a stopped run warns that it is still processing items."""
+"""Seconds after which a stopped run warns that it still processes items."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-"""Delay of a replacement in seconds: the first, after two deaths on the same item, and the longest."""
+"""First and longest delay of a replacement in seconds. Delays begin with the second death on an item."""
 
 HOPELESS = 4
-"""Number of deaths in a row, before the worker starts to work, that end the run."""
+"""Number of consecutive deaths before the worker begins to work that ends the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """No worker can ever move again. ``failure`` says which worker waits for which channel."""
+    """No worker can ever continue. ``failure`` says which worker waits for which channel."""
 
     failure: Failure
 
@@ -94,12 +94,12 @@ class Broke:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Request to stop the run, from ``run.stop()``, or the first Ctrl-C or SIGTERM.
+    """Request to stop the run, from ``run.stop()`` or from the first Ctrl-C or SIGTERM.
 
     Attributes:
         timeout: Seconds after which the run is aborted if it is still active; None for no limit.
-        finish_queued: If True, also finish the items that wait in channels. If False, finish only those that
-            workers hold.
+        finish_queued: If True, also finish the items that wait in channels. If False, finish only the items
+            that workers hold.
     """
 
     timeout: float | None = None
@@ -121,7 +121,7 @@ class EndWorker:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Some time has passed without an event."""
+    """Some time has passed without any event."""
 
 
 SupervisorEvent = (
@@ -142,7 +142,7 @@ SupervisorEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """One decision, as the feed reports it: the event, the states before and after, and the actions."""
+    """Decision as the feed reports it: the event, the states before and after it, and the actions."""
 
     event: SupervisorEvent
     before: PolicyState
@@ -155,7 +155,7 @@ def decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
     if state.phase == "ended":
         return state, ()
     state, actions = _decide(state, event, now)
-    # Settle gangs twice: if one ends the run, gangs settled before it must stop waiting for their peers.
+    # Settle gangs twice: if one gang ends the run, gangs settled before it must stop waiting for peers.
     for follow in (settle_gangs, form_groups, settle_gangs):
         state, more = follow(state, now)
         actions = (*actions, *more)
@@ -193,7 +193,7 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
 
 
 def next_at(state: PolicyState) -> float:
-    """Return the time at which the state changes if no event arrives earlier."""
+    """Return the time at which a tick will change the state if no event arrives before."""
     if state.phase == "stopping":
         notice = math.inf if state.notified else state.since + STOP_NOTICE_S
         if not state.services_end and state.alive & state.services and state.alive <= state.services:
@@ -208,7 +208,7 @@ def next_at(state: PolicyState) -> float:
 
 
 def _stop(state: PolicyState, asked: StopRequested, now: float) -> Decision:
-    """Stop the sources. A later call may change the time limit or discard queued items."""
+    """Stop the sources. A later request may change the time limit or discard queued items."""
     if not state.goes_on:
         return dataclasses.replace(state, stopped=True), ()
     stop_by = state.stop_by if asked.timeout is None else now + asked.timeout
@@ -245,14 +245,14 @@ def _scale(state: PolicyState, scale: Scale, now: float) -> Decision:
 
 def _died(state: PolicyState, death: Death, now: float) -> Decision:
     worker, stage = death.worker, death.worker.stage
-    # the worker was abandoned, or its channels broke before it could report its end
+    # The worker was abandoned, or its channels broke before it could report its end.
     if worker not in state.alive:
         return state, ()
     if state.ends_with_peers(worker):
         return peer_ended(state, worker), ()
     replaceable = _is_replaceable(state, death, now)
     if not (state.goes_on and replaceable):
-        # If the run is ending anyway, the death of a replaceable worker is not a failure.
+        # If the run is ending anyway, the death of a worker that could be replaced is not a failure.
         expected = replaceable or state.terminated or state.phase == "finishing"
         return worker_failed(state, _failure_of(state, death, now), now, expected)
     replace = Replace(worker, _pause_before(death))
@@ -278,7 +278,7 @@ def _count_restart(state: PolicyState, death: Death, now: float, pause: float) -
 
 
 def _state_lost(state: PolicyState, death: Death) -> tuple[Action, ...]:
-    """Warn if a dead worker's callable object may have held state, which is now lost."""
+    """Warn that a dead worker's callable object may have held state, which is now lost."""
     name = state.stateful.get(death.worker.stage)
     if name is None or death.unbegun > 0:
         return ()
@@ -301,7 +301,7 @@ def _is_replaceable(state: PolicyState, death: Death, now: float) -> bool:
 def _is_hopeless(state: PolicyState, death: Death) -> bool:
     """Return whether a worker has died too often before it began to work.
 
-    Restarts are not counted per period here, because each start may take longer than a period.
+    Restarts per period are not considered, because each start may take longer than a period.
     """
     if death.worker.stage in state.explicit:
         return death.unbegun > state.limits.get(death.worker.stage, 0)
@@ -309,7 +309,7 @@ def _is_hopeless(state: PolicyState, death: Death) -> bool:
 
 
 def _pause_before(death: Death) -> float:
-    """Return the delay of the replacement, in seconds."""
+    """Return the delay before the replacement starts, in seconds."""
     return 0.0 if death.deaths < 2 else min(FIRST_PAUSE * 2 ** min(death.deaths - 2, 30), LONGEST_PAUSE)
 
 
@@ -330,12 +330,12 @@ def _failure_of(state: PolicyState, death: Death, now: float) -> Failure:
 
 
 def _raised(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """Decide what follows from a worker's error.
+    """Decide what follows from an error that a worker raised.
 
-    In a gang, the error may only mean that a peer is missing. In that case, this worker has not failed.
+    In a gang, the error may only mean that a peer is missing. The worker itself has then not failed.
     """
     stage, missed = failure.worker.stage, misses_peer(state, failure)
-    # this worker did fail: drop its peers' earlier reports of a missing member
+    # This worker did fail, so its peers' earlier reports of a missing member are only consequences.
     if stage in state.gangs and not missed:
         own = tuple(one for one in state.failures if one.worker.stage != stage or not misses_peer(state, one))
         state = dataclasses.replace(state, failures=own)
@@ -353,7 +353,7 @@ def _raised(state: PolicyState, failure: Failure, now: float) -> Decision:
 def _tick(state: PolicyState, now: float) -> Decision:
     waited = now - state.since
     if state.phase == "stopping":
-        # all other stages have finished, and only blocked sources are left
+        # All other stages have finished, and only blocked sources are left.
         if state.alive <= state.sources and waited > GRACE:
             return dataclasses.replace(state, phase="finishing", since=now), ()
         if not state.services_end and _waits_for_services(state, waited):
@@ -374,13 +374,13 @@ def _tick(state: PolicyState, now: float) -> Decision:
 
 
 def _waits_for_services(state: PolicyState, waited: float) -> bool:
-    """Return whether a stopping run waits only for services and for sources that do not end."""
+    """Return whether a stopping run waits only for services and for sources that do not end on their own."""
     others = state.alive - state.services
     return bool(state.alive & state.services) and others <= state.sources and (not others or waited > GRACE)
 
 
 def _notify(state: PolicyState) -> Decision:
-    """Warn that a stopped run is still processing items in flight."""
+    """Warn that a stopped run still processes items in flight."""
     stages = ", ".join(sorted({worker.stage for worker in state.alive - state.sources}))
     text = (
         f"the run was stopped {STOP_NOTICE_S:g} s ago and is still processing items in {stages}; call "

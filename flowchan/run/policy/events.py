@@ -1,6 +1,6 @@
 """Define the events that workers and the crew report to the supervisor.
 
-Most of them are sent from one process to another.
+Most events travel from one process to another, so they must be picklable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flowchan.run.policy.lineage import Left
 
 @dataclass(frozen=True, slots=True)
 class WorkerId:
-    """Stage and number of a worker. A stage numbers its workers from 1."""
+    """Identifies a worker by its stage and its number in the stage, from 1."""
 
     stage: str
     number: int
@@ -42,8 +42,8 @@ class Began:
 class Ended:
     """The worker has ended without an error.
 
-    ``unwanted`` counts the items that it took although its outputs had no readers left. ``early`` means that
-    it ended because its outputs had no readers.
+    ``unwanted`` counts the items that it took although its outputs had no readers. ``early`` means that it
+    ended for this reason.
     """
 
     worker: WorkerId
@@ -57,11 +57,11 @@ class Failure:
 
     Attributes:
         worker: The worker. Number 0 means that the number is unknown.
-        error: The exception. Between processes, it is sent as a ``Portable``, which is unpickled as the
+        error: The exception. Between processes it travels as a ``Portable``, which unpickles as the
             exception.
-        item: Text that describes the item that the worker was processing.
-        pid: Process of the worker.
-        channel: Name of the channel that was aborted with this error, if any.
+        item: Description of the item that the worker was processing, as text.
+        pid: Process id of the worker.
+        channel: Name of the channel that this error broke, if any.
         host: Host of the worker; empty for this machine.
     """
 
@@ -77,7 +77,7 @@ class Failure:
 class Aborted:
     """The worker is about to abort a channel.
 
-    ``at`` is the time on the machine's monotonic clock, in nanoseconds.
+    ``at`` is the time on the monotonic clock of its machine, in nanoseconds.
     """
 
     worker: WorkerId
@@ -90,7 +90,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The worker has found these channels broken and is about to break its others."""
+    """The worker has found these channels broken, and is about to break its others."""
 
     worker: WorkerId
     channels: tuple[str, ...]
@@ -98,9 +98,10 @@ class Met:
 
 @dataclass(frozen=True, slots=True)
 class TriesMember:
-    """The worker is about to call the function with members of a batch that has killed workers.
+    """The worker is about to call its function with members of a batch that has killed workers.
 
-    ``member`` is the member's number, or None for several members. Only the crew receives this event.
+    ``member`` is the number of the only member, or None if there are several. Only the crew receives this
+    event.
     """
 
     worker: WorkerId
@@ -109,7 +110,7 @@ class TriesMember:
 
 @dataclass(frozen=True, slots=True)
 class MembersTried:
-    """The worker has tried all members of a batch that killed workers, and is about to put its outputs.
+    """The worker has tried all members of a batch that has killed workers, and is about to put its outputs.
 
     Only the crew receives this event.
     """
@@ -128,7 +129,7 @@ class Retried:
 class ErrorSent:
     """An item has failed and was sent to the ``errors`` stream.
 
-    ``text`` gives the reason in one line. Not every failed item is reported.
+    ``text`` gives the reason in one line. For some failed items, no event is sent.
     """
 
     worker: WorkerId
@@ -137,9 +138,9 @@ class ErrorSent:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Answer to a request: its ``value``, or the ``error`` that made the item fail.
+    """Answer to a request: its ``value``, or the ``error`` of the failed item.
 
-    ``failed`` is the number of failed items that this adds to the stage's count.
+    ``failed`` is the number to add to the stage's count of failed items.
     """
 
     worker: WorkerId
@@ -153,7 +154,7 @@ class Answered:
 class RequestCancelled:
     """The caller no longer waits for the answer to this request.
 
-    Agents also receive this event, so that the next worker can drop the item.
+    The event also goes to the agents, so that the next worker can drop the item.
     """
 
     question: int
@@ -161,7 +162,7 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A stage has produced a value that is a result of the run."""
+    """A stage has produced the final value of a result."""
 
     stage: str
     value: Any
@@ -169,9 +170,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class GroupLost:
-    """A worker of an elastic gang waits for a group.
+    """A worker of an elastic gang waits for a new group.
 
-    ``failure`` is what ended the worker's last group, or None if the worker has just started.
+    ``failure`` ended the worker's last group. It is None if the worker has just started.
     """
 
     worker: WorkerId
@@ -180,9 +181,9 @@ class GroupLost:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnded:
-    """A worker's process has ended, after the worker had reported its end.
+    """A worker's process has ended after the worker reported its end.
 
-    All reports from the worker come before this event.
+    This is the last event from the worker.
     """
 
     worker: WorkerId
@@ -190,28 +191,29 @@ class ProcessEnded:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A worker's process has ended, but the worker had not reported its end.
+    """A worker's process has ended before the worker reported its end.
 
-    All reports from the worker come before this event. It contains everything that the decision needs.
+    This is the last event from the worker. It contains everything that the decision needs.
 
     Attributes:
         worker: The worker.
         how: How the process ended.
-        pid: Process of the worker; 0 if unknown.
+        pid: Process id of the worker; 0 if unknown.
         exitcode: Exit code, negative for a signal; None if unknown.
         host: Host of the worker; empty for this machine.
         over_item: Number of workers, including this one, that died while processing the same item; 0 if this
-            one died outside user code.
-        deaths: The same number, without deaths from batch members that are known to kill workers. For a
-            worker without an item, the number of deaths in quick succession.
+            worker died outside user code.
+        deaths: Number of deaths that determines the delay of the replacement: ``over_item`` without deaths on
+            batch members that are known to kill workers. Without an item, it counts deaths in quick
+            succession.
         unbegun: Number of consecutive workers, including this one, that died before they began to work.
         counts: True if the death uses up one of the stage's restarts. The loss of a host does not.
-        retired: True if the worker asked for a new process (``Retires``). This is not reported to the user.
-        always: Replace the worker regardless of the restart limit, because an item exceeded its time limit.
-        irreplaceable: Why the stage cannot continue with a replacement; empty if it can.
+        retired: True if the worker asked for a new process (``Retires``). The user sees no report of this.
+        always: True if the worker is replaced regardless of the restart limit, because an item took too long.
+        irreplaceable: Reason why no replacement can continue the stage; empty if one can.
         hint: Possible cause, for the error message.
         error: Error that ends the run because a replacement would fail in the same way.
-        stack: Python stacks that the process wrote when an item exceeded its time limit; empty if unknown.
+        stack: Python stacks that the process wrote before a time limit killed it; empty if unknown.
     """
 
     worker: WorkerId
@@ -232,7 +234,7 @@ class Death:
 
     @property
     def summary(self) -> str:
-        """Describe the death and the item; return an empty string for a death that is not reported."""
+        """Describe the death and the item in words. The text is empty if the death is not reported."""
         if self.retired:
             return ""
         if not self.over_item:
@@ -243,29 +245,29 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """The crew itself failed, so workers can no longer report events."""
+    """The crew itself has failed, so workers can no longer report events."""
 
     error: BaseException
 
 
 ItemSpan = tuple[tuple[int, ...], int, int]
-"""Marks of sampled items, when the worker took them, and when it put their first output, in nanoseconds."""
+"""Marks of sampled items, and two times in nanoseconds: when the worker took them and put an output first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemSpans:
-    """The worker has processed sampled items.
+    """The worker has finished sampled items.
 
     Attributes:
         worker: The worker.
-        spans: One span for each time that the worker took sampled items.
+        spans: One span for each time that the worker has taken sampled items.
     """
 
     worker: WorkerId
     spans: tuple[ItemSpan, ...]
 
     def shifted(self, by: int) -> ItemSpans:
-        """Convert the spans to a clock that is ``by`` nanoseconds ahead."""
+        """Return the spans converted to a clock that is ``by`` nanoseconds ahead."""
         moved = tuple((marks, taken + by, put + by) for marks, taken, put in self.spans)
         return ItemSpans(self.worker, moved)
 
@@ -293,7 +295,7 @@ Event = (
 )
 
 
-# --- events that the supervisor adds to the feed of the run ---
+# --- events that the supervisor adds to the run's feed ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +308,7 @@ class RunBegan:
 
 @dataclass(frozen=True, slots=True)
 class NotAdded:
-    """An additional worker could not be started; ``text`` says why."""
+    """An additional worker could not be started; ``text`` gives the reason."""
 
     worker: WorkerId
     text: str
@@ -314,7 +316,7 @@ class NotAdded:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Warning about a stage. The run continues."""
+    """A stage has a problem that does not end the run."""
 
     stage: str
     text: str
@@ -322,7 +324,7 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """The run has ended in ``state``. Threads in ``stuck`` are still running user code."""
+    """The run has ended in ``state``. The threads in ``stuck`` are still running user code."""
 
     state: str
     seconds: float
@@ -334,11 +336,11 @@ class ItemTraced:
     """A sampled item has reached an end of the graph.
 
     Attributes:
-        source: Stage from which the item comes.
+        source: Name of the stage that produced the item.
         number: Number of the sample in the run.
-        spans: Stages that the item passed through, in order. Each entry has the stage, the worker, and the
-            times at which the worker took the item and put the first output. Times are in seconds, from
-            ``time.monotonic``.
+        spans: Stages that the item passed through, in order. Each entry contains the stage, the worker, and
+            the times at which the worker took the item and put its first output. Times are in seconds on the
+            clock of ``time.monotonic``.
     """
 
     source: str

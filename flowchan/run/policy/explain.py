@@ -1,4 +1,4 @@
-"""Explain from a run's statistics which stage waits for which, and detect when all of them wait."""
+"""Explain from a run's statistics what its stages wait for, and detect that all of them wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 def explain(stats: RunStats) -> str:
     """Describe what each stage with live workers is doing, in one line per stage.
 
-    The line of a waiting stage shows the channel, how long it has waited, and the stage at the other end.
+    For a waiting stage, the line names the channel, the length of the wait, and the stage at the other end.
     """
     stages = {stage.name: stage for stage in stats.stages}
     lines = [f"graph {stats.graph!r} ({stats.state} for {stats.elapsed:.1f} s):"]
@@ -26,11 +26,11 @@ def explain(stats: RunStats) -> str:
 def all_wait(stats: RunStats) -> bool:
     """Return whether every live worker waits for a channel of this graph.
 
-    If so, only something outside the graph can wake a worker. The channels are read one after another, so a
-    single call proves nothing.
+    If so, only something outside the graph can wake a worker. A single call proves nothing, because it reads
+    the channels one after another.
 
-    The result is false if a worker selects from several channels, because it would be counted several times.
-    It is also false if a waiting worker has a timeout, or has been woken but has not run yet. Waiting
+    The result is false if a worker selects from several channels, because several channels would count it. It
+    is also false if a waiting worker has a timeout, or has been woken but does not run yet. Waiting
     coroutines count; ``async_worker.only_wait_for`` checks their event loops for other work.
     """
     if any(edge.selecting > edge.awaiting or edge.woken for edge in stats.edges):
@@ -57,7 +57,7 @@ def _is_unread(stage: StageStats) -> bool:
 
 
 def starting_text(stage: StageStats) -> str:
-    """Return "starting", or how many workers are starting if others already work; "" if none is."""
+    """Return "starting", or the number of starting workers if others already work, or an empty string."""
     if not stage.starting:
         return ""
     return "starting" if stage.state == "starting" else f"{stage.starting} starting"

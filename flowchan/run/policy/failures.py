@@ -1,4 +1,4 @@
-"""Represent failed items, deaths blamed on items, and exceptions that are sent between processes."""
+"""Represent failed items, deaths blamed on items, and exceptions that travel between processes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from flowchan.errors import FlowchanError, WorkerDied
 from flowchan.run.policy import seeds
 
 RETIRED = 79
-"""Exit code of a worker process that asks to be replaced (``Retires``), which does not count as a death."""
+"""Exit code of a worker process that asks for a replacement (``Retires``) and has not died."""
 
 
 class OwnEnd(BaseException):
-    """Raised in a worker when a channel of this worker has closed or broken. The cause has the details.
+    """Raised in a worker if one of the worker's channels has closed or broken; the cause has the details.
 
-    It is a separate class, because user code may raise the same exceptions about other channels.
+    User code may raise the same exceptions about other channels, so they need a separate class.
     """
 
 
@@ -35,25 +35,25 @@ class ItemFailed(FlowchanError):
 
 
 class Retires(BaseException):
-    """Raised to end and replace a process before it processes an item.
+    """Raised to replace the worker's process before it processes an item.
 
-    The function of a stage with worker processes raises it, and the replacement starts with the same item.
-    Neither ``max_deaths`` nor the restart limit counts this.
+    The function of a stage with worker processes may raise it. The replacement then starts with the same
+    item. Neither ``max_deaths`` nor the restart limit counts such a replacement.
     """
 
 
 class LostError(FlowchanError):
-    """Substitute for an exception that cannot be sent to another process; has its text and traceback."""
+    """Replaces an exception that cannot be sent to another process, with its text and traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """Earlier deaths on the first item of a replacement.
+    """Earlier deaths on the first item that a replacement receives.
 
     Attributes:
         deaths: How earlier workers died while processing the item.
-        members: How workers died that processed a batch member alone, by the member's number.
-        tried: True if a worker survived trying all the other members of the batch.
+        members: How workers died while processing a batch member alone, by the member's number.
+        tried: True if a worker has tried all other members of the batch and survived.
     """
 
     deaths: tuple[str, ...] = ()
@@ -62,13 +62,13 @@ class Suspicion:
 
 
 UNSUSPECTED = Suspicion()
-"""No earlier worker has died on the first item."""
+"""States that no earlier worker died on the first item."""
 
 
 def died_over(deaths: Sequence[str]) -> WorkerDied:
     """Return the error for an item on which several workers have died.
 
-    ``deaths`` describes how each of them died.
+    ``deaths`` describes the death of each worker.
     """
     ends = Counter(deaths)
     if len(ends) == 1 and len(deaths) > 1:
@@ -83,20 +83,20 @@ def died_over(deaths: Sequence[str]) -> WorkerDied:
 class Portable:
     """Picklable form of an exception.
 
-    Unpickling it yields the exception itself, with the worker and the traceback in a note. If the exception
-    cannot be pickled or unpickled, a :class:`LostError` with its text replaces it.
+    It unpickles as the exception itself, with the worker and the traceback in a note. If the exception cannot
+    be pickled or unpickled, a :class:`LostError` with its text takes its place.
     """
 
     def __init__(self, error: BaseException, where: str = "") -> None:
         self._text = text_of(error)
-        # Notes are sent outside the pickled exception, because its __reduce__ may omit them, as json's errors
-        # do.
+        # Notes travel outside the pickled exception, because its __reduce__ may omit them, as in json's
+        # errors.
         note = where or f"in {seeds.worker_text()}"
         if error.__traceback__ or error.__cause__ or error.__context__:
             note += ":\n" + "".join(traceback.format_exception(error)).rstrip()
         self._notes = [*getattr(error, "__notes__", ()), note]
         self._data: bytes | None
-        import cloudpickle  # slow to import
+        import cloudpickle  # imported late, because it is slow to import
 
         try:
             self._data = cloudpickle.dumps(error, protocol=5)
@@ -112,7 +112,7 @@ def _arrive(data: bytes | None, text: str, notes: list[str]) -> BaseException:
     if data is not None:
         try:
             error = pickle.loads(data)
-        # The user's class may raise anything here, but the failure must not be lost.
+        # The user's class may raise anything during unpickling, but the failure must not be lost.
         except BaseException:
             error = None
     if not isinstance(error, BaseException):

@@ -1,16 +1,17 @@
 """Make the decisions about gangs: stages whose workers form a group.
 
-The workers of a gang restart together. When one dies, the others are terminated; once all have ended, all
-start again. When a peer dies, a worker may report that the peer is missing from a group operation before the
-death itself is known. Such a report is not a failure.
+The workers of a gang restart together. If one dies, the others are terminated, and all start again after the
+last has ended. When a peer dies, a worker may report that the peer is missing from a group operation before
+the death itself is known. Such a report is not a failure.
 
 If no worker died, there are two cases. If a worker ended because its outputs have no readers, its peers end
-as well. If connections between the gang's hosts broke, all workers restart as long as the stage has restarts
+as well. If connections between the gang's hosts broke, all workers restart, as long as the stage has restarts
 left.
 
-In an elastic gang, only a worker that died is replaced. A worker whose group has ended waits for a new one,
+In an elastic gang, only the dead worker is replaced. A worker whose group has ended waits for a new one,
 which is formed when all working members wait. When a replacement begins to work, it ends the current group,
-so that the next one includes it. If a group ends although no worker died or joined, that counts as a restart.
+so that the next group includes it. If a group ends although no worker died or joined, this counts as a
+restart.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from flowchan.run.policy.transitions import Decision, PolicyState, run_stuck, wo
 
 
 def peer_ended(state: PolicyState, worker: WorkerId) -> PolicyState:
-    """Record that the process of a gang's worker has ended as expected."""
+    """Record that the process of a gang's worker has ended, as its peers' restart requires."""
     return dataclasses.replace(state, ended_peers=state.ended_peers | {worker})
 
 
 def misses_peer(state: PolicyState, failure: Failure) -> bool:
-    """Return whether a gang's worker failed only because a peer is missing."""
+    """Return whether a worker of a gang failed only because a peer is missing."""
     return failure.worker.stage in state.gangs and isinstance(failure.error, MemberDied)
 
 
@@ -38,7 +39,7 @@ def settle_gangs(state: PolicyState, now: float) -> Decision:
     """Restart each gang whose workers have all ended.
 
     If none of them died and no restart is left, the run fails with a worker's report of a missing peer. If
-    the run is ending, ended workers do not wait for their peers.
+    the run is ending, ended workers are settled without waiting for their peers.
     """
     actions: tuple[Action, ...] = ()
     for stage in sorted({worker.stage for worker in state.ended_peers}):
@@ -51,7 +52,7 @@ def settle_gangs(state: PolicyState, now: float) -> Decision:
 
 
 def _ends_early(state: PolicyState, stage: str) -> bool:
-    """Return whether a gang's workers end because their outputs have no readers."""
+    """Return whether a gang ends because the outputs of a worker have no readers."""
     return stage in state.no_readers and stage not in state.restarting
 
 
@@ -94,7 +95,7 @@ def group_lost(state: PolicyState, lost: GroupLost) -> Decision:
 
 
 def form_groups(state: PolicyState, now: float) -> Decision:
-    """Form a group for each elastic gang whose working members all wait for one."""
+    """Form a group for each elastic gang whose working members are all waiting for one."""
     actions: tuple[Action, ...] = ()
     for stage in sorted({worker.stage for worker in state.without_group}):
         peers = {worker for worker in state.alive - state.joining if worker.stage == stage}

@@ -13,16 +13,15 @@ from flowchan.run.policy.transitions import PolicyState
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Health of a run at one moment, as plain values for ``json.dumps(dataclasses.asdict(health))``.
+    """Health of a run at one moment, as plain values that ``json`` can store.
 
     Attributes:
-        ready: True if the run accepts items and no stage is "starting". It stays True while some workers of a
-            stage work and others start, after a death or ``run.scale()``. It becomes False once the run is
-            stopping.
+        ready: True if the run accepts items and no stage is "starting". After a death or ``run.scale()``, it
+            stays True as long as some workers of each stage work. It becomes False when the run is stopping.
         failed: True if the run has failed.
         stages: State of each stage except inputs: "starting" until a worker has built its callable, then
             "running", and finally "ended".
-        restarts_left: Restarts that each stage on processes currently has left. If none are left, the next
+        restarts_left: Number of restarts that each stage on processes has left now. If it is 0, the next
             death ends the run. Stages without a limit are omitted.
         waiting: Number of ``ask`` calls that wait for their answers.
 

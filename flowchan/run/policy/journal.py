@@ -1,10 +1,10 @@
-"""Log a run with the standard ``logging`` module, to the logger ``flowchan.run``.
+"""Log a run to the standard logger ``flowchan.run``.
 
 The log records the start and end of the run, and each worker process that starts, dies or is replaced. It
-also has warnings about stages, items blamed for deaths, and workers that do not end in time. The start and
-end of the run are INFO, process starts DEBUG, problems WARNING, and blamed items ERROR. Records about a
-worker have the attributes ``stage`` and ``number``; records about a stage have ``stage``. Nothing appears
-unless the program configures logging. Exceptions that the run raises are not logged.
+also contains warnings about stages, items blamed for deaths, and workers that do not end in time. The start
+and end of the run have level INFO, process starts DEBUG, problems WARNING, and blamed items ERROR. Records
+about a worker have the attributes ``stage`` and ``number``; records about a stage have ``stage``. Nothing
+appears unless the program configures logging. Exceptions that the run raises are not logged.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ log.addHandler(logging.NullHandler())
 
 
 class Journal:
-    """Log of one run, written from the events of its feed.
+    """Writes the log of one run from the events of its feed.
 
-    No method raises. If a logging filter of the program raises, ``logging`` reports that like a handler's
-    error.
+    No method raises. If a logging filter of the program raises, ``logging`` reports the error like a
+    handler's error.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -36,7 +36,7 @@ class Journal:
         self._limits = plan.limits()
 
     def record(self, event: Any) -> None:
-        """Log an event from the feed, if it belongs in the log."""
+        """Log an event from the feed, if the log should contain it."""
         match event:
             case RunBegan(workers, seed):
                 self._log(logging.INFO, f"{self._graph} starts with {workers} workers, seed {seed}")
@@ -110,7 +110,7 @@ class Journal:
 def blamed(item: str, why: str) -> None:
     """Log that an item failed because workers died while processing it.
 
-    The worker that holds the item calls this.
+    The worker that holds the item calls this function.
     """
     worker = seeds.worker()
     about = {"stage": worker.stage, "number": worker.number}

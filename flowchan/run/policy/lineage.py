@@ -1,14 +1,15 @@
 """Decide which source items have left the graph, for runs that can be resumed.
 
 Algorithm. Each source item has a number. Items carry marks that identify the source items from which they
-descend. A source item's mark is its number. A stage with one output per item passes marks on. A stage that
-splits an item gives each part a new mark: the pair of the item's first mark and a position. It then reports
-the item's marks and the number of parts. The stage at which a part leaves the graph reports the part's marks
-and 0 parts. :class:`Lineage` combines these reports: a mark has left the graph once all its parts have.
+descend. The mark of a source item is its number. A stage with one output per item passes the marks on. A
+stage that splits an item gives each part a new mark, which is the pair of the item's first mark and a
+position. The stage then reports the item's marks and the number of parts. When a part leaves the graph, the
+stage reports the part's marks and 0 parts. :class:`Lineage` combines these reports: a mark has left the graph
+when all its parts have.
 
-Invariants. Reports may arrive in any order, and repeatedly if a worker was replaced. Marks depend only on the
-items, so a replacement reports the same marks as the dead worker. An item without marks is not tracked, and
-the source items from which it descends never count as finished.
+Invariants. Reports may arrive in any order, and more than once if a worker was replaced. Marks depend only on
+the items, so a replacement reports the same marks as the dead worker. An item without marks is not tracked,
+so the source items from which it descends never count as finished.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from itertools import count
 from typing import Any
 
 Mark = int | tuple[Any, int]
-"""Number of a source item, or a pair for a part of an item: the item's mark and the part's position."""
+"""Number of a source item or, for a part of an item, the pair of the item's mark and the part's position."""
 Marks = tuple[Mark, ...]
 Left = tuple[Marks, int]
-"""Report about an item with these marks: the number of parts that replaced it, or 0 if it left the graph.
+"""Report about the item with these marks: the number of its parts, or 0 if it left the graph.
 
-It is a plain tuple, because channels encode tuples fast and each item needs a report.
+A report is a plain tuple, because each item needs one and channels encode tuples fast.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedItems:
-    """Items of one source that earlier runs finished.
+    """Items of one source that earlier runs have finished.
 
-    All sources of a graph share one sequence of numbers. The source with index ``source`` has the
-    items with the numbers ``source``, ``source + sources``, and so on. Bit n of ``bits`` is set if item n is
+    All sources of a graph share one sequence of numbers. The items of the source with the index ``source``
+    have the numbers ``source``, ``source + sources``, and so on. Bit n of ``bits`` is set if item n is
     finished.
     """
 
@@ -43,7 +44,7 @@ class FinishedItems:
     bits: bytes = b""
 
     def tracked(self, elements: Iterable[Any]) -> Iterator[tuple[Marks, Any]]:
-        """Yield the unfinished elements of the source, each with its marks."""
+        """Yield the elements of the source that are not finished, each with its marks."""
         remaining = iter(elements)
         numbers = count(self.source, self.sources)
         for number in range(self.source, 8 * len(self.bits), self.sources):
@@ -59,7 +60,7 @@ class FinishedItems:
     async def tracked_later(
         self, elements: AsyncGenerator[Any, None]
     ) -> AsyncGenerator[tuple[Marks, Any], None]:
-        """Yield the unfinished elements of an asynchronous generator, each with its marks."""
+        """Yield the unfinished elements of an asynchronous source, each with its marks."""
         numbers = count(self.source, self.sources)
         async with contextlib.aclosing(elements):
             async for element in elements:
@@ -73,7 +74,7 @@ class FinishedItems:
         return place < len(self.bits) and bool(self.bits[place] >> bit & 1)
 
     def length(self) -> int:
-        """Return the number of the source's items, up to and including the last finished one."""
+        """Return how many items the source must have, so that it includes its last finished item."""
         last = range(self.source, 8 * len(self.bits), self.sources)
         return next((place + 1 for place in reversed(range(len(last))) if self.is_finished(last[place])), 0)
 
@@ -83,7 +84,7 @@ NOTHING_FINISHED = FinishedItems()
 
 @dataclass(slots=True)
 class _Split:
-    """Parts of an item: how many there are and the item's marks, once known, and which parts have left."""
+    """State of an item that was split: its marks and number of parts, once known, and the parts that left."""
 
     marks: Marks = ()
     number: int | None = None
@@ -91,13 +92,13 @@ class _Split:
 
 
 class Lineage:
-    """Items whose parts are in the graph."""
+    """Tracks the items that were split and whose parts are still in the graph."""
 
     def __init__(self) -> None:
         self._parts: dict[Mark, _Split] = {}
 
     def finished(self, marks: Marks, parts: int) -> list[int]:
-        """Process a report.
+        """Process a report that an item left the graph or was split.
 
         Args:
             marks: Marks of an item.
@@ -123,7 +124,7 @@ class Lineage:
         return numbers
 
     def _ended(self, whole: Mark) -> list[Mark]:
-        """Return the marks of an item once all of its parts have left; until then, an empty list."""
+        """Return the marks of an item if all its parts have left, or an empty list otherwise."""
         known = self._parts[whole]
         if known.number is None or len(known.left) < known.number:
             return []

@@ -1,6 +1,6 @@
-"""Plan a run: turn a declared graph into data about channels, workers and their ports.
+"""Plan a run: translate a declared graph into channels, workers and ports, as plain data.
 
-This module opens nothing; ``opening`` opens a plan's channels and ports on one machine.
+This module opens nothing. ``opening`` opens the channels and ports of a plan on one machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.lineage import NOTHING_FINISHED, FinishedItems
 
 Taken = Counter[tuple[Any, str]]
-"""Number of workers on each host so far, in total and for each placement with shares."""
+"""Number of workers assigned to each host, in total and for each placement with shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,19 @@ class PlannedWorker:
 
     @property
     def is_task(self) -> bool:
-        """Return whether the worker is a task in an event loop that all workers of its stage share."""
+        """Return whether the worker is a task in an event loop, which all workers of its stage share."""
         return is_async(self.stage.function) and not self.stage.placement.own_process
 
     @property
     def gathers(self) -> bool:
         """Return whether the worker only collects results for the program.
 
-        Such a worker starts when the program begins to read the results.
+        It then starts when the program begins to read the results.
         """
         return self.stage.operator.gathers and not self.outputs
 
     def channels(self) -> Iterator[str]:
-        """Yield the names of the channels at all of its ports."""
+        """Yield the names of the channels of all its ports."""
         yield from self.inputs.values()
         yield from self.outputs.values()
         if self.errors is not None:
@@ -63,11 +63,11 @@ class PlannedWorker:
 class Plan:
     """Plan of one run.
 
-    It has a channel for each of ``edges``; together, they may use ``memory`` bytes. ``inputs`` maps each
-    input stage to the channels that the user fills: one, or one per worker of the reader. All random numbers
-    of the workers derive from ``seed``. ``finished`` is set if the run can be resumed: it has the items of
-    each source that earlier runs have finished. ``samples_items`` is true if the run follows a few items of
-    each source through the graph.
+    ``edges`` are the channels, which may use ``memory`` bytes together. ``inputs`` maps each input stage to
+    the channels that the user fills: one, or one per worker of the reader. All random numbers of the workers
+    derive from ``seed``. If the run can be resumed, ``finished`` contains the items of each source that
+    earlier runs have finished. ``samples_items`` is true if the run follows a few items of each source
+    through the graph.
     """
 
     graph: Blueprint
@@ -81,21 +81,21 @@ class Plan:
 
     @property
     def share(self) -> int:
-        """Return how many bytes each channel may use."""
+        """Return the number of bytes that each channel may use."""
         return max(1, self.memory // max(1, len(self.edges)))
 
     def finished_at(self, stage: str) -> FinishedItems | None:
-        """Return a source's finished items; for any other stage, there are none.
+        """Return the finished items of a source; other stages have none.
 
         Return ``None`` if the run cannot be resumed.
         """
         return None if self.finished is None else self.finished.get(stage, NOTHING_FINISHED)
 
     def limits(self) -> dict[str, int]:
-        """Return how many dead workers of each stage may be replaced.
+        """Return the maximum number of restarts of each stage.
 
-        Stages that keep state have no restarts unless they are restartable. Threads are omitted, because they
-        do not die.
+        A stage that keeps state has no restarts unless it is restartable. Stages on threads are omitted,
+        because threads do not die.
         """
         return {
             stage.name: stage.restarts if stage.restartable or stage.operator.per_item else 0
@@ -114,9 +114,9 @@ class Plan:
 
     @property
     def stateful(self) -> dict[str, str]:
-        """Map each stage with a stateful callable object to the name of its class.
+        """Return the class names of callable objects that may hold state, by stage.
 
-        This state is lost with the worker. Stages with ports are omitted: they are restartable only if the
+        A worker that dies loses its state. Stages with ports are omitted: they are restartable only if the
         user has declared that they keep no state.
         """
         classes = {
@@ -144,10 +144,10 @@ class Plan:
         return frozenset(stage.name for stage in stages if stage.gang is not None and stage.gang.elastic)
 
     def between(self) -> Iterator[tuple[set[str], set[str]]]:
-        """Yield the input and output channels of each stage that does nothing but turn inputs into outputs.
+        """Yield the input and output channels of each stage that only turns inputs into outputs.
 
-        Once its outputs have no readers, such a stage needs no more inputs. Stages with ports are omitted,
-        because they decide for themselves.
+        When its outputs have no readers, the stage needs no more inputs. Stages with ports are omitted,
+        because they decide on their own when to end.
         """
         into: dict[str, set[str]] = {}
         out: dict[str, set[str]] = {}
@@ -158,11 +158,11 @@ class Plan:
         yield from ((into[stage], out[stage]) for stage in into if into[stage] and out[stage])
 
     def queues(self) -> tuple[str, ...]:
-        """Return the channels whose items can be discarded without affecting other items.
+        """Return the channels whose items can be discarded without harm to other items.
 
-        Channels with results or failures are excluded, and all channels that lead to a worker with several
-        inputs, such as ``zip``. If items were missing there, the worker would combine items that do not
-        match.
+        Channels with results or failures are excluded, and so are all channels that lead to a worker with
+        several inputs, such as ``zip``. If items were missing there, the worker would combine items that do
+        not match.
         """
         kept = {worker.id.stage for worker in self.workers if len(worker.inputs) > 1}
         before = len(kept) - 1
@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def ends(self) -> frozenset[str]:
-        """Return the names of the stages without readers; the run is complete once these have ended."""
+        """Return the names of the stages that no other reads. Their end completes the run."""
         read = {edge.writer for edge in self.edges if edge.reader is not None}
         return frozenset(
             stage.name for stage in self.graph.stages if stage.name not in read and not stage.service
@@ -187,7 +187,7 @@ class Plan:
 
     @property
     def services(self) -> frozenset[str]:
-        """Return the names of the stages that end after all others."""
+        """Return the names of the stages that serve others and end last."""
         return frozenset(stage.name for stage in self.graph.stages if stage.service)
 
 
@@ -216,11 +216,11 @@ def plan(
 def _on_hosts(
     workers: Iterator[PlannedWorker], placement: Placement, taken: Taken
 ) -> Iterator[PlannedWorker]:
-    """Assign each worker of a stage to the host with the fewest workers relative to the host's weight.
+    """Assign each worker of a stage to the host with the fewest workers relative to its weight.
 
-    Among equal hosts, the first is chosen. A placement with shares counts only its own workers, so other
-    placements do not affect it. If the placement lists the host of each worker, only this list counts; after
-    its last host, it starts again.
+    If several hosts are equal, choose the first. A placement with shares counts only its own workers, so
+    other placements do not affect it. If the placement lists the host of each worker, follow this list, and
+    start again at its end.
     """
     counted = (placement.hosts, placement.shares) if placement.shares else None
     weights = placement.weights()
@@ -229,7 +229,7 @@ def _on_hosts(
         return Fraction(taken[counted, host] + 1, weights.get(host, 1))
 
     least = [(load(host), place, host) for place, host in enumerate(placement.hosts)]
-    heapq.heapify(least)  # so that no worker needs a search through all hosts
+    heapq.heapify(least)  # so that assigning a worker does not need to search all hosts
     for worker in workers:
         if placement.hosts:
             _, place, host = least[0]
@@ -258,7 +258,7 @@ def _workers(stage: Stage, edges: tuple[Edge, ...]) -> Iterator[PlannedWorker]:
 def _inputs(stage: Stage, number: int, edges: tuple[Edge, ...]) -> dict[str, str]:
     """Return the channels of a worker's input ports.
 
-    If the operator has one worker per input, each worker gets one of the stage's input ports.
+    If the operator has one worker per input, each worker gets only its own input port.
     """
     own = stage.input_ports[number - 1 : number] if stage.operator.worker_per_input else stage.input_ports
     read = [edge for edge in edges if edge.reader == stage.name and edge.to_worker in (0, number)]

@@ -1,11 +1,11 @@
 """Estimate a run's remaining time from its recent progress.
 
 Algorithm. The estimate is the number of remaining items divided by a recent rate. The rate covers the last
-``RECENT_S`` seconds or, in a long run, its last tenth. If fewer than ``FEWEST_ITEMS`` items were finished in
-that time, it covers a longer time. That time is divided into ``PARTS`` equal parts, and the rate is the
-median over these parts. A burst or pause of one or two parts therefore does not change the estimate; a
-lasting change shows after three parts. If most parts have no items because items have become slow, the rate
-is the mean of all parts except the fastest.
+``RECENT_S`` seconds or, in a long run, the last tenth of the run. If fewer than ``FEWEST_ITEMS`` items were
+finished in that time, it covers a longer time. This time is divided into ``PARTS`` equal parts, and the rate
+is the median of the rates in these parts. A burst or pause of one or two parts
+therefore does not change the estimate, but a lasting change takes effect after three parts. If items have
+become so slow that most parts have none, the rate is the mean over all parts except the fastest.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import statistics
 from dataclasses import dataclass, field
 
 RECENT_S, RECENT_SHARE = 5.0, 0.1
-"""Time that the rate covers, in seconds and as a share of the run. The longer of the two is used."""
+"""Period that the rate covers, in seconds and as a share of the run. The longer of the two applies."""
 FEWEST_ITEMS = 10
-"""Minimum number of items finished within that time."""
+"""Minimum number of items that must have finished in the period; otherwise, a longer period is used."""
 PARTS = 5
 SAMPLES = 50
-"""Number of samples kept within that time."""
+"""Number of samples to keep for the period."""
 
 
 @dataclass
 class RemainingTime:
-    """Remaining time of one stage.
+    """Estimates the remaining time of one stage.
 
     Example:
         >>> from flowchan.run.policy.remaining import RemainingTime
@@ -49,7 +49,7 @@ class RemainingTime:
             total: Total number of items.
 
         Returns:
-            Seconds until all items are finished; None if none were finished recently.
+            Seconds until all items will be finished, or None if no item was finished recently.
         """
         self._keep(elapsed, done)
         if done >= total:
@@ -58,7 +58,7 @@ class RemainingTime:
         return (total - done) / rate if rate else None
 
     def _keep(self, elapsed: float, done: int) -> None:
-        """Keep this progress as a sample, unless the last sample is very recent."""
+        """Store this progress as a sample, unless the last sample is very recent."""
         if not self._times or elapsed - self._times[-1] >= _recent(elapsed) / SAMPLES:
             self._times.append(elapsed)
             self._counts.append(done)
@@ -76,7 +76,7 @@ class RemainingTime:
         return (usual if usual else (sum(items) - max(items)) / (PARTS - 1)) / length
 
     def _count(self, at: float, elapsed: float, done: int) -> float:
-        """Return how many items were finished by time ``at``, interpolated between samples."""
+        """Return the number of items finished by time ``at``, interpolated between samples."""
         place = bisect.bisect_right(self._times, at) - 1
         time, count = self._times[place], self._counts[place]
         last = place + 1 == len(self._times)

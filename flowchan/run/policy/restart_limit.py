@@ -1,13 +1,12 @@
 """Count a stage's restarts against its limit.
 
-The limit applies to a period, like the intensity and period of an Erlang/OTP supervisor, or systemd's
-``StartLimitBurst`` and ``StartLimitIntervalSec``. A service can therefore run for years, while a stage that
-keeps dying still ends its run.
+The limit applies to a period, like the intensity and period of an Erlang/OTP supervisor, or
+``StartLimitBurst`` and ``StartLimitIntervalSec`` of systemd. A service can therefore run for years, but a
+stage that keeps dying still ends its run.
 
 A restart counts until the stage has worked for ``RESTART_PERIOD_S`` seconds after the death. Pauses before
-replacements do not count as work; otherwise, long pauses would hide a stage that dies again and again. A
-death that is blamed on an item does not use a restart, because ``max_deaths`` limits how often the item is
-tried.
+replacements are not work; if they counted, long pauses would hide a stage that dies again and again. A death
+that is blamed on an item does not use a restart, because ``max_deaths`` already limits such deaths.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from flowchan.run.policy.events import Death
 from flowchan.run.policy.transitions import Decision, PolicyState
 
 RESTART_PERIOD_S = 60.0
-"""After this many seconds of work, a restart no longer counts."""
+"""Seconds of work after which a restart no longer counts."""
 
 
 def uses_restart(death: Death) -> bool:
-    """Return whether the replacement after this death uses up one of the stage's restarts."""
+    """Return whether replacing the worker after this death uses up one of the stage's restarts."""
     return death.counts and not death.over_item
 
 
 def restarts_used(state: PolicyState, stage: str, now: float) -> int:
-    """Return how many restarts of a stage count at time ``now``."""
+    """Return the number of restarts of a stage that count at time ``now``."""
     return len(_counted(state, stage, now))
 
 
@@ -38,7 +37,7 @@ def has_restart(state: PolicyState, stage: str, now: float) -> bool:
 
 
 def use_restart(state: PolicyState, stage: str, now: float, pause: float = 0.0) -> Decision:
-    """Count a restart after ``pause`` seconds, and warn when the limit is near."""
+    """Count a restart that will happen after ``pause`` seconds, and warn if the limit is near."""
     counted = _counted(state, stage, now)
     recent = (*(at + pause for at in counted), now + pause)
     state = dataclasses.replace(
@@ -61,5 +60,5 @@ def _counted(state: PolicyState, stage: str, now: float) -> tuple[float, ...]:
 
 
 def _is_near(used: int, limit: int) -> bool:
-    """Return whether at most a fifth of the restarts is left, or only one."""
+    """Return whether at most a fifth of the restarts or a single restart is left."""
     return used > 0 and limit - used <= max(1, limit // 5)

@@ -1,4 +1,4 @@
-"""Decide whether runs of a graph can be resumed (R14), and recognise the graph of an earlier run."""
+"""Decide whether runs of a graph can be resumed (R14), and whether a file belongs to the graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowchan.run.policy.lineage import FinishedItems
 
 
 def refuse_unless_resumable(graph: Blueprint) -> None:
-    """Raise ``GraphError`` with all stages that prevent runs of ``graph`` from being resumed."""
+    """Raise ``GraphError`` with all stages that prevent runs of ``graph`` from being resumed, if any."""
     problems = [
         Problem("resume", stage.name, stage.where, f"resume= does not support {reason}")
         for stage in graph.stages
@@ -24,11 +24,11 @@ def refuse_unless_resumable(graph: Blueprint) -> None:
 
 
 def _reason_against(graph: Blueprint, stage: Stage) -> str:
-    """Describe why this stage prevents resuming, and the remedy; return an empty string if it does not."""
+    """Explain why a stage prevents resuming, with a remedy, or return an empty string if it does not."""
     if stage.operator.outside:
         return "an input, because a later run cannot read its items again; use source()"
     if stage.operator.routes:
-        return ""  # the keyed stage that it feeds is rejected instead
+        return ""  # report the keyed stage instead, which the user has declared
     if stage.operator.resumable and "key" in stage.options:
         return (
             f"a {stage.kind} with key=, because a run starts without the states of earlier runs; do this "
@@ -58,7 +58,7 @@ def sources(graph: Blueprint) -> dict[str, int]:
 
 
 def shape_digest(graph: Blueprint) -> bytes:
-    """Return a digest of the stages' names and operators, and of the streams that they read."""
+    """Return a digest of the names and operators of all stages and of the streams that they read."""
     shape = [
         [stage.name, stage.kind, [[port, str(origin)] for port, origin in stage.read]]
         for stage in graph.stages
@@ -67,9 +67,9 @@ def shape_digest(graph: Blueprint) -> bytes:
 
 
 def finished_by_stage(graph: Blueprint, bits: bytes) -> dict[str, FinishedItems]:
-    """Return each source's finished items, after checking that it has at least these items.
+    """Return the finished items of each source, after checking that the source still has them.
 
-    Raise ``GraphError`` if a source ends before its last finished item.
+    Raise ``GraphError`` if a source is shorter than its last finished item requires.
     """
     indexes = sources(graph)
     found = {name: FinishedItems(index, len(indexes), bits) for name, index in indexes.items()}

@@ -1,7 +1,7 @@
 """Change the number of a stage's workers during a run (R13).
 
-New workers get numbers that no earlier worker of the stage had. Workers with the highest numbers are removed
-first, each after its current item. Workers that are being removed are not counted.
+New workers get numbers that the stage has not used before. Workers with the highest numbers are removed
+first, each after its current item. A worker that is being removed does not count.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from flowchan.run.policy.events import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Number of workers of an elastic stage, and how long they have worked.
+    """Number of workers of a stage that can be scaled, and the time that they have worked.
 
     Attributes:
         workers: Number of workers.
         since: When the number last changed, in seconds of the run's clock.
         last: Highest worker number so far.
-        spent: Worker time until ``since``, in seconds.
+        spent: Time that all workers together spent until ``since``, in seconds.
     """
 
     workers: int
@@ -29,13 +29,13 @@ class Size:
     spent: float = 0.0
 
     def seconds(self, now: float) -> float:
-        """Return the worker time until ``now``, in seconds. Two workers use two seconds per second."""
+        """Return the time that all workers together have spent until ``now``, in seconds."""
         return self.spent + self.workers * (now - self.since)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Request from ``run.scale()`` to change a stage to this number of ``workers``."""
+    """Request from ``run.scale()`` to give a stage this number of ``workers``."""
 
     stage: str
     workers: int
@@ -50,22 +50,22 @@ class AddWorker:
 
 @dataclass(frozen=True, slots=True)
 class RemoveWorker:
-    """Make a worker end after its current item."""
+    """Let a worker end after its current item."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """Change to the number of workers of a ``workers="auto"`` stage.
+    """Decision that changed the number of workers of a ``workers="auto"`` stage.
 
     Attributes:
         elapsed: Seconds from the start of the run to the decision.
         stage: Name of the stage.
         workers_before: Number of workers before the decision.
         workers: Number of workers after the decision.
-        reason: Why the number changed, in words.
-        outcome: Measured effect, such as "kept: 1.93 × the rate"; empty until then.
+        reason: Explanation of the change in words.
+        outcome: Measured effect, such as "kept: 1.93 × the rate"; empty until it is known.
 
     Example:
         >>> from flowchan import ScalingDecision

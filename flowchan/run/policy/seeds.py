@@ -1,13 +1,13 @@
 """Derive random seeds for workers (R9).
 
-Each worker has a separate seed, from which all random numbers in its process derive. The seed is a hash of
-the run's seed, the stage, the worker's number and its incarnation. Runs with equal seeds therefore draw equal
-numbers, but a replacement draws different numbers from the dead worker.
+All random numbers in a worker's process derive from the worker's seed. The seed is a hash of the run's seed,
+the stage, the worker's number and its incarnation. Runs with equal seeds therefore draw equal numbers, but a
+replacement draws other numbers than the dead worker.
 
-:func:`begin` seeds the global generators of ``random``, ``numpy.random`` and torch in a worker's process.
-Modules that are already imported are seeded at once, because a forked process inherits their state. Other
-modules are seeded when they are imported. Worker threads share the generators with the rest of the program,
-so nothing is seeded for them.
+:func:`begin` seeds the global generators of ``random``, ``numpy.random`` and torch in a worker's process. It
+seeds modules that are already imported at once, because a forked process inherits their state. It seeds other
+modules when they are imported. Worker threads share the generators with the rest of the program, so nothing
+is seeded for them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Worker:
 
 
 _current: ContextVar[Worker] = ContextVar("flowchan worker")
-_of_process: Worker | None = None  # for threads that user code starts in a worker process
+_of_process: Worker | None = None  # used by threads that user code starts in a worker process
 
 
 def worker() -> Worker:
@@ -91,7 +91,7 @@ def worker_text() -> str:
 def seed_of(run: int, stage: str, number: int, incarnation: int) -> int:
     """Return a worker's seed in a run with the seed ``run``."""
     parts = repr((run, stage, number, incarnation)).encode("utf-8", "surrogatepass")
-    # shifted, because the seed must fit into a signed 64-bit integer
+    # The shift makes the seed fit into a signed 64-bit integer.
     return int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest()) >> 1
 
 
@@ -101,10 +101,10 @@ def enter(info: Worker) -> None:
 
 
 def begin(info: Worker) -> None:
-    """Set this process's worker and seed the generators, before any user code is loaded."""
+    """Set the worker of this process and seed the generators before any user code is loaded."""
     global _of_process
     _of_process = info
-    # A forked process has inherited its parent's finder.
+    # A forked process has inherited the finder of its parent.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SeedOnImport)]
     sys.meta_path.insert(0, _SeedOnImport(info.seed))
     for name in SEEDED:
@@ -113,26 +113,26 @@ def begin(info: Worker) -> None:
 
 
 def _seed_numpy(module: Any, seed: int) -> None:
-    # Replace the bit generator instead of calling numpy.random.seed(): another thread may have held the old
-    # generator's lock during the fork.
+    # numpy.random.seed() could block forever, because another thread may have held the generator's lock
+    # during the fork. Replacing the bit generator needs no lock.
     module.set_bit_generator(module.MT19937(seed))
 
 
 SEEDED: dict[str, Callable[[Any, int], object]] = {
     "random": lambda module, seed: module.seed(seed),
     "numpy.random": _seed_numpy,
-    # This does not touch CUDA if the parent process used it before the fork.
+    # Seeding does not touch CUDA if the parent process has used CUDA before the fork.
     "torch": lambda module, seed: module.manual_seed(seed),
 }
 
 
 def _seed(module: ModuleType, seed: int) -> None:
-    with contextlib.suppress(AttributeError):  # partly imported, or a user's module with the same name
+    with contextlib.suppress(AttributeError):  # partly imported, or a user's module of the same name
         SEEDED[module.__name__](module, seed)
 
 
 class _SeedOnImport:
-    """Module finder that delegates to the other finders, and seeds each module once it has been executed."""
+    """Module finder that seeds a module after its import; other finders locate the module."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

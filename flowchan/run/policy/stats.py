@@ -1,6 +1,6 @@
 """Define the statistics of a run at one moment, as frozen values.
 
-:meth:`Run.stats` creates them for the live view, the report and the tests.
+:meth:`Run.stats` creates them for the program, the live view and the report.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ CauseKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class WorkSeconds:
-    """Time that a worker, or all workers of a stage, spent since the start of the run, in seconds.
+    """Time spent by a worker, or by all workers of a stage, since the start of the run, in seconds.
 
     Attributes:
         working: Time since the worker built its callable, up to its end or to now.
-        input: Part of ``working`` spent waiting for items.
-        place: Part of ``working`` spent waiting for room in an output channel.
-        turn: Part of ``working`` in which finished outputs had to wait for earlier items while the readers
-            had nothing to take.
+        input: Part of ``working`` in which it waited for items.
+        place: Part of ``working`` in which it waited for room in an output channel.
+        turn: Part of ``working`` in which finished outputs waited for earlier items while the readers had
+            nothing to take.
         cpu: CPU time; ``None`` if unknown, as for workers on other hosts.
-        ready: Time spent waiting for a core; ``None`` if unknown.
+        ready: Time in which it waited for a core; ``None`` if unknown.
 
     Example:
         >>> from flowchan import Graph
@@ -53,7 +53,7 @@ class WorkSeconds:
 
     @property
     def work(self) -> float:
-        """Return the part of ``working`` not spent waiting, in seconds."""
+        """Return the part of ``working`` in which the worker did not wait, in seconds."""
         return max(0.0, self.working - self.input - self.place - self.turn)
 
     def since(self, earlier: WorkSeconds) -> WorkSeconds:
@@ -82,9 +82,9 @@ class WorkSeconds:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """Statistics of one current worker of a stage.
+    """Statistics of one worker that a stage has now.
 
-    The times of dead workers that it replaced are only in the statistics of the stage.
+    They do not include the times of the dead workers that it replaced; the statistics of the stage do.
 
     Attributes:
         number: Number of the worker in its stage.
@@ -143,21 +143,21 @@ class Cause:
 class StageStats:
     """Statistics of one stage.
 
-    Rate and shares (0 to 1) cover the window of :class:`RunStats`. Shares are fractions of the working
-    workers' total time. All counts begin at the start of the run.
+    The rate and the shares (0 to 1) cover the window of :class:`RunStats`. Shares are fractions of the total
+    time of the working workers. All counts begin at the start of the run.
 
     Attributes:
         name: Name of the stage.
         kind: Name of the operator.
         on: Placement of the workers, such as "thread" or "process".
-        workers: Number of workers that the stage should have.
+        workers: Number of workers that the stage is supposed to have.
         alive: Number of workers that have not ended.
         items_in: Number of items taken from the inputs.
         items_out: Number of items put into the outputs.
         failed: Number of items that failed.
         retried: Number of retries.
         restarts: Number of workers that were replaced.
-        unwanted: Number of items taken although the output had no readers left.
+        unwanted: Number of items taken although the output had no readers.
         discarded: Number of items that were being processed when the run failed or was aborted.
         in_hand: Number of items that workers have taken but not finished.
         rate: Items finished per second.
@@ -172,8 +172,8 @@ class StageStats:
         working: Number of workers that have begun to work and have not ended.
         seconds: Time spent by all workers.
         per_worker: Statistics of each working worker.
-        rate_limit: Maximum number of items that start per second (``rate=``), or ``None``. A worker that
-            waits to start its item counts as working.
+        rate_limit: Maximum number of items that start per second (``rate=``), or ``None``. A worker counts as
+            working while it waits to start its item.
         starting: Number of workers that have not built their callables yet.
         worked: Time spent by all workers in the window.
 
@@ -222,8 +222,8 @@ class StageStats:
     def state(self) -> StageState:
         """Return "starting" until a worker has built its callable, then "running", and finally "ended".
 
-        A stage is "starting" again when all its workers have died. An input has no workers and counts as
-        ended.
+        After the death of all its workers, a stage is "starting" again. An input has no workers, so it counts
+        as ended.
         """
         if not self.alive:
             return "ended"
@@ -291,7 +291,7 @@ class EdgeStats:
 
     @property
     def left(self) -> int:
-        """Return how many items were put but not taken: they are in the channel or were discarded."""
+        """Return the number of items put but not taken, which are in the channel or were discarded."""
         return self.put - self.passed
 
 
@@ -301,11 +301,11 @@ class HostStats:
 
     Attributes:
         name: Name of the host.
-        state: "connected", "waiting" (for its agent), or why the agent is missing.
+        state: "connected", "waiting" (for its agent), or the reason why the agent is missing.
         workers: Number of workers on the host.
         agents: Number of agents started so far.
         deaths: How its agents died.
-        breaks: Number of times that the connection to an agent broke and was restored.
+        breaks: Number of times that the connection to an agent was lost and restored.
         sent: Number of bytes sent to the host.
         received: Number of bytes received from the host.
         round_trip: Round-trip time in seconds; 0 if unknown.

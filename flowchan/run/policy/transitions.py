@@ -38,33 +38,34 @@ class PolicyState:
         alive: Workers that have not ended.
         processes: Workers that have their own process.
         sources: Workers of the stages where the graph begins.
-        ends: Workers of the stages where the graph ends; the run is complete once they have ended.
+        ends: Workers of the stages that no other stage reads. When all have ended, the run is complete.
         limits: Maximum number of restarts of each stage in one period.
         restarts: Number of replaced workers of each stage.
         recent_restarts: Times of each stage's restarts that count against its limit.
         explicit: Stages for which the user has set the limit.
-        stateful: Class names of stateful callable objects, by stage. A replacement starts with a new object.
+        stateful: Class names of callable objects that may hold state, by stage. A replacement has a new
+            object.
         phase: Phase of the run.
         since: When the phase began, in seconds of a monotonic clock.
         failures: Failures of the run, in order.
         stopped: True if a stop was requested.
         stop_by: Time at which a stopped run is aborted.
-        notified: True if the user has been warned that stopping takes long.
+        notified: True if the user has been warned that the stop takes long.
         aborted: True if the run was aborted.
         terminated: True if late processes were terminated.
         killed: True if late processes were killed.
         abandoned: Workers that had not ended when the run ended.
         gangs: Stages whose workers form a group and restart together.
-        missing_peer: Reports from workers of gangs about missing peers.
-        restarting: Gangs whose workers are being ended so that all can restart, each with the replacement of
-            the worker that died.
-        ended_peers: Workers of gangs whose processes have ended and not been replaced.
+        missing_peer: Reports from workers of gangs that a peer is missing.
+        restarting: Gangs whose workers are ending so that all can restart, each with the replacement of the
+            worker that died.
+        ended_peers: Workers of gangs whose processes have ended and have not been replaced.
         no_readers: Gangs in which a worker ended because its outputs have no readers.
         elastic: Gangs that continue while one of their workers is being replaced.
-        without_group: Workers of elastic gangs that wait for a group, with the failure that ended the last
-            one.
+        without_group: Workers of elastic gangs that wait for a group, each with the failure that ended its
+            last group.
         joining: Workers of elastic gangs whose replacements have not started to work yet.
-        changed: Elastic gangs in which a worker died, ended or joined since the current group was formed.
+        changed: Elastic gangs in which a worker has died, ended or joined since the current group was formed.
         began: When the run began.
         sizes: Sizes of the stages that can be scaled.
         leaving: Workers that end after their current item, because the stage is being scaled down.
@@ -112,9 +113,9 @@ class PolicyState:
         return self.phase in ("running", "stopping")
 
     def ends_with_peers(self, worker: WorkerId) -> bool:
-        """Return whether the end of a worker's process is expected.
+        """Return whether a worker's process may end without a report.
 
-        It is expected if the worker has reported a missing peer, or if its gang is being restarted.
+        This is so if the worker has reported a missing peer, or if its gang is being restarted.
         """
         return worker in self.missing_peer or worker.stage in self.restarting
 
@@ -160,11 +161,11 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
             actions = (*actions, EndServices())
         state = dataclasses.replace(state, services_end=True)
     elif state.goes_on and state.ends and not (alive & state.ends):
-        # a stage that waits for an item does not notice that the readers of its outputs are gone
+        # A stage that waits for an item does not notice that its outputs have no readers.
         if phase == "running":
             actions = (*actions, StopSources())
         phase, since = "finishing", now
-        if alive & state.services:  # services end last, so the other workers must end as in a stopped run
+        if alive & state.services:  # services end last, so the others must end as in a stopped run
             phase, state = "stopping", dataclasses.replace(state, notified=True)
     leaving = state.leaving - {worker}
     return dataclasses.replace(state, alive=alive, phase=phase, since=since, leaving=leaving), actions
@@ -173,7 +174,7 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
 def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bool) -> Decision:
     """Record that a worker ended with an error.
 
-    An ``expected`` error, such as one from a worker that was terminated, is not a failure of the run.
+    An ``expected`` error is not a failure of the run, for example the error of a worker that was terminated.
     """
     breaking = state.phase in ("running", "stopping", "finishing") and not expected
     if not expected:
@@ -185,7 +186,7 @@ def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bo
 
 
 def run_stuck(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """End a run that cannot continue although no worker has failed."""
+    """Make a run fail that cannot continue although no worker has failed."""
     if not state.goes_on:
         return state, ()
     failures = (*state.failures, failure)
@@ -193,7 +194,7 @@ def run_stuck(state: PolicyState, failure: Failure, now: float) -> Decision:
 
 
 def channel_broken(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """End a run because something other than the supervisor aborted a channel."""
+    """Make a run fail in which something other than the supervisor has aborted a channel."""
     breaking = state.phase in ("running", "stopping", "finishing")
     state = dataclasses.replace(state, failures=with_failure(state.failures, failure))
     if not breaking:
@@ -225,7 +226,7 @@ def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
 def with_failure(failures: tuple[Failure, ...], new: Failure) -> tuple[Failure, ...]:
     """Return the failures with a new one added.
 
-    If a stage aborts its channel with an error and then raises the same error, that counts as one failure.
+    If a stage aborts its channel with an error and then raises the same error, this counts as one failure.
     """
     for index, old in enumerate(failures):
         if (
