@@ -1,6 +1,6 @@
-"""Check the rule "pickle": a stage that is sent to a process must be picklable by cloudpickle.
+"""Check the rule "pickle": cloudpickle must be able to pickle a stage that is sent to a process.
 
-The rule covers the stage's function, arguments and options.
+The rule applies to the function, the arguments and the options of the stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REMEDY = (
 
 
 def pickle_problems(stage: Stage) -> Iterator[Problem]:
-    """Yield a problem for each part of a stage that cannot be sent to a worker process."""
+    """Yield a problem for each part of a stage that cannot be sent to a worker process, with a remedy."""
     if not stage.placement.own_process:
         return
     for name, part in _parts(stage):

@@ -53,26 +53,26 @@ MEMINFO = Path("/proc/meminfo")
 _BYTES_PER_ITEM = 64
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT)
 _BYTES_PER_CHANNEL = 64 * 1024
-# Maximum number of ports in a channel between processes. The channel's table also has room for processes
-# without a port.
+# Maximum number of ports of a channel between processes. Its table also has room for processes without a
+# port.
 _MOST_PORTS = 4096
-_MOST_SELECTED = 128  # operations in one select; Linux cannot wait for more at once
+_MOST_SELECTED = 128  # maximum number of operations in one select; Linux cannot wait for more
 
 Found = Iterator[tuple[int, Problem]]
-"""Problems, each with the index of its stage in the graph; -1 stands for the whole graph."""
+"""Problems, each with the index of its stage in the graph. The index -1 stands for the whole graph."""
 
 
 def check(graph: Blueprint) -> tuple[Problem, ...]:
-    """Return all problems of the graph in the order of declaration; an empty tuple if it can run.
+    """Return all problems of the graph in the order of declaration, or an empty tuple if it can run.
 
-    The check starts no stage, and never raises because of the graph.
+    The check starts no stage, and no graph makes it raise an exception.
     """
     stages = graph.stages
     found: list[tuple[int, Problem]] = []
     for rule in _RULES:
         found.extend(rule(graph, stages))
     count = Counter(stage.name for stage in stages)
-    items = {  # without duplicate names, because they do not identify a stage
+    items = {  # omit duplicate names, because they do not identify a stage
         Origin(stage.name, output.port): output
         for stage in stages
         if count[stage.name] == 1
@@ -85,7 +85,7 @@ def check(graph: Blueprint) -> tuple[Problem, ...]:
 
 
 def raise_for(graph: Blueprint) -> None:
-    """Raise ``GraphError`` if :func:`check` finds any problems."""
+    """Raise ``GraphError`` with all problems that :func:`check` finds, if any."""
     problems = check(graph)
     if problems:
         raise GraphError(graph.name, problems)
@@ -150,8 +150,8 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """Yield a problem for each set of stages that wait for each other.
 
-    Skip stages with duplicate names, which another rule reports: edges refer to stages by name, so stages
-    with the same name would appear connected.
+    Stages with duplicate names are skipped, because another rule reports them. Edges refer to stages by name,
+    so stages with the same name would appear connected.
     """
     count = Counter(stage.name for stage in stages)
     indexes = {stage.name: index for index, stage in enumerate(stages) if count[stage.name] == 1}
@@ -163,7 +163,7 @@ def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     ]
     if not _goes_in_circles(edges):
         return
-    import networkx  # importing networkx takes longer than importing all of flowchan
+    import networkx  # imported late, because this takes longer than importing all of flowchan
 
     joined = networkx.DiGraph(edges)
     for knot in networkx.strongly_connected_components(joined):
@@ -212,7 +212,7 @@ def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """Check that each output has exactly one reader. A result may have none.
 
-    Skip stages with duplicate names, because it is unclear which of them a stage reads.
+    Stages with duplicate names are skipped, because it is unclear which of them another stage reads.
     """
     count = Counter(stage.name for stage in stages)
     readers: dict[Origin, list[Stage]] = {}
@@ -246,9 +246,9 @@ def _capacities(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check that enough memory is free for the amount that a run reserves when it starts.
+    """Check that free memory suffices for the amount that a run reserves at its start.
 
-    During the run, large items need additional memory.
+    Large items need more memory during the run.
     """
     shared = [edge for edge in graph.edges if edge.transport.copies and _is_capacity(edge.capacity)]
     if not shared:
@@ -276,7 +276,7 @@ def free_memory() -> float:
 
 def _system(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     shared = next((edge for edge in graph.edges if edge.transport.copies), None)
-    # without the native module, the graph must run on another machine
+    # Without the native module, the graph can only run on another machine, so do not check this one.
     if shared is None or not is_compiled():
         return
     try:
@@ -328,9 +328,9 @@ def _asyncs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _spent(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check that the iterators of sources on threads have not been used up.
+    """Check that no source on a thread has an iterator that is already used up.
 
-    In a worker process, a source iterates over a copy, so the original is not used up. Channels are skipped,
+    A source in a worker process iterates over a copy, so the original is not used up. Channels are skipped,
     because they report their own end.
     """
     for index, stage in enumerate(stages):
@@ -408,7 +408,7 @@ def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _addressed(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check streams whose writers choose a worker for each item."""
+    """Check the streams whose writers choose a worker for each item."""
     indexes = {stage.name: index for index, stage in enumerate(stages)}
     for edge in graph.edges:
         if edge.errors and edge.to_worker == 1 and edge.reader is not None:
@@ -429,7 +429,7 @@ def _is_capacity(value: object) -> bool:
 
 
 def _autos(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Report ``auto`` stages that need a fixed number of workers because of a reader declared later."""
+    """Report ``auto`` stages whose number of workers must be fixed because of a reader declared later."""
     for index, stage in enumerate(stages):
         if stage.auto is not None and (why := fixed_workers(stage)):
             yield index, Problem("workers", stage.name, stage.where, auto_refusal(stage, why))

@@ -1,11 +1,11 @@
 """Check the rules "ports" and "type": streams and item types must match the stage's function.
 
 The checks use an annotation only if its meaning is certain. They compare classes and the origins of generic
-types. Unknown, unusually abstract and merely convertible types are accepted.
+types. They accept unknown, unusually abstract and merely convertible types.
 
-beartype.door is not used here: it can prove that one type is a subtype of another, but not that two types
-might match. It also raises for protocols, TypedDicts and unresolved names. It takes 77 ms to import and would
-save only 35 lines.
+The module does not use beartype.door, which can prove that one type is a subtype of another, but not that two
+types might match. It also raises for protocols, TypedDicts and unresolved names. Importing it takes 77 ms,
+and it would save only 35 lines.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def port_problems(stage: Stage) -> Iterator[Problem]:
 
 
 def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Problem]:
-    """Yield a problem for each stream whose item type does not match the parameter that receives the items.
+    """Yield a problem for each stream whose items do not match the annotation of their parameter.
 
     ``outputs`` maps each origin in the graph to its output.
     """
@@ -73,7 +73,7 @@ def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Pr
 def fits(given: Any, wanted: Any) -> bool:
     """Return whether a value of type ``given`` may be passed to a parameter annotated with ``wanted``.
 
-    If unsure, return True.
+    In doubt, return True.
     """
     given, wanted = _bare(given), _bare(wanted)
     if isinstance(given, tuple):
@@ -87,15 +87,15 @@ def fits(given: Any, wanted: Any) -> bool:
             return True
         if issubclass(given, wanted) or issubclass(wanted, given):
             return True
-        # Numbers from NumPy and other libraries are converted, but an int parameter rejects a builtin float.
+        # Numbers of NumPy and other libraries are converted, but an int parameter rejects a builtin float.
         foreign = not {given, wanted} <= {bool, int, float, complex}
         return foreign and issubclass(given, numbers.Number) and issubclass(wanted, numbers.Number)
-    except Exception:  # some classes do not support issubclass, for example TypedDict
+    except Exception:  # some types, such as TypedDict, do not support issubclass
         return True
 
 
 def _iterable(annotation: Any) -> bool:
-    """Return whether a value with this annotation is iterable; if unsure, return True."""
+    """Return whether a value with this annotation is iterable. In doubt, return True."""
     kind = _bare(annotation)
     if isinstance(kind, tuple):
         return any(_iterable(member) for member in kind)
@@ -103,7 +103,7 @@ def _iterable(annotation: Any) -> bool:
 
 
 def _bare(annotation: Any) -> Any:
-    """Return the class of an annotation, or the members of a union; ``None`` if unsure."""
+    """Return the class of an annotation, the members of a union, or ``None`` if the annotation is unclear."""
     while isinstance(annotation, typing.NewType):
         annotation = annotation.__supertype__
     annotation = known(annotation) if annotation is not None else None
@@ -116,7 +116,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def _port_types(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Output, str, Any]]:
-    """Yield each stream with a known item type, its parameter in the function, and the annotation."""
+    """Yield each stream with a known item type, with its parameter and the parameter's annotation."""
     if stage.function is None:
         return
     read = {port: outputs[origin] for port, origin in stage.read if origin in outputs}
@@ -136,7 +136,7 @@ def _port_types(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tupl
 
 
 def _in_pairs(stream: Output, port: str, wanted: Any) -> tuple[Output, str, Any]:
-    """For a stream of pairs ``(worker, item)``, return the stream and the annotation to compare.
+    """Return a stream of pairs ``(worker, item)`` together with the annotation to compare.
 
     The parameter receives only the item of each pair.
     """
@@ -155,9 +155,9 @@ def _positional(function: Any) -> list[inspect.Parameter]:
 
 
 def _item_signature(function: Any) -> inspect.Signature | None:
-    """Return the signature of the call that processes each item; ``None`` for a plain class.
+    """Return the signature of the call for each item, or ``None`` for a plain class.
 
-    A plain class's constructor often has the wrong signature because of ``__new__`` or a metaclass.
+    Because of ``__new__`` or a metaclass, the constructor of a plain class often has the wrong signature.
     """
     made = bare(function)
     return None if inspect.isclass(made) and not is_callable_class(made) else call_signature(function)
@@ -196,7 +196,7 @@ def _source_messages(stage: Stage) -> Iterator[str]:
 
 
 def _construction_messages(stage: Stage) -> Iterator[str]:
-    """Check that a worker can instantiate a callable class without arguments."""
+    """Check that a worker can create an instance of a callable class without arguments."""
     if not is_callable_class(stage.function):
         return
     try:
@@ -212,7 +212,7 @@ def _construction_messages(stage: Stage) -> Iterator[str]:
 
 
 def _port_messages(stage: Stage) -> Iterator[str]:
-    """Check a general stage: streams must match its ``In`` parameters, and arguments the other parameters."""
+    """Check a general stage: ``In`` parameters need streams, and other parameters need arguments."""
     name = _named(stage.function)
     signature = call_signature(stage.function)
     if signature is None:
@@ -253,7 +253,7 @@ def _parameter_messages(
 ) -> Iterator[str]:
     """Check one parameter of a general stage.
 
-    A port needs a stream. Any other parameter needs an argument or a default.
+    A port needs a stream, and any other parameter needs an argument or a default.
     """
     given = parameter.name in stage.kwargs
     optional = parameter.default is not parameter.empty or parameter.kind in (

@@ -36,7 +36,7 @@ def main() -> None:
     If the file defines several graphs, write FILE:NAME. FILE may also be a module (package.module:NAME), or -
     for standard input.
     """
-    # Reports contain stage names and symbols that the terminal's encoding may lack.
+    # Stage names and symbols in reports may be missing from the terminal's encoding.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -49,10 +49,10 @@ class _Targeted(click.Command):
 
 
 def _command(*arguments: str) -> Callable[[Callable[P, int]], Callable[..., None]]:
-    """Return a decorator that turns a function that returns an exit code into a subcommand.
+    """Return a decorator that turns a function into a subcommand, whose exit code it returns.
 
-    The subcommand accepts ``arguments``, the first of which is FILE, and also ARGS and --debug. It reports
-    the user's errors in one line.
+    The subcommand accepts ``arguments``, of which the first is FILE, and also ARGS and --debug. It reports
+    errors of the user in one line.
     """
 
     def decorated(function: Callable[P, int]) -> Callable[..., None]:
@@ -130,7 +130,7 @@ def run(
 
 
 def _loaded(file: str, args: Sequence[str], hosts: str | None) -> Any:
-    """Load a graph that this command can run, and its hosts."""
+    """Load the graph and its hosts, and reject a graph that this command cannot run."""
     from flowchan.cli.loading import LoadError, load
 
     graph: Any = load(file, args)
@@ -197,7 +197,7 @@ def record(
         return graph
 
     code = run_graph(load, debug=debug, **options)
-    with contextlib.suppress(LoadError):  # the run failed before it wrote the file
+    with contextlib.suppress(LoadError):  # the run failed before the file was written
         click.echo(f"\n{summary(output)}")
     return code
 
@@ -377,7 +377,7 @@ def top(run: str | None) -> None:
 @click.option(
     *("--shutdown-timeout", "--shutdown_timeout"),
     type=click.IntRange(min=0),
-    default=30,  # as long as torchrun and Slurm wait
+    default=30,  # the same as for torchrun and Slurm
     show_default=True,
     metavar="SECONDS",
     help="Time from asking ranks to end until they are killed (torchrun has the same option).",
@@ -409,7 +409,7 @@ def launch(
         )
     if not module:
         click.Path(exists=True, dir_okay=False)(script, ctx=click.get_current_context())
-        # agents on other hosts run in other folders
+        # Agents on other hosts run in other folders, so they need an absolute path.
         script = str(Path(script).absolute()) if spec else script
     command = [*(["-m"] if module else []), script, *args]
     raise SystemExit(exit_code(lambda: _launch(count, each, spec, command, **options), debug=False))

@@ -1,4 +1,4 @@
-"""Convert command-line words to the types that a function or an option needs."""
+"""Convert words of the command line to the types that a function or an option needs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import click
 
 _ANY = (object, Any)
-"""Annotations that leave the text unchanged."""
+"""Annotations that accept the text as it is."""
 
 _SEVERAL = (list, tuple, set, frozenset, dict)
-"""Collections, whose constructors would split a string into characters."""
+"""Collections, which must be rejected because their constructors would split the text into characters."""
 
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
@@ -25,8 +25,8 @@ def converted(text: str, annotation: Any) -> Any:
     """Convert ``text`` to the annotated type.
 
     Supported types are numbers, booleans (yes, no, true, false, on, off, 1, 0), paths, members of an ``Enum``
-    by name, and values of a ``Literal``. ``X | None`` and classes whose constructor takes one string are also
-    supported. For any other annotation, return the text itself.
+    by name, and values of a ``Literal``. ``X | None`` and classes that can be constructed from one string are
+    also supported. For any other annotation, return the text unchanged.
 
     Args:
         text: Word from the command line.
@@ -36,8 +36,7 @@ def converted(text: str, annotation: Any) -> Any:
         The value.
 
     Raises:
-        ValueError: The text is not allowed, or the type is a collection. A collection would split the text
-            into characters.
+        ValueError: The text does not represent a value of the type, or the type is a collection.
     """
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return _any_of(text, [one for one in typing.get_args(annotation) if one is not types.NoneType])
@@ -58,7 +57,7 @@ def converted(text: str, annotation: Any) -> Any:
     try:
         return click.types.convert_type(annotation).convert(text, None, None)
     except click.BadParameter as error:
-        # click's own message would list the empty word among the booleans
+        # The message of click would include an empty word among the booleans.
         problem = (
             f"the value must be one of {', '.join(_BOOLEANS)}, got {text!r}"
             if annotation is bool
@@ -70,7 +69,7 @@ def converted(text: str, annotation: Any) -> Any:
 
 
 def _any_of(text: str, annotations: list[Any]) -> Any:
-    """Return the text as a value of the first type that accepts it."""
+    """Convert the text to the first of several types that accepts it."""
     for annotation in annotations[:-1]:
         with contextlib.suppress(ValueError):
             return converted(text, annotation)

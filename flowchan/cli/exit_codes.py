@@ -1,7 +1,7 @@
 """Report errors on standard error, and choose the exit code of the command.
 
-Exit codes: 0 for success, 1 if the run failed, 2 if the graph or the command line is wrong. The code is 130
-after Ctrl-C, 143 after SIGTERM, and 141 if the reader of standard output closed it (as with SIGPIPE).
+The exit code is 0 for success, 1 if the run failed, and 2 if the graph or the command line is wrong. It is
+130 after Ctrl-C, 143 after SIGTERM, and 141 if the reader of standard output closed it, as after SIGPIPE.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBAD
 
 
 def exit_code(function: Callable[[], int], debug: bool) -> int:
-    """Return the exit code that ``function`` returns, or report its error and return the code for it."""
+    """Call ``function`` and return its exit code. If it raises an error of the user, report the error."""
     from flowchan.cli.loading import LoadError
     from flowchan.errors import GraphError, HostError, RunError
     from flowchan.transport.interrupts import Termination
@@ -43,7 +43,7 @@ def exit_code(function: Callable[[], int], debug: bool) -> int:
     except BrokenPipeError:
         return _output_lost()
     except OSError as error:
-        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # from --metrics
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # the port of --metrics
             click.echo(f"flowchan: {error.strerror}", err=True)
             return WRONG
         if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
@@ -65,7 +65,7 @@ def exit_code(function: Callable[[], int], debug: bool) -> int:
 
 
 def _output_lost() -> int:
-    """Discard the remaining output, which Python would otherwise write at exit, and return the exit code."""
+    """Discard the output that Python would still write at exit, and return the exit code."""
     if sys.stdout is not None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         with contextlib.suppress(OSError, ValueError):
@@ -75,9 +75,9 @@ def _output_lost() -> int:
 
 
 def print_failures(error: RunError, debug: bool = False) -> None:
-    """Print one line for each failure, and the traceback of the first one.
+    """Print one line for each failure, and the traceback of the first failure.
 
-    If ``debug`` is true, print all tracebacks instead.
+    If ``debug`` is true, print only the tracebacks, but all of them.
     """
     if debug:
         traceback.print_exception(error)

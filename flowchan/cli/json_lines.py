@@ -1,7 +1,7 @@
 """Write the events of a run to standard output as JSON lines, for ``flowchan run --json``.
 
-Each line is an object with the keys "event" and "time", in seconds since 1970. The events are "start",
-"stats" once a second, "failure", and finally "end". The program's own output goes to standard error.
+Each line is an object. Its key "event" is "start", "stats" (once a second), "failure" or finally "end". Its
+key "time" is in seconds since 1970. The program's own output goes to standard error.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from flowchan.run.run import Run
 STATS_EVERY_S = 1.0
 """Seconds between "stats" events."""
 LONGEST_TEXT = 200
-"""Maximum length of the string that stands for a value without a JSON form."""
+"""Maximum length of the text that replaces a value without a JSON form."""
 
 
 class JsonLines:
-    """Writes the events of one run.
+    """Writes the events of one run to standard output.
 
-    The feed's thread only queues events. The main thread calls :meth:`write`, because an error on standard
-    output must end the run. While the writer is open, the program's standard output is redirected to standard
-    error.
+    The feed's thread only queues events. The main thread must call :meth:`write`, because an error on
+    standard output has to end the run. While the writer is open, the program's own standard output goes to
+    standard error.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class JsonLines:
             self._stream.close()
 
     def follow(self, run: Run) -> Subscription:
-        """Queue the "start" event, and subscribe to the run's other events."""
+        """Queue the "start" event, and subscribe to the other events of the run."""
         stats = run.stats()
         about = {"graph": stats.graph, "pid": os.getpid(), "seed": stats.seed}
         self._queue("start", schema=SCHEMA, **about, page=run.page, metrics=run.metrics)
@@ -71,7 +71,7 @@ class JsonLines:
         self._queue("stats", stats=to_json(stats))
 
     def _report(self, event: Any) -> None:
-        """Queue a "failure" event if an item failed or a worker died."""
+        """Queue a "failure" event for a failed item or a death."""
         match event:
             case ErrorSent(worker, text):
                 self._fail("item", worker, text)
@@ -82,7 +82,7 @@ class JsonLines:
         self._queue("failure", kind=kind, stage=worker.stage, worker=worker.number, text=text)
 
     def end(self, stats: RunStats, results: Mapping[Any, Any], failure: RunError | None) -> None:
-        """Write a "failure" event for each failed stage, and the "end" event.
+        """Write a "failure" event for each failed stage, and then the "end" event.
 
         Raises:
             OSError: Writing to standard output failed.
@@ -107,7 +107,7 @@ class JsonLines:
         self._stream.flush()
 
     def print_line(self, line: str) -> None:
-        """Write a human-readable message to standard error."""
+        """Print a message for humans to standard error."""
         print(line, file=sys.stderr, flush=True)
 
 
@@ -118,9 +118,9 @@ def _described(error: StageError) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a result as a JSON value.
+    """Convert a result to a JSON value.
 
-    Values without a JSON form become strings of at most ``LONGEST_TEXT`` characters.
+    A value without a JSON form becomes a string of at most ``LONGEST_TEXT`` characters.
     """
     try:
         return _plain(value)

@@ -1,6 +1,6 @@
-"""Launch several processes of a script on this host, with torchrun's environment variables.
+"""Launch several processes of a script on this host, with the environment variables of torchrun.
 
-Each rank leads a separate process group, so its children can be killed with it, and Ctrl-C reaches a rank
+Each rank leads its own process group, so its children can be killed with it. Ctrl-C therefore reaches a rank
 only through this process. If this process is killed, the kernel kills the ranks, and a guard process kills
 their children.
 """
@@ -26,9 +26,9 @@ from flowchan.run.crew.process_exit import signal_name
 from flowchan.transport.interrupts import interrupts_deferred, signal_of, terminate_as_interrupt
 from flowchan.transport.tcp import joined, listen
 
-_OWN_END = 1.0  # seconds that the other ranks get to exit on their own after a failure
+_OWN_END = 1.0  # time limit for the other ranks to exit without a signal after a failure, in seconds
 _POLL_INTERVAL_S = 0.05
-_FOLLOWED = ("MemberDied", "MemberLeft")  # errors that a rank raises because another rank failed
+_FOLLOWED = ("MemberDied", "MemberLeft")  # errors of ranks that only follow from another rank's failure
 
 _GUARD = """
 import os, sys
@@ -41,16 +41,16 @@ for group in groups:
 """
 
 Tell = Callable[[int, str, bool], None]
-"""Receives a line that a rank wrote: the rank, the line, and whether it was written to standard error."""
+"""Receives a rank, a line that it wrote, and whether the line was written to standard error."""
 
 
 def show(rank: int, line: str, is_error: bool) -> None:
-    """Print a line from a rank, with the rank's number."""
+    """Print a line that a rank wrote, with the rank as a prefix."""
     click.echo(f"[{rank}] {line}", err=is_error)
 
 
 class Logs:
-    """Writes each rank's output to files in ``folder``.
+    """Writes the output of each rank to files in ``folder``.
 
     Args:
         folder: Folder of the files.
@@ -68,7 +68,7 @@ class Logs:
             raise _refused(error, folder) from None
 
     def __call__(self, rank: int, line: str, is_error: bool) -> None:
-        """Write a line to the file for its rank and stream."""
+        """Append a line to the file of its rank and stream."""
         path = self._folder / str(rank) / ("stderr.log" if is_error else "stdout.log")
         try:
             if (rank, is_error) not in self._files:
@@ -83,7 +83,7 @@ class Logs:
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
-            # the buffer is empty unless a write failed, and that error has already been reported
+            # The buffer is empty unless a write failed, and then the error has already been reported.
             with contextlib.suppress(OSError):
                 file.close()
 
@@ -94,7 +94,7 @@ def _refused(error: OSError, path: Path) -> click.BadParameter:
 
 
 def cores_for(local: int, count: int) -> list[int]:
-    """Return the cores for rank ``local`` of ``count`` on this host; empty if the host has too few."""
+    """Return the cores for one of ``count`` ranks on this host, or an empty list if the host has too few."""
     cores = sorted(os.sched_getaffinity(0))
     return (
         cores[len(cores) * local // count : len(cores) * (local + 1) // count] if len(cores) >= count else []
@@ -102,7 +102,7 @@ def cores_for(local: int, count: int) -> list[int]:
 
 
 class Guard:
-    """Process that kills the registered process groups when this process ends."""
+    """Process that kills all registered process groups when this process ends."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -111,7 +111,7 @@ class Guard:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            process_group=0,  # Ctrl-C must not reach the guard
+            process_group=0,  # in its own group, so that Ctrl-C does not end the guard
         )
 
     def tell(self, group: int) -> None:
@@ -121,7 +121,7 @@ class Guard:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End the guard, once all processes that it would kill have ended."""
+        """End the guard after all processes that it would kill have ended."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -129,9 +129,9 @@ class Guard:
 
 
 class Rank:
-    """A rank's process, and the last line that it wrote to standard error.
+    """Process of a rank, with the last line that it wrote to standard error.
 
-    ``cores`` are the cores that it runs on; an empty list means all.
+    It runs on the ``cores`` in the list, or on all cores if the list is empty.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Rank:
         self._unfinished = {False: b"", True: b""}
 
     def print_line(self, data: bytes, is_error: bool) -> None:
-        """Pass on the complete lines in ``data``; empty ``data`` marks the end of the output."""
+        """Pass on the complete lines in ``data``. Empty ``data`` means that the output has ended."""
         *lines, rest = (self._unfinished[is_error] + data).split(b"\n")
         if not data and rest:
             lines, rest = [rest], b""
@@ -173,7 +173,8 @@ class Rank:
     def code(self) -> int | None:
         """Return the exit code as ``Popen`` does, or ``None`` while the process runs.
 
-        The process is not reaped before :meth:`close`, so its process id and group id are not reused.
+        The process is reaped only in :meth:`close`. Until then, no other process can get its process id or
+        group id.
         """
         if self._code is None:
             end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -190,12 +191,12 @@ class Rank:
                 pipe.close()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process group if the group still exists."""
+        """Send a signal to the process group, if the group still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def failure(self) -> str:
-        """Return one line that says why the rank failed; empty if it still runs or succeeded."""
+        """Return one line that says why the rank failed, or an empty string if it has not failed."""
         code = self.code()
         if not code:
             return ""
@@ -204,9 +205,9 @@ class Rank:
 
 
 class LaunchJob:
-    """All ranks of a script on this host, from their start until all have ended.
+    """Runs all ranks of a script on this host, from their start until all have ended.
 
-    ``first`` is the number of the first rank. With ``pin``, each rank gets separate cores, if the host has
+    ``first`` is the number of the first rank. With ``pin``, each rank gets its own cores if the host has
     enough. Ranks that still run ``shutdown_timeout`` seconds after they were asked to end are killed.
     """
 
@@ -221,8 +222,8 @@ class LaunchJob:
         first: int = 0,
     ) -> None:
         self._shutdown_timeout = shutdown_timeout
-        self.interrupted_by = 0  # number of the first signal
-        # ranks that failed before any rank was asked to end, in the order of detection
+        self.interrupted_by = 0  # number of the first signal, if any
+        # Ranks that failed before any rank was asked to end, in the order in which this was noticed.
         self._failed: list[Rank] = []
         self._end_by = float("inf")
         self._kill_by = float("inf")
@@ -232,7 +233,7 @@ class LaunchJob:
         try:
             for local in range(count):
                 cores = cores_for(local, count) if pin else []
-                # an interrupt here could leave a rank that neither this process nor the guard would kill
+                # An interrupt inside this block could leave a rank that no process would kill.
                 with interrupts_deferred():
                     self.ranks.append(
                         Rank(first + local, command, environ | {"LOCAL_RANK": str(local)}, tell, cores)
@@ -248,11 +249,11 @@ class LaunchJob:
 
     @property
     def first_failure(self) -> str:
-        """Description of the first rank that failed; empty if none did."""
+        """Description of the failure that caused the others; empty if no rank failed."""
         return first_of([rank.failure() for rank in self._failed])
 
     def run(self) -> None:
-        """Wait until all ranks have ended and all their output has been passed on."""
+        """Wait until all ranks have ended and all of their output has been passed on."""
         while True:
             try:
                 if not self.goes_on():
@@ -262,7 +263,7 @@ class LaunchJob:
                 self.interrupt(signal_of(interrupt))
 
     def goes_on(self) -> bool:
-        """Return whether a rank still runs, or some of its output has not been passed on."""
+        """Return whether a rank still runs, or has written output that has not been passed on."""
         return bool(self._selector.get_map()) or any(rank.code() is None for rank in self.ranks)
 
     def close(self) -> None:
@@ -273,7 +274,7 @@ class LaunchJob:
         self._selector.close()
 
     def poll(self) -> None:
-        """Pass on new output, and end all ranks if one failed. Wait briefly for more output."""
+        """Pass on new output, waiting briefly for it. If a rank has failed, end the others."""
         if not self._selector.get_map():
             time.sleep(_POLL_INTERVAL_S)
         for key, _ in self._selector.select(_POLL_INTERVAL_S):
@@ -284,7 +285,7 @@ class LaunchJob:
             if not data:
                 self._selector.unregister(pipe)
         now = time.monotonic()
-        if self._kill_by == float("inf"):  # the ranks have not been asked to end yet
+        if self._kill_by == float("inf"):  # no rank has been asked to end yet
             new = [rank for rank in self.ranks if rank.failure() and rank not in self._failed]
             if new and not self._failed:
                 self._end_by = now + _OWN_END
@@ -295,7 +296,7 @@ class LaunchJob:
             self._end(signal.SIGKILL, now)
 
     def interrupt(self, number: int) -> None:
-        """Send the signal, SIGINT or SIGTERM, to the ranks; the second call kills them."""
+        """Send SIGINT or SIGTERM, whichever ``number`` is, to the ranks. A second call kills them."""
         self._end(signal.SIGKILL if self.interrupted_by else number, time.monotonic())
         self.interrupted_by = self.interrupted_by or number
 
@@ -309,10 +310,10 @@ class LaunchJob:
 def variables(
     count: int, local_count: int, master: str, job: str, group: int = 0, groups: int = 1
 ) -> dict[str, str]:
-    """Return the environment of all ranks on a host, with torchrun's variables.
+    """Return the environment that all ranks on a host share, with the variables of torchrun.
 
-    The variables that identify a rank are added later. ``local_count`` of the ``count`` ranks run on this
-    host, which is number ``group`` of ``groups``. ``master`` is a free address on rank 0's host.
+    It lacks the variables that identify a rank. ``local_count`` of the ``count`` ranks run on this host,
+    which is number ``group`` of ``groups``. ``master`` is a free address on the host of rank 0.
     """
     address, _, port = master.rpartition(":")
     return {
@@ -334,16 +335,16 @@ def variables(
 
 
 def first_of(failures: Sequence[str]) -> str:
-    """Return the failure that caused the others.
+    """Return the failure that caused the others, or an empty string without any failure.
 
-    A rank that fails because of another one may end before that one does.
+    The first rank to end may have failed only because of another rank, which ends later.
     """
     own = (text for text in failures if not any(word in text for word in _FOLLOWED))
     return next(own, (*failures, "")[0])
 
 
 def free_address(host: str) -> str:
-    """Return an address on the host with a free port."""
+    """Return an address on this host with a free port."""
     with listen(joined((host, 0))) as listener:
         return listener.address
 
@@ -351,12 +352,12 @@ def free_address(host: str) -> str:
 def launch(
     count: int, script: Sequence[str], tell: Tell, pin: bool, shutdown_timeout: float
 ) -> tuple[str, int]:
-    """Run all ranks of a script, or of a module after ``-m``, until they end.
+    """Run all ranks of a script until they end. The script may also be a module after ``-m``.
 
     Ranks that still run ``shutdown_timeout`` seconds after they were asked to end are killed.
 
-    Return a description of the first failure (empty if none failed), and the number of the signal that
-    interrupted the job (0 if none did).
+    Return a description of the first failure and the number of the signal that interrupted the job. Without a
+    failure, the description is empty; without a signal, the number is 0.
     """
     environ = variables(count, count, free_address("127.0.0.1"), secrets.token_hex(8))
     with terminate_as_interrupt():

@@ -1,7 +1,7 @@
-"""Launch a script's ranks on several hosts, for ``flowchan launch --hosts``.
+"""Launch the ranks of a script on several hosts, for ``flowchan launch --hosts``.
 
-The launch is a graph. On each host, a stage runs the ranks, sends their output to the launcher, and receives
-orders. If a host is lost, the job therefore ends, and no process remains on any host.
+The launch is a graph with one stage per host. The stage runs the ranks of the host, sends their output to the
+launcher, and receives orders. If a host is lost, the run therefore ends, and no process remains on any host.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from flowchan.cli.launch import LaunchJob, Tell, first_of, free_address, variabl
 from flowchan.hosts.host_pool import Pool
 from flowchan.transport.tcp import route_to
 
-LATER = 1.0  # seconds that ranks on other hosts get to exit on their own after a failure
+LATER = 1.0  # seconds for ranks on other hosts to exit without a signal after a failure
 
 
 @dataclass(frozen=True)
 class Begin:
-    """Gives all hosts a secret and two addresses on rank 0's host, for torch and for flowchan."""
+    """Tells all hosts the secret and two addresses on the host of rank 0, for torch and for flowchan."""
 
     master: str
     at: str
@@ -35,7 +35,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class OutputLine:
-    """A rank wrote a line."""
+    """A rank has written a line."""
 
     rank: int
     text: str
@@ -51,10 +51,10 @@ class RankEnded:
 
 @dataclass(frozen=True)
 class Share:
-    """Ranks to run on one host.
+    """Describes the ranks that one host runs.
 
     These are ``local_count`` of the ``count`` ranks, from number ``first`` on. The host is number ``host`` of
-    ``hosts`` and is called ``name``. ``towards`` is the launcher's address. The others are
+    ``hosts`` and is called ``name``. ``towards`` is the address of the launcher. The other attributes are
     arguments of :class:`LaunchJob`.
     """
 
@@ -70,9 +70,9 @@ class Share:
 
 
 def run_ranks(share: Share, script: Sequence[str], orders: In[Any], messages: Out[Any]) -> None:
-    """Run the ranks on one host. The first host also sends addresses at which the others can reach it.
+    """Run the ranks of one host. The first host also sends the addresses at which the others reach it.
 
-    If a signal comes before the addresses, no rank starts.
+    If a signal arrives before the addresses, no rank starts.
     """
     if share.host == 0:
         address = route_to(share.towards)
@@ -107,20 +107,20 @@ def run_ranks(share: Share, script: Sequence[str], orders: In[Any], messages: Ou
 
 
 class HostLauncher:
-    """Launches ``count`` ranks, spread evenly over the hosts of a pool."""
+    """Launches ``count`` ranks, which are spread evenly over the hosts of a pool."""
 
     def __init__(
         self, pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool, shutdown_timeout: float
     ) -> None:
         self._tell = tell
-        self.interrupted_by = 0  # number of the first signal
+        self.interrupted_by = 0  # number of the first signal, if any
         self.failures: list[str] = []
         self._later = threading.Timer(LATER, self._send, (signal.SIGTERM,))
         names = pool.hosts[:count]
         self._remaining = len(names)
         self._graph = graph = Graph("launch")
         self._input = orders = graph.input("orders")
-        self._orders: Any = None  # once the run has started
+        self._orders: Any = None  # set once the run has started
         each = orders.tee(len(names)) if len(names) > 1 else (orders,)
         towards, first, messages = pool.provider.listen_at(), 0, []
         for host, (name, order) in enumerate(zip(names, each, strict=True)):
@@ -131,7 +131,7 @@ class HostLauncher:
         self._messages = graph.merge(*messages).collect()
 
     def run(self) -> None:
-        """Start the ranks, and wait until all have ended and all output has been passed on."""
+        """Start the ranks. Wait until all have ended and all of their output has been passed on."""
         with self._graph.start() as run:
             self._orders = run[self._input]
             for word in run.iter(self._messages):
@@ -153,13 +153,13 @@ class HostLauncher:
             self._orders.close()
 
     def _send(self, order: Begin | int) -> None:
-        with contextlib.suppress(ChannelError, ValueError):  # all hosts have ended
+        with contextlib.suppress(ChannelError, ValueError):  # all hosts have already ended
             self._orders.put_nowait(order)
 
     def interrupt(self, number: int, _: object) -> None:
-        """Send the signal to the ranks; the second call kills them.
+        """Send the signal to the ranks. A second call kills them.
 
-        Raise ``KeyboardInterrupt`` while the hosts are starting.
+        While the hosts are still starting, raise ``KeyboardInterrupt`` instead.
         """
         self.interrupted_by = self.interrupted_by or number
         if self._orders is None:
@@ -176,12 +176,12 @@ def launch_over(
         pool: Hosts to use.
         count: Number of ranks.
         script: Program and its arguments.
-        tell: Prints a rank's output.
-        pin: Give each rank a share of the cores.
-        shutdown_timeout: Seconds from asking the ranks to end until they are killed.
+        tell: Prints the output of a rank.
+        pin: Give each rank its share of the cores.
+        shutdown_timeout: Seconds after which ranks that were asked to end are killed.
 
     Returns:
-        The same pair as from ``launch``.
+        The same pair of values as from ``launch``.
 
     Raises:
         HostError: A host is unusable.
@@ -191,7 +191,7 @@ def launch_over(
     before = {number: signal.signal(number, launcher.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         launcher.run()
-    except KeyboardInterrupt:  # while the hosts were starting
+    except KeyboardInterrupt:  # raised while the hosts were starting
         return "", launcher.interrupted_by
     finally:
         for number, handler in before.items():

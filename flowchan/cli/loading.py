@@ -1,6 +1,6 @@
-"""Find the graph in a user's file or module, for the command line.
+"""Find the graph in a file or module of the user, for the command line.
 
-The file is imported, not run, so its ``if __name__ == "__main__"`` block does not run.
+The file is imported rather than run, so its ``if __name__ == "__main__"`` block does not run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ STDIN = Path("-")
 
 
 class LoadError(FlowchanError):
-    """No graph could be loaded from the file.
+    """No graph could be loaded from the target.
 
-    The file does not exist, is not valid Python, fails during import, or does not define exactly one graph.
-    Alternatively, the arguments do not match the file's function. The message is one line; ``__cause__`` is
-    the user's own error.
+    The file does not exist, is not valid Python, fails during its import, or does not define exactly one
+    graph. Or the arguments do not match the function in the file. The message is one line, and ``__cause__``
+    is the error of the user's code.
     """
 
 
@@ -39,12 +39,12 @@ def load(target: str, args: Sequence[str] = ()) -> Blueprint:
     """Return the graph that ``target`` defines.
 
     ``target`` is ``FILE`` or ``FILE:NAME``. ``FILE`` may also be ``-`` for standard input, or a module name,
-    for example ``package.module:graph``.
+    as in ``package.module:graph``.
 
-    The graph is the module's only graph, or the result of its only function annotated ``-> Graph``. The
-    function is called with ``args``, converted to its parameters' types. An object whose ``graph`` property
-    is annotated ``-> Graph`` counts as that graph. ``NAME`` selects one of several graphs or functions; a
-    function selected by name needs no annotation.
+    The graph is the only graph in the module, or the result of the only function annotated ``-> Graph``. Such
+    a function is called with ``args``, converted to the types of its parameters. An object whose ``graph``
+    property is annotated ``-> Graph`` counts as that graph. ``NAME`` selects one of several graphs or
+    functions; a function selected by name needs no annotation.
 
     Args:
         target: Name of the file or module, optionally with the name of the graph in it.
@@ -54,7 +54,7 @@ def load(target: str, args: Sequence[str] = ()) -> Blueprint:
         The graph.
 
     Raises:
-        LoadError: The target defines no graph, or several without a ``NAME`` to choose one.
+        LoadError: The target defines no graph, or it defines several and ``NAME`` does not select one.
     """
     path, name = split_target(target)
     module = load_module(path)
@@ -63,9 +63,9 @@ def load(target: str, args: Sequence[str] = ()) -> Blueprint:
 
 
 def split_target(target: str) -> tuple[Path, str | None]:
-    """Split ``FILE:NAME`` into the file and the name; the name is None if omitted.
+    """Split ``FILE:NAME`` into the file and the name, which is None if it is omitted.
 
-    The file may also be ``-`` or a module name, and its own name may contain a colon.
+    The file may also be ``-`` or a module name. The name of the file may itself contain a colon.
     """
     file, colon, name = target.rpartition(":")
     if not colon or Path(target).exists():
@@ -78,7 +78,7 @@ def split_target(target: str) -> tuple[Path, str | None]:
 
 
 def picture_name(target: str) -> str:
-    """Return the default file name of a picture of ``target``."""
+    """Return the default file name for a picture of the graph."""
     path, _ = split_target(target)
     if path == STDIN:
         return "stdin.svg"
@@ -101,11 +101,11 @@ def load_timeline(path: str) -> str:
 def load_module(path: Path) -> ModuleType:
     """Import a file, a module or standard input.
 
-    A file is imported as a module named after it, with its folder on ``sys.path``, as if Python ran it. For a
-    module or standard input, the working directory is on ``sys.path``.
+    A file is imported as a module that is named after it. As if Python ran the file, its folder is on
+    ``sys.path``. For a module or standard input, the working directory is on ``sys.path``.
 
-    Functions from a file or from standard input are pickled by value from then on, because worker processes
-    may not be able to import them.
+    Worker processes may be unable to import a file or standard input. Functions from these are therefore
+    pickled by value from then on.
     """
     if path == STDIN:
         return _from_stdin()
@@ -132,7 +132,7 @@ def load_module(path: Path) -> ModuleType:
 
 
 def find_in(folder: str) -> None:
-    """Let the program import modules from this folder."""
+    """Put a folder on ``sys.path``, so that the program can import modules from it."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
@@ -145,7 +145,7 @@ def _by_value(module: ModuleType) -> ModuleType:
 
 
 def _names_module(path: Path) -> bool:
-    """Return whether the path is a module name. The folder of a package also counts."""
+    """Return whether the path is a module name. The folder of a package also counts as one."""
     parts = str(path).split(".")
     named = all(map(str.isidentifier, parts)) and parts[-1] != "py"
     return named and (not path.exists() or (path / "__init__.py").is_file())
@@ -169,7 +169,7 @@ def _import(name: str) -> ModuleType:
 def _from_stdin() -> ModuleType:
     find_in(os.getcwd())
     text, file = sys.stdin.read(), "<stdin>"
-    # lets tracebacks show source lines
+    # Tracebacks then show source lines.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     module = ModuleType("_stdin")
     module.__file__ = file
@@ -184,17 +184,17 @@ def _from_stdin() -> ModuleType:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loader that compiles the current file and writes no ``__pycache__``, as if Python ran it."""
+    """Loader that always compiles the current file and writes no ``__pycache__``, as when Python runs it."""
 
     def get_code(self, fullname: str) -> CodeType:
         try:
             return self.source_to_code(self.get_data(self.path), self.path)
-        except ValueError as error:  # Python 3.11 raises ValueError for a binary file
+        except ValueError as error:  # how Python 3.11 reports a binary file
             raise SyntaxError(str(error)) from error
 
 
 def _module_name(file: Path) -> str:
-    """Return the file's stem, with underscores added if a loaded or standard module has that name."""
+    """Return the file's stem, with underscores appended if another module already has this name."""
     name = file.stem.replace(".", "_")
     while name in sys.stdlib_module_names or getattr(sys.modules.get(name), "__file__", str(file)) != str(
         file
@@ -205,7 +205,7 @@ def _module_name(file: Path) -> str:
 
 @contextlib.contextmanager
 def _one_line(path: Path) -> Iterator[None]:
-    """Turn each exception from user code into a :class:`LoadError` with its cause and line."""
+    """Turn every exception of user code into a :class:`LoadError` with its line number and cause."""
     try:
         yield
     except (KeyboardInterrupt, GraphError):
@@ -230,7 +230,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """Return " (line N)" for the last traceback entry in the user's file; "" if there is none."""
+    """Return " (line N)" for the last traceback entry in the user's file, or an empty string."""
     lines = []
     trace = error.__traceback__
     while trace is not None:
@@ -252,7 +252,7 @@ def _only(module: ModuleType, path: Path) -> str:
 
 
 def _candidates(module: ModuleType) -> Iterator[str]:
-    """Yield the public names of the module's graphs, and of functions that return one, each graph once."""
+    """Yield the public names of graphs, and of functions that return one, only one name per graph."""
     seen: set[int] = set()
     for name, value in vars(module).items():
         if name.startswith("_"):
@@ -266,14 +266,14 @@ def _candidates(module: ModuleType) -> Iterator[str]:
 
 
 def _graph_behind(value: Any) -> Blueprint | None:
-    """Return the value if it is a graph; otherwise the graph in its ``graph`` property."""
+    """Return the value if it is a graph, or else the graph in its ``graph`` property, if any."""
     if not isinstance(value, Blueprint) and _has_graph(type(value)):
         value = value.graph
     return value if isinstance(value, Blueprint) else None
 
 
 def _has_graph(kind: type) -> bool:
-    """Return whether a class declares that its instances have a graph."""
+    """Return whether the instances of a class have a graph, according to its annotations."""
     found = inspect.getattr_static(kind, "graph", None)
     return isinstance(found, property) and found.fget is not None and _is_graph(_returned(found.fget))
 
@@ -286,7 +286,7 @@ def _builds_graph(value: Any, module: ModuleType) -> bool:
 
 
 def _returned(function: Any) -> Any:
-    """Return the annotation of a function's result; its source text if it cannot be resolved."""
+    """Return the annotation of a function's result, or its source text if it cannot be resolved."""
     annotation = getattr(function, "__annotations__", {}).get("return")
     with contextlib.suppress(Exception):
         annotation = typing.get_type_hints(function).get("return")
@@ -332,7 +332,7 @@ def _converted(label: str, function: Callable[..., Any], args: Sequence[str]) ->
     """Return the arguments, converted to their parameters' types."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # the callable has no signature
+    except ValueError:  # Python finds no signature for this callable
         return args
     try:
         bound = signature.bind(*args)

@@ -21,13 +21,13 @@ from flowchan.items.text import number_of, short
 WIDEST = 200
 """Maximum length of the line that shows an item."""
 MOST_ELEMENTS = 8
-"""An array with more elements than this is shown without its values."""
+"""An array with more elements is shown without its values."""
 SOURCE = "recorded items"
 
 
 def open_recording(path: str) -> Recording:
-    """Open a recording. Raise ``LoadError`` if the file cannot be read."""
-    find_in(os.getcwd())  # items may be instances of classes from modules in this folder
+    """Open a recording, or raise ``LoadError`` if the file cannot be read."""
+    find_in(os.getcwd())  # the items may have classes from modules in this folder
     try:
         return Recording(path)
     except OSError as error:
@@ -36,11 +36,11 @@ def open_recording(path: str) -> Recording:
         raise LoadError(str(error)) from error
 
 
-# --- peek ---
+# --- flowchan peek ---
 
 
 def summary(path: str) -> str:
-    """Describe a recording in one line, and say why if it lacks some of the channel's items."""
+    """Describe a recording in one line. If it lacks items of the channel, add the reason."""
     recording = open_recording(path)
     line = (
         f"{path}: {number_of(len(recording), 'item')} of channel {recording.channel!r} in graph "
@@ -63,7 +63,7 @@ def peek(path: str, count: int, width: int) -> bool:
         begin = f"{number:>{len(str(shown - 1)) + 2}}  "
         try:
             text = _texts.repr(recording[number])
-        except Exception as error:  # user code that the item's pickle calls may raise anything
+        except Exception as error:  # unpickling an item may run user code, which may raise anything
             text, failed = f"<can't be unpickled: {type(error).__name__}: {error}>", failed + 1
         line = " ".join(text.split())
         most = max(20, min(width, WIDEST) - len(begin))
@@ -74,7 +74,7 @@ def peek(path: str, count: int, width: int) -> bool:
 
 
 class _ItemTexts(reprlib.Repr):
-    """Formats items as short text. Arrays and tensors appear as their shape and type."""
+    """Formats items as short text. For large arrays and tensors, this is their shape and type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def _array_text(array: Any, dtype: str) -> str:
     return f"<{type(array).__name__} {' × '.join(map(str, shape))} {dtype}>"
 
 
-# --- replay ---
+# --- flowchan replay ---
 
 
 def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Graph:
@@ -118,13 +118,14 @@ def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Grap
         graph: Graph that contains the stage.
         name: Name of the stage.
         path: Path of the recording.
-        number: Number of the one item to feed; ``None`` for all items.
+        number: Number of the only item to feed; ``None`` for all items.
 
     Returns:
         The graph.
 
     Raises:
-        LoadError: The graph has no such stage, the stage cannot be replayed, or the recording or item cannot
+        LoadError: The graph has no such stage, the stage cannot be replayed, or the recording or the item
+            cannot be read.
             be read.
     """
     stages = _stages_of(graph, name)
@@ -142,7 +143,7 @@ def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Grap
         origin = Origin(stage.name, "out")
     (*_, last) = stages
     ends = () if last.operator.result else streams_of(alone, last)
-    # Without a reader of its errors, a failed item ends the run, so its traceback is shown.
+    # A single item gets no reader for errors, so that a failure ends the run and its traceback is shown.
     reads_errors = number is None and any(edge.errors and edge.writer == name for edge in graph.edges)
     for stream in (*ends, *([ends[0].errors] if ends and reads_errors else [])):
         stream.collect(name=f"output of {stream.name}")
@@ -150,7 +151,7 @@ def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Grap
 
 
 def _stages_of(graph: Blueprint, name: str) -> list[Stage]:
-    """Return the stage, preceded by the stage that assigns items to workers by key, if there is one."""
+    """Return the stage. If another stage assigns its items to workers by key, return this one first."""
     try:
         stage = graph.stage_named(name)
     except KeyError as error:

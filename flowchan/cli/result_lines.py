@@ -1,6 +1,6 @@
 """Format the results of a run as lines for a terminal.
 
-A small value is shown whole, and a larger one by its size and beginning.
+A small value is shown whole; for a larger one, the line shows the size and the beginning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def result_lines(results: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def _size(value: Any) -> str:
-    """Return the size of a value that does not fit into a line."""
+    """Return the size of a value that is too long for a line, or an empty string."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):
         return f"{type(value).__name__} of {' × '.join(map(str, shape)) or '1 number'}, "

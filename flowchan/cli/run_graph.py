@@ -69,14 +69,14 @@ def run_graph(load: Callable[[], Any], as_json: bool = False, debug: bool = Fals
 
 
 def width() -> int:
-    """Return the terminal's width, or a very large number if standard output is not a terminal."""
-    shown = sys.stdout is not None and sys.stdout.isatty()  # stdout is None if it is closed
+    """Return the width of the terminal. If standard output is not a terminal, return a very large number."""
+    shown = sys.stdout is not None and sys.stdout.isatty()  # stdout is None in a program that closed it
     return shutil.get_terminal_size().columns if shown else 10**6
 
 
 @contextlib.contextmanager
 def _logging() -> Iterator[None]:
-    """Show flowchan's warnings about deaths and suspected causes, unless the file configures logging."""
+    """Show flowchan's warnings on standard error, unless the user's file configures logging."""
     import logging
 
     handler = logging.StreamHandler()
@@ -94,15 +94,15 @@ def _logging() -> Iterator[None]:
 class Interrupts:
     r"""Handles Ctrl-C and SIGTERM while the command runs.
 
-    While the file is being loaded, these signals raise ``KeyboardInterrupt``. Once ``hold`` is set, they are
-    only counted for :func:`_follow`, but a third one still raises. SIGQUIT (Ctrl-\) prints which channel each
-    stage waits for.
+    While the file is being loaded, these signals raise ``KeyboardInterrupt``. After ``hold`` has been set,
+    they are only counted for :func:`_follow`, except that a third signal still raises. SIGQUIT (Ctrl-\)
+    prints the channel for which each stage waits.
     """
 
     def __init__(self) -> None:
         self.hold = False
         self.count = 0
-        self.first = 0  # number of the first signal
+        self.first = 0  # number of the first signal, if any
         self.stop_requested = False
 
     def __enter__(self) -> Interrupts:
@@ -128,7 +128,7 @@ class Interrupts:
 
 
 def _follow(running: Any, view: LiveView | JsonLines, interrupts: Interrupts, lines: JsonLines | None) -> Any:
-    """Wait for the run to end, pass interrupts on to it, and return its results."""
+    """Wait for the run to end, while passing interrupts on to it. Return its results."""
     handled = 0
     while True:
         if lines is not None:

@@ -15,11 +15,11 @@ from flowchan.transport.interrupts import signal_of
 from flowchan.viz.live.terminal import LiveView
 
 LIST_WITHIN_S = 3.0
-"""Time limit in seconds for the answers of all programs, when they are listed."""
+"""Time limit in seconds for the answers of all programs in a list."""
 
 
 def top(chosen: str | None, width: int) -> int:
-    """Show a run until it ends, then print its report. If several runs match, print a list.
+    """Show a run until it ends, and then print its report. If several runs match, print a list instead.
 
     Args:
         chosen: Process id of a program, or name of a run from the list (default: the only run).
@@ -70,7 +70,7 @@ def _list(runs: list[ViewedRun], width: int) -> str:
                 about = [run.name, stats.graph, stats.state, f"{stats.elapsed:.0f}", hello["program"]]
         except NoAnswer:
             pass
-        except ViewError:  # the run has just ended
+        except ViewError:  # the run ended in the meantime
             continue
         rows.append([_printable(text) for text in about])
     head, *body = rows

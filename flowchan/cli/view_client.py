@@ -1,4 +1,4 @@
-"""Connect to other programs' runs on this machine, for ``flowchan top``.
+"""Connect to the runs of other programs on this machine, for ``flowchan top``.
 
 ``flowchan.run.observe.view_socket`` describes the protocol.
 """
@@ -19,27 +19,27 @@ from flowchan.run.observe.view_socket import is_same_user, socket_prefix
 from flowchan.run.policy.stats import RunStats
 
 ANSWER_S = 10.0
-"""Maximum seconds to wait for a program's next line."""
+"""Time limit for the next line from a program, in seconds."""
 MOMENT_S = 0.01
-"""Maximum seconds for reading a line that has already arrived."""
+"""Time limit for reading a line that should have arrived already, in seconds."""
 
 
 class ViewError(Exception):
-    """A run of another program cannot be shown."""
+    """A run cannot be shown."""
 
 
 class NoAnswer(ViewError):
-    """The program of a run did not answer in time."""
+    """The program of a run has not answered in time."""
 
 
 class ViewedRun:
-    """Connection to another program's run.
+    """Connection to a run of another program.
 
     Args:
-        name: Name of the run, from its socket.
+        name: Name of the run, which is part of its socket's name.
 
     Raises:
-        OSError: No program of this user has such a socket.
+        OSError: No program of this user has a socket with this name.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,7 +56,7 @@ class ViewedRun:
             raise
 
     def answers_by(self, limit: float) -> None:
-        """Wait for the program's next lines only until ``time.monotonic()`` reaches ``limit``."""
+        """Wait for further lines from the program only until the monotonic time ``limit``."""
         self._socket.settimeout(max(MOMENT_S, limit - time.monotonic()))
 
     def hello(self) -> dict[str, Any]:
@@ -109,10 +109,10 @@ class ViewedRun:
 
 
 def viewed_runs(chosen: str | None = None) -> list[ViewedRun]:
-    """Connect to this user's runs.
+    """Connect to the runs of this user.
 
     Args:
-        chosen: Process id of a program, or name of a run, to limit the search (default: all runs).
+        chosen: Process id of a program, or name of a run, to which the search is limited (default: all runs).
 
     Returns:
         The connections, sorted by process id.

@@ -1,1 +1,1 @@
-"""Encode items: pickles, arrays, device tensors and shared memory."""
+"""Encode items for other processes: pickles, arrays, device tensors and shared memory."""

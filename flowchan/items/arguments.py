@@ -1,7 +1,7 @@
-"""Check arguments inside the user's call, so that the traceback ends at the caller's line.
+"""Check arguments inside the user's call, so that the traceback ends at the user's line.
 
-Each function returns the checked value. A wrong type raises ``TypeError``; a value out of range raises
-``ValueError``. The message names the call, the argument, the allowed values and the given value.
+Each function returns the checked value. It raises ``TypeError`` for a wrong type, and ``ValueError`` for a
+value out of range. The message names the call, the argument, the allowed values and the given value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    """Return whether the value is an int but not a bool."""
+    """Return whether the value is an int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -72,7 +72,7 @@ def _seconds(call: str, argument: str, value: Any, or_none: str, no_limit: str) 
 
 
 def _number(call: str, argument: str, value: Any, or_none: str) -> float:
-    """Convert a number of seconds to a float, limited to the longest time that Python can wait."""
+    """Convert a number of seconds to a float that is at most the longest time that Python can wait."""
     length = _as_float(value)
     if length is None:
         raise TypeError(f"{call}: {argument} must be a number of seconds{or_none}, got {shown(value)}")
@@ -80,13 +80,13 @@ def _number(call: str, argument: str, value: Any, or_none: str) -> float:
 
 
 def _as_float(value: Any) -> float | None:
-    """Return a real number as a float; infinity if it is too large, ``None`` if it is not a number."""
+    """Return a real number as a float, possibly infinity, or ``None`` if the value is not a number."""
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
         return None
     try:
         return float(value)
     except OverflowError:
-        # typeshed's Real has no comparison operators
+        # The Real of typeshed has no comparison operators.
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]
 
 
@@ -114,7 +114,7 @@ def flag(call: str, argument: str, value: Any) -> bool:
 
 
 def text(call: str, argument: str, value: Any) -> str:
-    """Check that the value is a string that is not empty or blank."""
+    """Check that the value is a string that is neither empty nor blank."""
     if not isinstance(value, str):
         raise TypeError(f"{call}: {argument} must be a string, got {shown(value)}")
     if not value.strip():
@@ -131,7 +131,7 @@ def callable_argument(call: str, argument: str, value: Any) -> Callable[..., Any
 
 
 def errors_argument(call: str, argument: str, value: Any) -> tuple[type[Exception], ...]:
-    """Check that the value is an exception class or a tuple of them, and return it as a tuple."""
+    """Check that the value is an exception class or a tuple of exception classes, and return a tuple."""
     classes = value if isinstance(value, tuple) else (value,)
     for one in classes:
         if not isinstance(one, type) or not issubclass(one, Exception):
@@ -143,8 +143,8 @@ def errors_argument(call: str, argument: str, value: Any) -> tuple[type[Exceptio
 
 
 def secret_bytes(call: str, secret: Any, advice: str = "for example secrets.token_bytes(16)") -> bytes:
-    """Check the secret that peers use to authenticate each other."""
-    from flowchan.transport.authentication import SECRET  # slow to import, and few programs need it
+    """Check the secret with which peers authenticate each other."""
+    from flowchan.transport.authentication import SECRET  # imported late, because few programs need it
 
     if not isinstance(secret, bytes):
         raise TypeError(
@@ -156,11 +156,11 @@ def secret_bytes(call: str, secret: Any, advice: str = "for example secrets.toke
     return secret
 
 
-# --- Options that a call does not have ---
+# --- options that a call does not have ---
 
 
 def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ``TypeError`` for an unknown option, and suggest the most similar known one."""
+    """Raise ``TypeError`` for an unknown option, with the most similar known option as a suggestion."""
     known = tuple(known)
     for name in options:
         if name not in known:
@@ -170,19 +170,19 @@ def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> No
 
 
 def near_misses(name: str, known: Iterable[str]) -> list[str]:
-    """Return a list with the known name that is most similar to ``name``; empty if none is similar."""
-    from difflib import get_close_matches  # slow to import, and needed only for misspelt names
+    """Return a list of the known name that is most similar, or an empty list if none is similar."""
+    from difflib import get_close_matches  # imported late, because only misspelt names need it
 
     return get_close_matches(name, list(known), 1)
 
 
 def refuses_misspelt(call: str, options: Iterable[str] = ()) -> Callable[[Function], Function]:
-    """Make a function suggest the right option when a caller misspells one.
+    """Let a function suggest the right option when a caller misspells one.
 
-    The message begins with ``call``, the name that users see. Python 3.13 and later also make suggestions,
-    but show the name from the definition. The check costs an extra Python call, so functions that run for
-    each item do not use it. ``options`` lists what the function accepts as ``**options``. The decorator also
-    shortens tracebacks, like :func:`~flowchan.items.tracebacks.ends_at_caller`.
+    The message begins with ``call``, the name of the call that users know. Python 3.13 and later also make
+    suggestions, but with the name from the definition. The check costs an extra Python call, so functions
+    that run for each item do not use it. ``options`` lists what the function accepts as ``**options``. Like
+    :func:`~flowchan.items.tracebacks.ends_at_caller`, the decorator also shortens tracebacks.
     """
 
     def refusing(function: Function) -> Function:
@@ -198,7 +198,7 @@ def refuses_misspelt(call: str, options: Iterable[str] = ()) -> Callable[[Functi
                 return function(*args, **given)
             except Exception as error:
                 error.__traceback__ = shortened(error.__traceback__)
-                raise  # a bare raise adds no entry for this frame
+                raise  # a bare raise adds no traceback entry for this frame
 
         return cast(Function, checked)
 
@@ -208,10 +208,10 @@ def refuses_misspelt(call: str, options: Iterable[str] = ()) -> Callable[[Functi
 def no_misspelt_option(
     call: str, function: Callable[..., Any], passed: Iterable[str], known: Iterable[str]
 ) -> None:
-    """Raise ``TypeError`` for a misspelt option if the call also passes options to the user's function.
+    """Raise ``TypeError`` for a misspelt option of a call that passes other options to the user's function.
 
-    Reject an option only if it resembles an option of the call and the function does not accept it. ``check``
-    reports other unknown options, with the line of the function.
+    An option is rejected only if it resembles an option of the call and the function does not accept it.
+    ``check`` reports other unknown options, with the line of the function.
     """
     known = tuple(known)
     try:

@@ -1,6 +1,6 @@
 """Transfer arrays, tensors and memory views to other processes.
 
-Their contents are sent next to the pickle, and the receiver reads them in place.
+The contents travel separately from the pickle, and the receiver reads them in place.
 
 | item | arrives as |
 |---|---|
@@ -12,9 +12,9 @@ Their contents are sent next to the pickle, and the receiver reads them in place
 | torch tensor on a CUDA device | a copy on the same device (``transport/device/transfer.py``) |
 
 Each array or tensor is sent separately. Two views of the same memory arrive as two arrays, but an object that
-occurs twice in an item arrives once. An array with gaps between its elements loses the gaps. A tensor
-computed under autograd is rejected, because its autograd graph cannot be sent. If a leaf requires a gradient,
-it still does so after it arrives.
+occurs twice in an item arrives once. An array with gaps between its elements arrives without them. A tensor
+computed under autograd is rejected, because its autograd graph cannot be sent. A leaf that requires a
+gradient still requires one after it arrives.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from flowchan.items import arrow, shared_tensors
 from flowchan.transport.device import transfer
 
 MOST_LENT = 2**63
-"""A number of bytes that exceeds the memory of any channel."""
+"""A number of bytes that no channel's memory can reach."""
 
-# memoryview.cast accepts only these codes, so only these formats can be received
+# memoryview.cast accepts only these format codes, so only these can be received.
 _CODES = "bBcdfhHiIlLnNqQ?"
 
 _Reducers = dict[Any, Callable[[Any], Any]]
@@ -45,16 +45,17 @@ _LIBRARIES = ("numpy", "torch", *arrow.LIBRARIES)
 
 
 def reducers() -> _Reducers:
-    """Return a pickler's dispatch table.
+    """Return the dispatch table for a pickler.
 
-    It contains flowchan's reducers for the loaded libraries, and the reducers that programs have registered.
+    It contains flowchan's reducers for the libraries that are loaded, and all reducers that programs have
+    registered.
     """
     global _made, _made_from
     state = len(copyreg.dispatch_table), *[name in sys.modules for name in _LIBRARIES]
     if state != _made_from:
         table: _Reducers = {**copyreg.dispatch_table, memoryview: _reduce_memoryview, View: _reduce_view}
-        # A module that another thread is still importing may not have defined its type yet. Then no instance
-        # can exist either.
+        # While another thread still imports a module, its type may be undefined; then it has no instances
+        # either.
         if array := getattr(sys.modules.get("numpy"), "ndarray", None):
             table[array] = _reduce_array
         if tensor := getattr(sys.modules.get("torch"), "Tensor", None):
@@ -68,7 +69,7 @@ def reducers() -> _Reducers:
 
 def _reduce_memoryview(view: memoryview) -> Any:
     code = view.format
-    if code[:1] == "<" and sys.byteorder == "little":  # ctypes uses this format
+    if code[:1] == "<" and sys.byteorder == "little":  # the format that ctypes uses
         code = code[1:]
     if len(code) != 1 or code not in _CODES or struct.calcsize(f"@{code}") != view.itemsize:
         raise TypeError(
@@ -103,7 +104,7 @@ def _reduce_array(array: Any) -> Any:
         return array.__reduce_ex__(5)
     if not flags.forc:
         array = array.copy(order="C")
-    # NumPy does not export datetimes as buffers, and pickles them at half the speed
+    # NumPy does not export datetimes as buffers, and would pickle them at half the speed.
     fortran = flags.fnc
     memory = array.T if fortran else array
     if dtype.kind in "mM":
@@ -139,7 +140,7 @@ def _reduce_tensor(tensor: Any) -> Any:
     if not _is_dense(data):
         data = data.contiguous()
     size = data.numel() * data.element_size()
-    if size and not data.data_ptr():  # the storage was freed or never allocated
+    if size and not data.data_ptr():  # the storage was freed or has never been allocated
         return tensor.__reduce_ex__(5)
     if kind == "cuda":
         form = data.dtype, tuple(data.shape), data.stride(), tensor.requires_grad
@@ -155,7 +156,7 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 
 def _is_dense(tensor: Any) -> bool:
-    """Return whether the elements have no gaps or overlaps, whatever the order of the dimensions."""
+    """Return whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -167,10 +168,11 @@ def _is_dense(tensor: Any) -> bool:
 
 
 tensors_in_place = False
-"""Whether received tensors stay in their channel's memory instead of private pages.
+"""Whether received tensors stay in the memory of their channel instead of private pages.
 
-A process may set this if it forks no child that uses these tensors, because a child would share them. The
-nodes of remote tensors set it: to map private pages and read them costs as much as copying the tensor.
+A process may set this if it forks no child that uses these tensors, because it would share them with the
+child. The nodes of remote tensors set it, because mapping and reading private pages would cost as much as
+copying the tensor.
 """
 
 
@@ -184,7 +186,7 @@ def _rebuild_tensor(buffer: Any, dtype: Any, shape: Any, stride: Any, requires_g
     if len(memory := memoryview(buffer)) == 0:
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     else:
-        # torch has no read-only tensors, so the memory must be writable for this process
+        # torch has no read-only tensors, so this process needs memory that it may write to.
         own = _writable(buffer) if isinstance(buffer, View) else bytearray(memory)
         tensor = torch.frombuffer(own, dtype=torch.uint8).view(dtype).as_strided(shape, stride)
     return tensor.requires_grad_(requires_grad)
@@ -195,11 +197,11 @@ def loan(  # noqa: D417 - a method of channels and ports
 ) -> Any:
     """Allocate an array in the channel's memory, to be filled and then put.
 
-    ``put`` then need not copy the array, which may be the whole item or a part of it. The contents are
+    ``put`` then does not copy the array, which may be the whole item or a part of it. Its contents are
     undefined at first. After the put, the channel owns the array: a NumPy array becomes read-only, and a
     tensor must not be modified. The memory of an array that is never put returns to the channel. Only one
-    loan per item is sent in place; ``put`` copies the others. On a channel between threads, this returns an
-    ordinary array.
+    loan per item is sent in place; ``put`` copies any others. On a channel between threads, this method
+    returns an ordinary array.
 
     Args:
         shape: Number of elements in each dimension, or one int.

@@ -1,10 +1,10 @@
 """Transfer data frames and images to other processes as Arrow buffers.
 
-The buffers are sent next to the pickle: they are copied once, into the channel, and the receiver reads them
-in place. Arrow's own types need this only for slices of tables, because the pickle of a slice contains the
-whole table. Pickles of Polars frames and series and of Pillow images would contain all the data. Without
-pyarrow, or for a type that Arrow lacks, objects are pickled in their library's own way, which copies the
-data.
+The buffers travel separately from the pickle. They are copied once, into the channel, and the receiver reads
+them in place. Arrow's own types need this only for slices of tables, because the pickle of a slice contains
+the whole table. For Polars frames and series and for Pillow images, a pickle would contain a copy of all
+data. Without pyarrow, or for a type that Arrow lacks, objects are pickled as their library prescribes, which
+copies the data.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 LIBRARIES = ("polars", "pyarrow", "PIL.Image")
 """Modules that define the supported types."""
 _TYPES: tuple[tuple[str, str, str, Callable[[Any], Any]], ...]
-"""Module, type, a name in the module that the reducer needs (older versions lack it), and the reducer."""
+"""For each type: its module, its name, another name that the module must have, and the reducer. Older
+versions lack the other name."""
 _RAW = {"L": "L", "RGB": "RGBX", "RGBA": "RGBA", "CMYK": "CMYK"}
-"""Image modes, and the raw mode in which Pillow stores the pixels of each."""
+"""For each image mode, the raw mode in which Pillow stores the pixels."""
 
 
 def reducers() -> Iterator[tuple[Any, Callable[[Any], Any]]]:
@@ -29,7 +30,7 @@ def reducers() -> Iterator[tuple[Any, Callable[[Any], Any]]]:
     if not _has_arrow():
         return
     for module, name, needed, reduce in _TYPES:
-        # a module that is still being imported may not have defined its types yet
+        # While a module is still being imported, its types may be undefined.
         loaded = sys.modules.get(module)
         if hasattr(loaded, name) and hasattr(loaded, needed):
             yield getattr(loaded, name), reduce
@@ -45,7 +46,7 @@ def _reduce_table(table: Any) -> Any:
 
     if table.nbytes >= 0.5 * table.get_total_buffer_size():
         return table.__reduce_ex__(5)
-    sink = pyarrow.BufferOutputStream()  # the stream holds only the data of the slice
+    sink = pyarrow.BufferOutputStream()  # the stream contains only the slice's own data
     with pyarrow.ipc.new_stream(sink, table.schema) as writer:
         writer.write(table)
     return _rebuild_table, (PickleBuffer(sink.getvalue()), isinstance(table, pyarrow.RecordBatch))
@@ -62,7 +63,7 @@ def _reduce_frame(frame: Any) -> Any:
     import polars
 
     types = repr(frame.dtypes)
-    # Arrow would store objects as addresses, and has no Int128
+    # Arrow would store objects as addresses, and it has no Int128.
     if "Object" in types or "Int128" in types:
         return frame.__reduce_ex__(5)
     table = frame.to_arrow(compat_level=polars.CompatLevel.newest())
@@ -94,7 +95,7 @@ def _reduce_image(image: Any) -> Any:
         return image.__reduce_ex__(5)
     try:
         pixels = pyarrow.array(image)
-    except ValueError:  # a large image has several memory blocks
+    except ValueError:  # a large image consists of several memory blocks
         pixels = pyarrow.Array.from_buffers(
             pyarrow.uint8(),
             image.width * image.height * len(raw),
@@ -107,7 +108,7 @@ def _rebuild_image(pixels: Any, mode: str, size: tuple[int, int], info: dict[Any
     from PIL import Image
 
     image = Image.fromarrow(pixels, mode, size)
-    image.readonly = 1  # makes Pillow copy the image before changing it
+    image.readonly = 1  # Pillow then copies the image before changing it
     image.info = info
     return image
 

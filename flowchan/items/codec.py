@@ -1,11 +1,11 @@
-"""Serialise items that the core's direct encoding does not cover.
+"""Serialise items that the core does not encode directly.
 
-The format is pickle protocol 5. The contents of arrays and tensors are sent next to the pickle as buffers
-(``arrays.py``), so they are written once and read in place.
+The format is pickle protocol 5. The contents of arrays and tensors travel separately from the pickle, as
+buffers (``arrays.py``), so they are written once and read in place.
 
-Functions and classes from ``__main__``, or from a file that ``flowchan run`` loaded, are pickled by value
-with cloudpickle (``main_code.py``). Other processes may have a different ``__main__``. Importable functions
-and classes are pickled by reference.
+Functions and classes from ``__main__``, or from a file that ``flowchan run`` has loaded, are pickled by value
+with cloudpickle (``main_code.py``). Other processes may have a different ``__main__``, so references to it
+would fail. Importable functions and classes are pickled by reference.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ Packed = bytes | list[Any]
 
 
 def pack(value: object) -> Packed:
-    """Serialise a value like an item of a channel between processes, so that it can be sent packed.
+    """Serialise a value in the format of items between processes, so that it can be sent packed.
 
-    :func:`unpack` restores the value. A receiver can therefore hold the packed item before it unpickles
-    anything, and choose what to do if unpickling fails.
+    :func:`unpack` restores the value. A receiver can keep the packed value without unpickling anything, and
+    decide later what to do if unpickling fails.
 
     Args:
         value: Any value that can be an item.
 
     Returns:
         Bytes, or a list of bytes, buffers and channels. A put into a channel between processes copies the
-        buffers' contents once, and the receiver reads them in place.
+        contents of the buffers once, and the receiver reads them in place.
 
     Raises:
         TypeError: A part of the value cannot be serialised; the message names this part.
@@ -64,14 +64,14 @@ def pack(value: object) -> Packed:
 def pack_to_pass_on(value: object) -> tuple[Packed, Callable[[], None]]:
     """Serialise a value for a process that will pass it on without unpacking it.
 
-    Return the packed value, and a function to call if it is not sent after all.
+    Return the packed value, and a function to call if the value is not sent after all.
     """
     packed, companions = _pack_with(value, descriptors.Unopened())
     return _with_companions(packed, companions), companions.take_back
 
 
 def pack_away(value: object) -> Packed:
-    """Serialise a value for another host, with copies of any shared memory."""
+    """Serialise a value for another host, including copies of any shared memory."""
     return _with_companions(*_pack_with(value, descriptors.DuplicatedDescriptors()))
 
 
@@ -146,11 +146,11 @@ Kept = tuple[int, list[Any], Callable[[Any], None] | None, int, tuple[int, ...],
 def dumps(item: object, leaves: bool = False) -> Packed | Kept:
     """Serialise an item for the core.
 
-    For a PINNED or PARCEL item, the result is a tuple:
+    If the item needs device memory or file descriptors (PINNED or PARCEL), the result is a tuple:
 
     - the id of the device memory, or 0
     - the pickle and its buffers
-    - a function to call with the channel once the item is in it, or None
+    - a function to call with the channel after the item has been put, or None
     - the id of the bundle of file descriptors, or 0
     - the descriptors in the bundle
     - the objects that keep these descriptors open
@@ -160,7 +160,7 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
         leaves: True if the item goes to another host.
 
     Returns:
-        The pickle and its buffers, or the tuple above.
+        The pickle and its buffers, or the tuple described above.
     """
     try:
         packed, channels = _pack_with(item, descriptors.Leaving() if leaves else descriptors.Parcel())
@@ -184,9 +184,9 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
 
 
 class _Last(threading.local):
-    """Item with channels that this thread last serialised for another host.
+    """Remembers the last item with channels that this thread has serialised for another host.
 
-    ``dumped`` has the ``id`` of the serialised item and the callbacks that release its channels.
+    ``dumped`` contains the ``id`` of the serialised item, and the callbacks that release its channels.
     """
 
     dumped: tuple[int, list[Callable[[], None]]] | None = None
@@ -196,7 +196,7 @@ _last = _Last()
 
 
 def not_put(dumped: object) -> None:
-    """Release the channels in a result of :func:`dumps` that was not put."""
+    """Release the channels in a result of :func:`dumps` that was not put after all."""
     last, _last.dumped = _last.dumped, None
     if last is not None and last[0] == id(dumped):
         for call in last[1]:
@@ -204,14 +204,13 @@ def not_put(dumped: object) -> None:
 
 
 _NAMES_SOMETHING = pickle.STACK_GLOBAL
-"""Protocol 5 writes this byte for each reference to a function or class, and searching for one byte is fast.
-"""
+"""Byte that protocol 5 writes for each reference to a function or class. Searching for one byte is fast."""
 
 
 def _names_local_objects(data: bytes) -> bool:
     if _NAMES_SOMETHING not in data:
         return False
-    for name in by_value_modules:  # noqa: SIM110  # faster than any(), and runs for each item
+    for name in by_value_modules:  # noqa: SIM110  # faster than any(), which matters for each item
         if name.encode() in data:
             return True
     return False
@@ -228,8 +227,8 @@ def _dumps_by_value(item: object, aside: Any) -> bytes:
 
 @functools.cache
 def _by_value_pickler() -> Any:
-    """Return a pickler class that pickles by value and tries flowchan's reducers first."""
-    from flowchan.items.main_code import ByValuePickler  # slow to import, and most items do not need it
+    """Return a class of picklers that pickle by value, but try flowchan's reducers first."""
+    from flowchan.items.main_code import ByValuePickler  # imported late, because most items do not need it
 
     class Pickler(ByValuePickler):
         def reducer_override(self, obj: object) -> Any:
@@ -240,7 +239,7 @@ def _by_value_pickler() -> Any:
 
 
 def dumps_in_one(value: object) -> bytes:
-    """Serialise a value for another process here, as one bytes object that plain pickle can load."""
+    """Serialise a value for a process on this machine, as one bytes object that plain pickle can load."""
     try:
         data = pickle.dumps(value, protocol=5)
     except unless_interrupted(Exception):
@@ -249,7 +248,7 @@ def dumps_in_one(value: object) -> bytes:
 
 
 def dumps_for_worker(value: object) -> bytes:
-    """Serialise a value and its code for a child process. Shared tensors stay shared."""
+    """Serialise a value and its code for a child process, which shares all shared tensors."""
     out = io.BytesIO()
     _sharing_pickler()(out, protocol=5).dump(value)
     return out.getvalue()
@@ -271,12 +270,12 @@ def _sharing_pickler() -> Any:
 
 
 keeps_sealed: ContextVar[bool] = ContextVar("keeps_sealed", default=False)
-"""Whether items received in this context stay packed, as :class:`Sealed` objects."""
+"""Whether received items stay packed in this context, as :class:`Sealed` objects."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Sealed:
-    """Packed item in a process that passes it on without unpacking it."""
+    """Item that this process passes on without unpacking it."""
 
     packed: Packed
 
@@ -287,7 +286,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Opening:
-    """Stand-in for a packed value; its receiver gets the unpacked value."""
+    """Stands for a packed value that its receiver gets unpacked."""
 
     packed: Packed
 
@@ -298,9 +297,9 @@ class Opening:
 def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) -> Any:
     """Restore the object that was passed to :func:`dumps`.
 
-    A PINNED or PARCEL item arrives as a tuple: a view that keeps the item alive, the pickle with its buffers,
-    and the descriptor bundle. The bundle is a pair: the descriptors, and the errno that says why some are
-    missing.
+    A PINNED or PARCEL item arrives as a tuple of a view, the pickle with its buffers, and the descriptor
+    bundle. The view keeps the item alive. The bundle is a pair of the descriptors and an errno, which explains
+    why some are missing.
     """
     if keeps_sealed.get() and not isinstance(data, tuple):
         return Sealed(data)
@@ -321,10 +320,10 @@ def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) ->
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Unreadable:
-    """Stand-in for an item that a stage could not unpickle.
+    """Takes the place of an item that a stage could not unpickle.
 
     Attributes:
-        data: The item's pickle, without the arrays next to it.
+        data: Pickle of the item, without its arrays.
 
     Example:
         >>> from flowchan import Graph, Unreadable
@@ -345,9 +344,9 @@ class Unreadable:
 
 
 def _refusal(item: object, error: BaseException) -> str:
-    """Name the innermost attribute, element or key that cannot be pickled."""
+    """Describe the innermost attribute, element or key that cannot be pickled."""
     path, culprit, reason = smallest(item, str(error))
-    names_culprit = reason.startswith(short(culprit))  # flowchan's own messages already name the part
+    names_culprit = reason.startswith(short(culprit))  # messages of flowchan already name the part
     if path and names_culprit:
         reason = f"its {', '.join(path)}: {reason}"
     elif path:
@@ -361,7 +360,7 @@ _PICKLERS = {"flowchan", "cloudpickle", "pickle", "copyreg"}
 
 
 def _is_of_user(error: BaseException) -> bool:
-    """Return whether the traceback contains code outside the picklers, such as a user's ``__reduce__``."""
+    """Return whether the traceback contains code of the user, such as a ``__reduce__`` method."""
     return any(
         frame.f_globals.get("__name__", "").partition(".")[0] not in _PICKLERS
         for frame, _ in traceback.walk_tb(error.__traceback__)

@@ -1,8 +1,7 @@
 """Combine values from several workers, or from several members of a group.
 
-Values are combined leaf by leaf, through dictionaries, lists and tuples, and always in the given order. All
-processes that combine the same values therefore get the same result, and operations do not need a neutral
-element.
+Dictionaries, lists and tuples are combined leaf by leaf, always in the given order. All processes that
+combine the same values therefore get the same result, and operations need no neutral element.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ Named = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
 
 
 class Reduced(NamedTuple, Generic[T]):
-    """Combined values of all workers of a stage in one round.
+    """Combined values of all workers of a stage in one round of ``allreduce``.
 
     Attributes:
         value: The combined value.
-        contributors: Number of workers that contributed; it falls as workers end.
-        round: Number of the round, counting from 0.
+        contributors: Number of workers that contributed. It decreases as workers end.
+        round: Number of the round, from 0.
 
     Example:
         >>> from flowchan import Graph
@@ -40,9 +39,9 @@ class Reduced(NamedTuple, Generic[T]):
 
 
 def combined(values: Sequence[Any], function: Function) -> Any:
-    """Combine the values with a function; return None if there are none.
+    """Combine the values with a function, or return None if there are none.
 
-    Raise ``ValueError`` if the values' keys or lengths differ. Exceptions from the function propagate.
+    Raise ``ValueError`` if the keys or lengths of the values differ. Exceptions of the function propagate.
     """
     total = values[0] if values else None
     for value in values[1:]:
@@ -51,9 +50,9 @@ def combined(values: Sequence[Any], function: Function) -> Any:
 
 
 def reduced(values: Sequence[Any], op: str | Function) -> Any:
-    """Combine values, which may be arrays of the same shape.
+    """Combine values, which may be arrays of equal shape.
 
-    ``op`` is a function or a name in :data:`OPERATIONS`.
+    ``op`` is a function, or the name of one in :data:`OPERATIONS`.
     """
     total = combined(values, of_one_shape(OPERATIONS[op]) if isinstance(op, str) else op)
     return _divided(total, len(values)) if op == "mean" else total
@@ -80,7 +79,7 @@ def _combine(a: Any, b: Any, function: Function, path: str) -> Any:
 
 
 def of_one_shape(plain: Function) -> Function:
-    """Wrap ``plain`` so that it rejects arrays of different shapes. A number combines with any shape."""
+    """Wrap ``plain`` so that it rejects arrays of different shapes, but accepts a number with any array."""
 
     def function(a: Any, b: Any) -> Any:
         shapes = getattr(a, "shape", ()), getattr(b, "shape", ())
@@ -101,7 +100,7 @@ def _divided(total: Any, by: int) -> Any:
 
 
 def _of_each_element(name: str, plain: Function) -> Function:
-    """Wrap ``plain`` so that arrays and tensors use their library's function ``name``."""
+    """Wrap ``plain`` so that it calls the function ``name`` of NumPy or torch for arrays and tensors."""
 
     def function(a: Any, b: Any) -> Any:
         for library, kind in (("numpy", "ndarray"), ("torch", "Tensor")):
@@ -123,4 +122,4 @@ OPERATIONS: dict[str, Function] = {
     "or": operator.or_,
     "xor": operator.xor,
 }
-"""Combining functions by name. "mean" is the sum; the caller divides it by the number of values."""
+"""Combining functions by name. For "mean", the function adds, and the caller divides the sum."""

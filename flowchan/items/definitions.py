@@ -12,10 +12,10 @@ from typing import Any
 from flowchan.transport.interrupts import unless_interrupted
 
 DIGEST_LIMIT = 4 << 20
-"""Values larger than this many bytes are not compared."""
+"""Maximum size of values that are compared, in bytes."""
 
 MAIN = ("__main__", "__mp_main__")
-"""Names of the main script's module; a process that was not forked uses the second."""
+"""Names of the module of the main script. A process that was not forked uses the second one."""
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
@@ -23,7 +23,7 @@ _fingerprints: weakref.WeakKeyDictionary[type, tuple[tuple[int, ...], str]] = we
 
 
 def fingerprint(cls: type) -> str:
-    """Return a text that depends only on the code of a class, in every process with the same Python."""
+    """Return a text that identifies the code of a class in all processes with the same Python."""
     members = vars(cls)
     version = tuple(map(id, members.values()))
     known = _fingerprints.get(cls)
@@ -39,7 +39,7 @@ def fingerprint(cls: type) -> str:
 
 
 def text_of(member: Any, depth: int = 4) -> str:
-    """Return the code of a class member as text; empty if there is none."""
+    """Return the code of a class member as text, or an empty string if it has none."""
     if isinstance(member, (classmethod, staticmethod)):
         member = member.__func__
     elif isinstance(member, functools.cached_property):
@@ -72,11 +72,11 @@ def _stable(constant: object) -> str:
 
 
 class _TooLarge(Exception):
-    """The value is larger than :data:`DIGEST_LIMIT`."""
+    """The value is too large to be compared."""
 
 
 class _Sum:
-    """File that keeps only a digest of the data written to it."""
+    """File that only computes a digest of the data written to it."""
 
     def __init__(self) -> None:
         self._sum, self._left = hashlib.blake2b(digest_size=16), DIGEST_LIMIT
@@ -94,7 +94,7 @@ class _Sum:
 
 
 class _DigestPickler(pickle.Pickler):
-    """Pickler for comparisons: it stores functions as their code, and classes and modules as their names."""
+    """Pickler for comparisons. It stores the code of functions, but only the names of classes and modules."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType):
@@ -110,7 +110,7 @@ class _DigestPickler(pickle.Pickler):
 
 
 def digest_of(value: object) -> object:
-    """Return a digest that is equal for equal values; None if the value cannot be compared."""
+    """Return a digest that is equal for equal values, or None if the value cannot be compared."""
     if isinstance(value, _ATOMS):
         return type(value), value
     found = _Sum()

@@ -10,12 +10,12 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Failed(Generic[T_co]):
-    """Item for which a stage's function raised an exception.
+    """Item for which the function of a stage raised an exception, as ``errors`` streams contain it.
 
     Attributes:
         item: The item, or a :class:`flowchan.Unreadable` if it could not be unpickled.
-        error: Exception of the last call.
-        attempts: Number of calls; 0 if the item could not be unpickled.
+        error: Exception that the last call raised.
+        attempts: Number of calls, or 0 if the item could not be unpickled.
 
     Example:
         >>> from flowchan import Graph

@@ -10,15 +10,15 @@ from flowchan.items.text import shown
 T = TypeVar("T")
 
 MISSING: Any = object()
-"""Stands for the value of a key that has no state."""
+"""Marks a key that has no state."""
 
 
 class KeyedState(Generic[T]):
-    """State of one key; a keyed stage passes it to its function with each item.
+    """State of one key, which a keyed stage passes to its function with each item.
 
     The state exists from the first use of ``value`` until :meth:`clear`. After each item, the value is
-    pickled; if the worker dies, its replacement continues with the value after the last finished item. If the
-    function raises, the state stays as it was before the call.
+    pickled. If the worker dies, its replacement continues with the value after the last finished item. If the
+    function raises, the state is the same as before the call.
 
     Attributes:
         key: Key of the item.
@@ -51,8 +51,8 @@ class KeyedState(Generic[T]):
     def value(self) -> T:
         """Return the value for this key.
 
-        The first use calls the stage's ``state`` function. Assign to the value, or change it in place. It
-        must be picklable.
+        The first use calls the stage's ``state`` function. You may assign a new value, or change the value in
+        place. The value must be picklable.
 
         Example:
             >>> from flowchan import Graph

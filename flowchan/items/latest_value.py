@@ -1,13 +1,13 @@
 """Publish the latest version of a value to other processes on this machine through shared memory.
 
-Algorithm. The program writes each version into a new in-memory file. A single step (``dup3``) gives this file
-the descriptor number of the previous version. The program then stores the version number in a word that all
-processes have mapped. A reader compares this word with the version it has. If they differ, it opens the file
-by its path in ``/proc``, maps it and unpickles the value. Arrays stay in the mapped file.
+Algorithm. The program writes each version into a new in-memory file. In a single step (``dup3``), this file
+takes over the descriptor number of the previous version. The program then stores the version number in a word
+that all processes have mapped. A reader compares this word with the version that it has. If they differ, it
+opens the file by its path in ``/proc``, maps it and unpickles the value. Arrays stay in the mapped file.
 
 Invariants. A file never changes once it has its descriptor number, so a reader always gets a complete
 version. The word never refers to a version newer than the file. The program does not wait for readers. The
-kernel frees an old version once no process has it mapped. The program owns everything, so a reader that is
+kernel frees an old version when no process maps it any more. The program owns everything, so a reader that is
 killed at any point leaves nothing behind.
 """
 
@@ -31,22 +31,22 @@ from flowchan.items.program_file import ProgramFile
 from flowchan.items.text import shown
 from flowchan.transport.interrupts import interrupts_deferred
 
-_HEADER = struct.Struct("QQ")  # version and number of parts; the sizes of the parts follow
+_HEADER = struct.Struct("QQ")  # version and number of parts; the size of each part follows
 _SIZE = struct.Struct("Q")
 _ALIGNMENT = 64
-_MAP_NORESERVE = 0x4000  # Linux; the mmap module lacks it before Python 3.13
+_MAP_NORESERVE = 0x4000  # the value on Linux; the mmap module lacks it before Python 3.13
 
 
 @dataclass(frozen=True, slots=True)
 class Versioned:
-    """A value and its version number."""
+    """A value with its version number."""
 
     version: int
     value: Any
 
 
 class LatestValue:
-    """Latest version of a value, on the program's side.
+    """Publishes the latest version of a value, in the program that owns it.
 
     Args:
         first: The first version.
@@ -62,7 +62,7 @@ class LatestValue:
         self._word = _mapped_word(self._word_file.fd)
         self._file = os.memfd_create("flowchan value")
         self._close = weakref.finalize(self, os.close, self._file)
-        self._close.atexit = False  # threads may still publish then
+        self._close.atexit = False  # threads may still publish versions at exit
         self.pid = os.getpid()
         self._path = f"/proc/{self.pid}/fd/{self._file}"
         _live.add(self)
@@ -91,7 +91,7 @@ class LatestValue:
             os.close(fd)
 
     def opened(self) -> LatestValueReader:
-        """Return a reader for this process, a forked child of the program."""
+        """Return a reader for this process, which was forked by the program."""
         return LatestValueReader(copy.copy(self._word_file), self._path)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -102,34 +102,34 @@ _live: weakref.WeakSet[LatestValue] = weakref.WeakSet()
 
 
 def close_inherited() -> None:
-    """Close the files that this forked process inherited, so that they do not keep old versions."""
+    """Close the files that this process inherited through a fork, because they would keep old versions."""
     for one in list(_live):
         if one.pid != os.getpid():
             one._close()
 
 
 class LatestValueReader:
-    """Reader of the latest version, on the side of another process.
+    """Reads the latest version of a value in another process.
 
     Args:
-        word_file: File that holds the version number.
-        file_path: Path of the file that holds the value.
+        word_file: File that contains the version number.
+        file_path: Path of the file that contains the value.
     """
 
     def __init__(self, word_file: ProgramFile, file_path: str) -> None:
         self._word_file, self._file_path = word_file, file_path
         self._lock = threading.Lock()
-        self._word: Any = (-1,)  # placeholder until the first read, which opens the files
+        self._word: Any = (-1,)  # a placeholder; the first read opens the files
         self._last: Versioned | None = None
 
     def opened(self) -> LatestValueReader:
-        """Return this reader itself; the method mirrors that of :class:`LatestValue`."""
+        """Return this reader. The method matches ``LatestValue.opened``."""
         return self
 
     def latest(self) -> Versioned:
         """Return the current version.
 
-        Raises ``Broken`` if the program has exited or released the value. Exceptions from unpickling
+        Raise ``Broken`` if the program has exited or released the value. Exceptions from unpickling
         propagate.
         """
         last = self._last
@@ -153,13 +153,13 @@ class LatestValueReader:
 def parts_of(value: Any) -> list[memoryview]:
     """Return the pickle of a value and its buffers, which refer to the arrays without copying them.
 
-    Raises ``TypeError`` if the value cannot be pickled or contains a channel.
+    Raise ``TypeError`` if the value cannot be pickled or contains a channel.
     """
     packed = pack_away(value)
     parts = [packed] if isinstance(packed, bytes) else packed
     if any(isinstance(part, _core.Channel) for part in parts):
         raise TypeError(f"value must not contain channels, got {shown(value)}; pass channels as items")
-    # memoryview cannot cast empty arrays
+    # memoryview cannot cast an empty array.
     return [
         view.cast("B") if view.nbytes else memoryview(b"") for view in [memoryview(part) for part in parts]
     ]
@@ -188,7 +188,8 @@ def _write(fd: int, version: int, parts: list[memoryview]) -> None:
 
 
 def _read(fd: int) -> Versioned:
-    # private but writable, because torch has no read-only tensors; only written pages are copied
+    # The mapping must be writable, because torch has no read-only tensors. It is private, so a write copies
+    # the page.
     memory = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     version, number = _HEADER.unpack_from(memory)
     sizes = struct.unpack_from(f"{number}Q", memory, _HEADER.size)

@@ -1,12 +1,13 @@
-"""Pickle functions and classes by value, from the main script and from modules that a process lacks.
+"""Pickle functions and classes of the main script, and of modules that a process lacks, by value.
 
-Without these changes, cloudpickle gives the functions of each pickle separate globals, and makes a new class
-in each process. Here, a process that has run the same script uses its own function or class if the definition
-is identical. ``isinstance`` therefore works, and objects that return to the program have its own types. All
-other functions in a worker process share their globals: see ``worker_globals``.
+Plain cloudpickle gives the functions of each pickle separate globals, and creates a new class in each
+process. This module instead lets a process that has run the same script use its own function or class, if the
+definition is identical. ``isinstance`` therefore works, and objects that return to the program have the
+program's types. All other functions in a worker process share their globals; see ``worker_globals``.
 
-Functions that their module does not name, such as lambdas and closures, share the globals only inside
-:func:`~flowchan.items.worker_globals.shared_globals`. Elsewhere, each one keeps the values sent with it.
+Lambdas, closures and other functions that no name in their module refers to share the globals only inside
+:func:`~flowchan.items.worker_globals.shared_globals`. Elsewhere, each of them keeps the values that were sent
+with it.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ unpacked_classes = UnpackedClasses()
 
 
 def unpack_class(packed: bytes) -> type:
-    """Return the class in a pickle; each pickle makes only one class."""
+    """Return the class in a pickle. The same pickle always yields the same class."""
     return unpacked_classes.get(packed)
 
 
-class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """Variant of cloudpickle's pickler: functions and classes arrive as the module docstring describes.
+class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Pickler that pickles functions and classes as the module docstring describes.
 
     Attributes:
-        keeps_classes: True if the pickle of a class may be kept and used for many objects. The class then
-            gets a separate pickle inside the pickle, which hides the names of the modules that the class
-            refers to.
+        keeps_classes: True if the pickle of a class may be kept and used for many objects. Such a class has a
+        separate pickle inside the pickle. This pickle hides the names of the modules to which the class
+        refers.
     """
 
     keeps_classes = True
 
     def reducer_override(self, obj: object) -> Any:
-        """Reduce a function, a class or an ``object()``. Leave all other objects to pickle."""
+        """Reduce a function, a class or an ``object()``, and leave all other objects to pickle."""
         if not isinstance(obj, (type, types.FunctionType)):
             return _reduce_sentinel(obj) if type(obj) is object else NotImplemented
         if isinstance(obj, type) and self.keeps_classes:
@@ -64,8 +65,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no ty
 
 
 _without_state: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""Functions and classes that this process made but whose state has not arrived yet. The value says whether a
-function shares its globals."""
+"""Functions and classes that this process has created without their state, which is still to arrive. The
+value tells whether a function shares its globals."""
 
 
 def _reduce_function(function: Any, reduction: Any) -> Any:
@@ -77,13 +78,13 @@ def _reduce_function(function: Any, reduction: Any) -> Any:
 
 
 def _digest_of_parts(function: Any) -> object:
-    """Return a digest of the parts that distinguish functions with the same code, or ``()``."""
+    """Return a digest of everything but the code that distinguishes functions, or ``()`` if they lack it."""
     parts = (function.__defaults__, function.__kwdefaults__, function.__closure__)
     if parts == (None, None, None):
         return ()
     try:
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-    except ValueError:  # a cell of the closure is still empty
+    except ValueError:  # a cell of the closure has no value yet
         return None
     return digest_of((*parts[:2], *cells))
 
@@ -110,7 +111,7 @@ def _set_function_state(function: Any, state: Any) -> None:
     if worker_globals.shared and shares is not False:
         worker_globals.offer(function.__globals__, slots["__globals__"])
         slots["__globals__"] = {}
-    if shares is None:  # this is the process's own function
+    if shares is None:  # the process uses its own function
         if worker_globals.shared:
             worker_globals.offer(function.__dict__, attributes)
         return
@@ -158,7 +159,7 @@ def _is_data(name: str, value: Any) -> bool:
 
 
 def _reduce_sentinel(obj: object) -> Any:
-    """Send ``object()`` by name if it is a global of the script, because programs compare it by identity."""
+    """Send an ``object()`` that is a global of the script by name, because programs test its identity."""
     for name, value in list(own_names("__main__").items()):
         if value is obj:
             return _sentinel, (name,)

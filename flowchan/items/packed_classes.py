@@ -1,7 +1,7 @@
-"""Keep the pickles of classes that are sent by value with many items.
+"""Keep the pickles of classes that are sent by value, because many items need the same class.
 
-A pickle is kept only if nothing that it depends on can change unnoticed. The class attributes must be
-constants, and all globals in the methods importable.
+A pickle is kept only if nothing on which it depends can change unnoticed. All class attributes must therefore
+be constants, and all globals that the methods use must be importable.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, types.EllipsisT
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 _LIBRARIES = ("dataclasses", "reprlib", "functools", "enum", "collections", "namedtuple_")
-"""Modules that generate methods of classes. Such methods of a named tuple have their own globals."""
+"""Modules that generate methods of classes. The generated methods of a named tuple have globals of their
+own."""
 
 
 class PackedClasses:
-    """Kept pickles, on the sender's side."""
+    """Keeps the pickles of classes in a process that sends them."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[type, tuple[tuple[int, ...], bytes | None]]
@@ -33,11 +34,11 @@ class PackedClasses:
         self._in_progress: set[type] = set()
 
     def get(self, cls: type, pickler: Any) -> bytes | None:
-        """Return the pickle of a class; None if the class is sent by name, or its pickle must not be kept."""
+        """Return the pickle of a class, or None if it is sent by name or must not be kept."""
         version = _version(cls)
         known = self._known.get(cls)
         if known is not None:
-            # the class changes over time; an attribute may be a counter
+            # A class that changes is not kept from then on, because an attribute may be a counter.
             if known[1] is not None and known[0] != version:
                 known = self._known[cls] = version, None
             return known[1]
@@ -61,14 +62,14 @@ def _pack(cls: type, pickler: Any) -> bytes:
 
 
 class UnpackedClasses:
-    """Classes made from kept pickles, on the receiver's side."""
+    """Keeps the classes from such pickles in a process that receives them."""
 
     def __init__(self) -> None:
         self._made: dict[bytes, weakref.ref[type]] = {}
         self._latest: weakref.WeakKeyDictionary[type, bytes] = weakref.WeakKeyDictionary()
 
     def get(self, packed: bytes) -> type:
-        """Return the class in a pickle; each pickle makes only one class."""
+        """Return the class in a pickle. The same pickle always yields the same class."""
         reference = self._made.get(packed)
         cls = reference() if reference is not None else None
         if cls is None:
@@ -102,7 +103,7 @@ def _is_constant_member(cls: type, name: str, value: Any) -> bool:
         value = value.__func__
     if isinstance(value, types.FunctionType):
         return _is_constant_function(cls, value)
-    # set by namedtuple or by Python itself
+    # namedtuple or Python itself has set these attributes.
     if name == "_field_defaults" or (name.startswith("_") and name.endswith("_")):
         return True
     if isinstance(value, _DESCRIPTORS):

@@ -1,4 +1,4 @@
-"""In-memory file that the program creates and its worker processes open by path."""
+"""Define an in-memory file that the program creates and its worker processes open by path."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from flowchan.errors import Broken
 
 
 class ProgramFile:
-    """In-memory file that the program owns, so that it outlives the workers that write to it.
+    """In-memory file of the program, which outlives the workers that write to it.
 
-    A pickled ``ProgramFile`` contains only the path. The receiving process opens the file at the first use.
+    The pickle of a ``ProgramFile`` contains only its path. The receiving process opens the file when it first
+    uses it.
 
     Args:
-        name: Name of the file in ``/proc``.
+        name: Name that ``/proc`` shows for the file.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,7 +43,7 @@ class ProgramFile:
             fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise Broken("the run has ended") from error
-        if os.fstat(fd).st_ino != self._inode:  # the program has reused the descriptor for another file
+        if os.fstat(fd).st_ino != self._inode:  # the program uses the descriptor number for another file now
             os.close(fd)
             raise Broken("the run has ended")
         _close_with(self, fd)
@@ -50,7 +51,7 @@ class ProgramFile:
 
 
 def _close_with(file: ProgramFile, fd: int) -> None:
-    """Close the descriptor when the file is freed, but not at exit, because threads may still use it."""
+    """Close the descriptor when the file is freed, but not at exit, when threads may still use it."""
     weakref.finalize(file, os.close, fd).atexit = False
 
 

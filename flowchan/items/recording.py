@@ -1,19 +1,19 @@
 """Read and write files that contain the items of one channel.
 
-Format, version 1. All numbers are little-endian. The file is a header, one record for each item, and an end
-record.
+Format, version 1. All numbers are little-endian. The file consists of a header, one record for each item, and
+an end record.
 
-- Header: ``MAGIC``, the version (u32), and the length (u32) and the CRC-32 (u32) of a JSON object. The JSON
-  object follows. Its keys are "graph", "channel" and "flowchan" (the version that wrote the file).
-- Record: the item's number (u64, counting from 0) and the number of parts (u32). Then come the length (u64)
-  and the CRC-32 (u32) of the body, the CRC-32 of these four fields (u32), and the body. The body contains the
-  length of each part (u64) and then the parts: a pickle and the buffers of its arrays, as
+- Header: ``MAGIC``, the version (u32), and the length (u32) and the CRC-32 (u32) of a JSON object, followed
+  by the JSON object. Its keys are "graph", "channel" and "flowchan" (the version that wrote the file).
+- Record: the number of the item (u64, from 0) and the number of parts (u32). The length (u64) and the CRC-32
+  (u32) of the body follow, and then the CRC-32 of these four fields (u32) and the body. The body contains the
+  length of each part (u64), followed by the parts. They are a pickle and the buffers of its arrays, as
   :func:`flowchan.pack` returns them.
 - End record: a record with the number ``END``, whose only part is a JSON object. Its keys are "items", the
-  number of items, and "stopped": why the recording ended before the channel, or "".
+  number of items, and "stopped", the reason why the recording ended before the channel, or "".
 
-Invariant. A record is written before its item is passed on; this process does not buffer it. If the program
-is killed, all earlier records in the file are complete, and at most the last one is cut off.
+Invariant. A record is written before its item is passed on, and this process does not buffer it. If the
+program is killed, only the last record can be incomplete.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ log = logging.getLogger("flowchan.run")
 MAGIC, VERSION = b"FLOWREC\n", 1
 END = 2**64 - 1
 MOST = 1_000_000
-"""Default maximum number of items in a file."""
+"""Default limit on the number of items in a file."""
 MAX_BYTES = 1_000_000_000
-"""Default maximum size of a file."""
+"""Default limit on the size of a file."""
 JOINED_BYTES = 65_536
-"""Up to this size, the parts of a record are joined, so that one call writes them all."""
+"""Maximum size of a record whose parts are joined, so that a single call writes them."""
 _HEAD = struct.Struct("<8sIII")
 _RECORD = struct.Struct("<QIQI")
 _CRC = struct.Struct("<I")
@@ -53,7 +53,7 @@ _CRC = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class RecordingOptions:
-    """Declared recording: its file, its limits, and the names for its header."""
+    """Options of a declared recording: its file, its limits, and the names for its header."""
 
     path: str
     graph: str
@@ -63,7 +63,7 @@ class RecordingOptions:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[RecordingWriter]:
-        """Create the file or truncate it, and complete it when the block ends."""
+        """Create or truncate the file, and complete it at the end of the block."""
         writer = RecordingWriter(self)
         try:
             yield writer
@@ -79,7 +79,7 @@ def recording_options(
         raise TypeError(f"record: path must be a path, got {shown(path)}")
     whole("record", "most", most, 1)
     whole("record", "max_bytes", max_bytes, 1)
-    file = os.path.abspath(os.fsdecode(path))  # the program may change its working directory before the run
+    file = os.path.abspath(os.fsdecode(path))  # the program may change its working directory before a run
     if os.path.isdir(file) or not os.access(os.path.dirname(file), os.W_OK):
         raise ValueError(
             f"record: path must name a file in a folder that exists and is writable, got {file!r}"
@@ -88,14 +88,14 @@ def recording_options(
 
 
 class RecordingWriter:
-    """Writes the items of one run to a file until it reaches a limit.
+    """Writes the items of one run to a file until the file reaches a limit.
 
-    A recording never disturbs the run: after it reaches a limit or fails, it ends with a warning and the run
+    A recording never disturbs the run. If it reaches a limit or fails, it ends with a warning, and the run
     continues.
     """
 
     def __init__(self, options: RecordingOptions) -> None:
-        from importlib.metadata import version  # slow to import, and few programs record
+        from importlib.metadata import version  # imported late, because few programs record items
 
         self._options = options
         self._items = self._size = 0
@@ -149,13 +149,13 @@ class RecordingWriter:
             return
         text = json.dumps({"items": self._items, "stopped": stopped}).encode()
         try:
-            with contextlib.suppress(OSError):  # without its end record, the file counts as incomplete
+            with contextlib.suppress(OSError):  # a file without an end record counts as incomplete
                 self._write(_record(END, [memoryview(text)]))
         finally:
             self._release()
 
     def _write(self, parts: list[bytes | memoryview]) -> None:
-        """Write the parts. After an error, truncate the file to its last complete record."""
+        """Write the parts. If this fails, truncate the file to its last complete record."""
         assert self._file is not None
         length = sum(map(len, parts))
         try:
@@ -173,7 +173,7 @@ class RecordingWriter:
     def _release(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            # otherwise, forked children, which inherit the file, would keep the lock
+            # Unlock it explicitly, because forked children inherit the file and would keep the lock.
             fcntl.flock(file, fcntl.LOCK_UN)
             file.close()
 
@@ -204,10 +204,10 @@ def _record(number: int, parts: list[memoryview]) -> list[bytes | memoryview]:
 class Recording:
     """Items of one channel, recorded by an earlier run.
 
-    A recording can be iterated over repeatedly, and ``graph.source(recording)`` emits its items.
+    You can iterate over a recording repeatedly, and ``graph.source(recording)`` emits its items.
     ``recording[number]`` is one item, and ``len(recording)`` is the number of items.
 
-    Items are pickles, and unpickling can run arbitrary code. Only use recordings from people whose code you
+    Items are pickles, and unpickling can run arbitrary code. Use only recordings from people whose code you
     would also run.
 
     Args:
@@ -218,15 +218,15 @@ class Recording:
         graph: Name of the graph.
         channel: Name of the channel.
         flowchan: Version of flowchan that wrote the file.
-        complete: False if the program was killed before it completed the file, is still running, or had no
+        complete: False if the program is still running, was killed before it completed the file, or had no
             space on the disk.
         stopped: Reason why the recording ended before the channel, such as a limit; empty if it did not.
 
     Raises:
         OSError: The file cannot be read.
         TypeError: ``path`` is not a path.
-        ValueError: The file is not a recording or has another format version. When an item is read: its
-            record is damaged.
+        ValueError: The file is not a recording, or has another format version. Reading an item also raises
+            this if its record is damaged.
 
     Example:
         >>> import os, tempfile
@@ -296,7 +296,7 @@ class Recording:
         return about
 
     def _scan(self, file: IO[bytes]) -> None:
-        """Find the records. Ignore one that is cut off at the end of the file."""
+        """Find the records, without one that is incomplete at the end of the file."""
         size = os.fstat(file.fileno()).st_size
         while len(head := file.read(_RECORD.size + _CRC.size)) == _RECORD.size + _CRC.size:
             number, _, length, _ = _RECORD.unpack_from(head)
@@ -330,8 +330,8 @@ class Recording:
         sizes = struct.unpack(f"<{len(table) // 8}Q", table)
         parts: list[Any] = []
         found = zlib.crc32(table)
-        if len(table) + sum(sizes) == length:  # otherwise the table is damaged, and its sizes may be huge
-            for size in sizes:  # each part is read separately, because arrays need aligned memory
+        if len(table) + sum(sizes) == length:  # a damaged table may contain huge sizes
+            for size in sizes:  # read each part separately, because arrays need aligned memory
                 parts.append(file.read(size))
                 found = zlib.crc32(parts[-1], found)
         if not parts or found != crc:

@@ -1,6 +1,6 @@
-"""Wrap a sampled item in a box that carries its marks from stage to stage.
+"""Define the box that carries a sampled item and its marks from stage to stage.
 
-Native code takes the item out of the box before any other code sees it (``ItemTracing`` in the core).
+Native code (``ItemTracing`` in the core) takes the item out of the box before any other code sees it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from flowchan import _core
 
 
 class SampledItem:
-    """A sampled item and its marks: the numbers of the samples from which it descends."""
+    """Box with a sampled item and its marks, the numbers of the samples from which the item descends."""
 
     __slots__ = ("item", "marks")
 

@@ -1,11 +1,11 @@
 """Transfer tensors in shared memory between processes.
 
-A tensor that ``share_memory_()`` has moved into shared memory is sent as a descriptor of that memory. Every
-process therefore sees what the others write.
+If ``share_memory_()`` has moved a tensor into shared memory, the tensor is sent as a descriptor of that
+memory. Every process therefore sees what the others write.
 
-Tensors that a child process has put in shared memory are an exception. Data loader workers put every batch in
-shared memory, but only to transfer it. Such tensors are sent as copies, like ordinary tensors, so a channel
-does not keep their descriptors open.
+Tensors that a child process has put in shared memory are an exception. The workers of a data loader put every
+batch there, but only to transfer it. Such tensors are sent as copies, like ordinary tensors, so that no
+channel keeps their descriptors open.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from flowchan.errors import Broken
 from flowchan.transport.descriptors import Beside, Handle, hand_over, now, shortage, take_over
 
-_ancestors: dict[int, frozenset[int]] = {}  # by pid, because a forked child inherits this dictionary
+_ancestors: dict[int, frozenset[int]] = {}  # by process id, because a forked child inherits the dictionary
 _arrived: set[int] = set()
-"""Inodes of shared memory that arrived from other processes."""
+"""Inodes of shared memory that this process has received from others."""
 
 
 def is_shared(tensor: Any) -> bool:
-    """Return whether the tensor is in memory that the program's processes share."""
+    """Return whether the tensor is in memory that several processes of the program share."""
     return _descriptor(tensor.untyped_storage()) is not None and not (tensor.is_conj() or tensor.is_neg())
 
 
@@ -43,7 +43,7 @@ def is_storage(value: Any) -> bool:
 
 
 def _descriptor(storage: Any) -> int | None:
-    """Return the descriptor of memory that this process, an ancestor or a sender shares; otherwise None.
+    """Return the descriptor of memory that this process, an ancestor or a sender has shared, or None.
 
     The storage keeps the descriptor open.
     """
@@ -54,9 +54,9 @@ def _descriptor(storage: Any) -> int | None:
     import torch.multiprocessing
 
     if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
-        return None  # asking for the descriptor would move the tensor to other memory
+        return None  # torch would move the tensor to other memory to get a descriptor
     fd = int(storage._share_fd_cpu_()[0])
-    if fd < 0:  # the storage is a memory-mapped file
+    if fd < 0:  # the storage is a file that is mapped into memory
         return None
     maker = re.match(r"/dev/shm/torch_(\d+)_", os.readlink(f"/proc/self/fd/{fd}"))
     ours = maker is not None and int(maker[1]) in _pids_of_ancestry()
@@ -64,7 +64,7 @@ def _descriptor(storage: Any) -> int | None:
 
 
 def _pids_of_ancestry() -> frozenset[int]:
-    """Return the process ids of this process and its ancestors."""
+    """Return the process ids of this process and all of its ancestors."""
     pid = os.getpid()
     if pid not in _ancestors:
         found = [pid]
@@ -76,7 +76,7 @@ def _pids_of_ancestry() -> frozenset[int]:
 
 
 def reduce_tensor(tensor: Any) -> Any:
-    """Pickle a tensor for which :func:`is_shared` is true."""
+    """Pickle a tensor that :func:`is_shared` accepts."""
     where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
     return _rebuild_tensor, (tensor.untyped_storage(), tensor.dtype, where, tensor.requires_grad)
 
@@ -88,7 +88,7 @@ def _rebuild_tensor(storage: Any, dtype: Any, where: tuple[Any, ...], requires_g
 
 
 def reduce_storage(storage: Any) -> Any:
-    """Pickle a storage by its descriptor if it is shared memory, otherwise by its contents."""
+    """Pickle a storage by its descriptor if it is in shared memory, and by its contents otherwise."""
     fd = _descriptor(storage)
     if fd is None:
         return storage.__reduce_ex__(5)

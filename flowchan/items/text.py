@@ -1,4 +1,4 @@
-"""Format numbers and user values as short text for messages, even if a ``__repr__`` fails."""
+"""Format numbers and values of the user as short text, even if a ``__repr__`` raises an exception."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any
 
 
 def short(value: Any, most: int = 80) -> str:
-    """Return the repr of a value, cut to at most ``most`` characters.
+    """Return the repr of a value, shortened to ``most`` characters.
 
-    If the repr raises, return the types of the value and the error.
+    If the repr raises an exception, return the types of the value and of the exception.
     """
     try:
         text = repr(value)
-    except BaseException as error:  # user code; its error must not replace the message that is being built
+    except BaseException as error:  # a failing __repr__ must not replace the message that is being built
         text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def shown(value: Any) -> str:
-    """Return a value's short repr and its type, such as ``2.5 (float)``."""
+    """Return the short repr of a value and its type, such as ``2.5 (float)``."""
     return f"{short(value, 60)} ({type(value).__name__})"
 
 

@@ -1,4 +1,4 @@
-"""Shorten tracebacks of flowchan's own errors, so that they end near the user's call."""
+"""Shorten the tracebacks of flowchan's own errors, so that they end near the user's call."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def ends_at_caller(function: Function) -> Function:
-    """Shorten tracebacks of errors that flowchan raises in a public function.
+    """Shorten the tracebacks of errors that flowchan raises in a public function.
 
-    A shortened traceback has only the caller's line and the ``raise`` statement.
+    A shortened traceback contains only the caller's line and the ``raise`` statement.
     """
 
     @functools.wraps(function)
@@ -28,13 +28,13 @@ def ends_at_caller(function: Function) -> Function:
             return function(*args, **options)
         except Exception as error:
             error.__traceback__ = shortened(error.__traceback__)
-            raise  # a bare raise adds no entry for this frame
+            raise  # a bare raise adds no traceback entry for this frame
 
     return cast(Function, called)
 
 
 def methods_end_at_caller(cls: Class) -> Class:
-    """Apply :func:`ends_at_caller` to the public methods of a class that are not decorated."""
+    """Apply :func:`ends_at_caller` to the public methods of a class that have no other decorator."""
     for name, value in list(vars(cls).items()):
         if (
             inspect.isfunction(value)
@@ -47,7 +47,7 @@ def methods_end_at_caller(cls: Class) -> Class:
 
 
 def from_users_code(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback starting at the first entry in user code; all of it if there is none."""
+    """Return the traceback from its first entry in user code on, or all of it if it has none."""
     step = trace
     while step is not None:
         module = step.tb_frame.f_globals.get("__name__", "")
@@ -64,8 +64,8 @@ def _is_of_flowchan(module: str) -> bool:
 def shortened(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback without its first entry, which comes from a decorator.
 
-    If all other entries are in flowchan and the last is a ``raise`` statement, return only that one. An error
-    from user code, or one that reveals a defect in flowchan, keeps all its entries.
+    If all other entries are in flowchan and the last is a ``raise`` statement, return only the last. All
+    entries remain if the error comes from user code or reveals a defect in flowchan.
     """
     first = last = trace and trace.tb_next
     while last is not None:

@@ -1,7 +1,7 @@
 """Find the part of an object that cannot be pickled.
 
-The search tries the parts that cloudpickle would visit, down to the smallest part that cannot be pickled. The
-error shows the path to it: "captured variable 'model', attribute 'lock'".
+The search follows the parts that cloudpickle would visit, down to the smallest part that cannot be pickled.
+The error shows the path to this part: "captured variable 'model', attribute 'lock'".
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ _DEEPEST = 20
 def refusal(value: Any, pickler: Any = None) -> str | None:
     """Return one line that says why a pickler rejects the value, or ``None`` if it accepts the value.
 
-    The default pickler is cloudpickle's.
+    The default is the pickler of cloudpickle.
     """
     import cloudpickle
 
     try:
         (pickler or cloudpickle.Pickler)(_Nowhere(), protocol=5).dump(value)
-    except Exception as error:  # a user's __reduce__ or __getstate__ may raise anything
+    except Exception as error:  # a __reduce__ or __getstate__ of the user may raise anything
         lines = str(error).splitlines()
         return lines[0] if lines else type(error).__name__
     return None
 
 
 class _Nowhere:
-    """File that discards its data, because only the error matters and the pickle may be large."""
+    """File that discards its data, because only the error matters and a pickle may be large."""
 
     def write(self, data: Any) -> int:
-        return memoryview(data).nbytes  # large buffers arrive here without a copy
+        return memoryview(data).nbytes  # pickle passes large buffers without a copy
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts that cloudpickle visits when it pickles ``value``, each with a description."""
+    """Yield the parts that cloudpickle visits to pickle ``value``, each with a description."""
     if isinstance(value, FunctionType):
         yield from _captured(value)
     elif isinstance(value, functools.partial):
@@ -71,8 +71,8 @@ def smallest(
 
     Args:
         value: Value that cannot be pickled.
-        error: Why it cannot be pickled.
-        refusal: Returns why a part cannot be pickled, or None.
+        error: Reason why it cannot be pickled.
+        refusal: Returns the reason why a part cannot be pickled, or None if it can.
         children: Yields the parts of a value, each with a description.
 
     Returns:
@@ -94,7 +94,7 @@ def smallest(
 
 
 def _listed(children: Callable[[Any], Iterator[tuple[str, Any]]], value: Any) -> list[tuple[str, Any]]:
-    """List the parts of the value. Return an empty list if the value's own code raises an exception.
+    """List the parts of a value. If code of the value raises an exception, return an empty list.
 
     The value itself then counts as the smallest part.
     """
@@ -105,11 +105,11 @@ def _listed(children: Callable[[Any], Iterator[tuple[str, Any]]], value: Any) ->
 
 
 def _captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables that are sent with a function that is pickled by value."""
+    """Yield the variables that are sent along with a function that is pickled by value."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
             yield f"captured variable {name!r}", cell.cell_contents
-        except ValueError:  # the variable is not assigned yet
+        except ValueError:  # the variable has no value yet
             continue
     for name in _names_used(function.__code__):
         if name in function.__globals__:
@@ -132,7 +132,7 @@ def _names_used(code: CodeType) -> Iterator[str]:
 
 
 def _state(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments, attributes and elements that an object's own ``__reduce__`` passes to pickle."""
+    """Yield the arguments, attributes and elements that the ``__reduce__`` of an object passes to pickle."""
     reduced = value.__reduce_ex__(5)
     if not isinstance(reduced, tuple):
         return
@@ -148,7 +148,7 @@ def _state(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def a_kind_of(value: Any) -> str:
-    """Return the type of a value with an article, such as "an int"."""
+    """Return the name of a value's type with an article, such as "an int"."""
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

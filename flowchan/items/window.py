@@ -1,4 +1,4 @@
-"""Define windows: groups of items with the same key, formed by count or by time."""
+"""Define windows, which are groups of items with the same key, formed by count or by time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Window(Generic[T]):
 
     Attributes:
         key: Key of the items; None without a key function.
-        start: Beginning of the window: a time in seconds, or the index of its first item among the items with
+        start: Start of the window: a time in seconds, or the index of its first item among the items with
             this key.
-        end: Time or item number at which the window ends, exclusive.
+        end: End of the window, in the same unit; it is not part of the window.
         items: The items in order of arrival.
 
     Example:

@@ -1,10 +1,11 @@
-"""Manage the globals of functions that a worker process received by value.
+"""Manage the globals of the functions that a worker process has received by value.
 
 In a worker process, all functions of one module share their globals. Tasks of a pool therefore see the
-variables that its initializer has set. If the worker has run the script, these globals are the script's own.
+variables that its initializer has set. If the worker has run the script, these are the script's own globals.
 
-A value that arrives with a function is assigned if the variable is new, or if the value differs from the last
-one that arrived. Otherwise the worker keeps its own value, including its changes.
+Values arrive together with functions. A value is assigned to its global if the variable is new, or if the
+value differs from the one that arrived last. Otherwise the worker keeps the current value, including its own
+changes.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from typing import Any
 from flowchan.items.definitions import MAIN, digest_of
 
 shares_all: ContextVar[bool] = ContextVar("shares_all", default=False)
-"""Whether lambdas and closures also share the globals."""
+"""Whether lambdas and closures share the globals as well."""
 
 _CODE = (types.FunctionType, type)
 
 
 class WorkerGlobals:
-    """Globals of the functions that this process received, by module."""
+    """Keeps the globals of the functions that this process has received, by module."""
 
     def __init__(self) -> None:
         self.shared = False
@@ -33,15 +34,15 @@ class WorkerGlobals:
         self._arrived: dict[tuple[int, str], object] = {}
 
     def share(self) -> None:
-        """Start sharing the globals, because this process has become a worker."""
+        """Begin to share the globals, because this process has become a worker."""
         self.shared = True
         self._of_module.clear()
         self._arrived.clear()
 
     def of(self, base: dict[str, Any]) -> dict[str, Any]:
-        """Return the globals for a module's functions.
+        """Return the globals for the functions of a module.
 
-        ``base`` has module attributes such as ``__file__``.
+        ``base`` contains attributes of the module, such as ``__file__``.
         """
         name = usual(base.get("__name__", ""))
         own = own_names(name)
@@ -50,7 +51,7 @@ class WorkerGlobals:
         return self._of_module.setdefault(name, base)
 
     def offer(self, target: dict[str, Any] | type, values: dict[str, Any]) -> None:
-        """Assign received values to globals or attributes, except where the worker keeps its own value."""
+        """Assign received values to globals or attributes, unless the worker is to keep its own value."""
         names = vars(target) if isinstance(target, type) else target
         for name, value in values.items():
             key = id(target), name
@@ -82,7 +83,7 @@ def _assign(target: Any, name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def shared_globals() -> Iterator[None]:
-    """In this block, lambdas and closures that are unpickled also share their module's globals."""
+    """Let lambdas and closures that are unpickled in this block also share the globals of their module."""
     token = shares_all.set(True)
     try:
         yield
@@ -91,12 +92,12 @@ def shared_globals() -> Iterator[None]:
 
 
 def usual(module: str) -> str:
-    """Return the name of a module in the program that started this process."""
+    """Return the name that a module has in the program that started this process."""
     return "__main__" if module in MAIN else module
 
 
 def lookup(names: dict[str, Any], path: str) -> Any:
-    """Return the function or class with this qualified name, or None."""
+    """Return the function or class with a qualified name, or None if it does not exist."""
     first, *others = path.split(".")
     found = names.get(first)
     for name in others:
@@ -106,7 +107,7 @@ def lookup(names: dict[str, Any], path: str) -> Any:
 
 
 def own_names(module: str) -> dict[str, Any]:
-    """Return the names in a module that this process imported or ran; empty for any other module."""
+    """Return the names in a module that this process has imported or run, or an empty dict for others."""
     found = sys.modules.get(usual(module))
     return {} if found is None else vars(found)
 
@@ -114,7 +115,7 @@ def own_names(module: str) -> dict[str, Any]:
 def _names_in_use(names: dict[str, Any]) -> dict[str, Any]:
     """Return the globals that the functions of a module use.
 
-    In a process that was not forked, the main module itself has only a copy of them (``runpy.run_path``).
+    In a process that was not forked, the main module contains only a copy of them (``runpy.run_path``).
     """
     for value in list(names.values()):
         members = list(vars(value).values()) if isinstance(value, type) else [value]

@@ -1,1 +1,1 @@
-"""Channels between threads in pure Python, for systems without the native module (see flowchan/native.py)."""
+"""Provide channels between threads in pure Python for systems without the native module (see native.py)."""

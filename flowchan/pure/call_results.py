@@ -1,4 +1,4 @@
-"""Compute deadlines and errors of calls on channels between threads."""
+"""Compute the deadlines and raise the errors of calls on channels between threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ os.register_at_fork(after_in_child=lambda: _forks.append(_forks.pop() + 1))
 
 
 def forks() -> int:
-    """Return how many forks separate this process from the program's first process."""
+    """Return the number of forks between the program's first process and this one."""
     return _forks[0]
 
 
@@ -40,7 +40,7 @@ def deadline_of(timeout: Any) -> float:
 
 
 def raise_step(channel: Any, step: QueueStep, reads: bool, deadline: float) -> NoReturn:
-    """Raise the error for a failed step."""
+    """Raise the error that describes why an attempt has failed."""
     name, queue = channel.describe(), channel._queue
     when = "now" if deadline == 0 else "within the timeout"
     if step is QueueStep.CLOSED:

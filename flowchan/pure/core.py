@@ -1,4 +1,4 @@
-"""Replace ``flowchan._core`` where it is missing: only channels between threads work, all else raises."""
+"""Replace ``flowchan._core`` if it is missing. Only channels between threads work; all else raises."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Link, Group = missing_class("Link"), missing_class("Group")
 
 
 class View:
-    """Memory of this process as a buffer; here a ``memoryview``."""
+    """Replaces the native view of this process's memory with a ``memoryview``."""
 
     @staticmethod
     def of(address: int, size: int, owner: Any) -> memoryview:
@@ -78,24 +78,24 @@ def _set_codec(*functions: Any) -> None:
 
 
 def _set_traced(traced: type) -> None:
-    """Set the class that boxes sampled items."""
+    """Set the class of the boxes for sampled items."""
     ItemTracing.box = traced
 
 
 def _when_finished(call: Callable[[], object]) -> None:
-    """Call ``call`` now, because no item is being unpickled."""
+    """Call the function now, because no item is ever unpickled."""
     call()
 
 
 def _deaths_over(inputs: Any) -> int:
-    """Return 0, because a thread dies only together with its process."""
+    """Return 0, because a thread can only die together with its process."""
     return 0
 
 
 def _claim_signal(number: int) -> bool:
-    """Return False, because stacks of native code cannot be dumped."""
+    """Return False, because this core cannot dump stacks."""
     return False
 
 
 def _die_of(number: int) -> None:
-    """Do nothing, because Python ends with its own exit code."""
+    """Do nothing, because Python exits with its own exit code."""

@@ -14,12 +14,12 @@ _MOST_NBYTES = 1 << 60
 
 
 def estimate_size(item: Any) -> int:
-    """Return roughly how many bytes the item keeps alive; classes, modules and functions count as 0."""
+    """Estimate how many bytes an item keeps alive, not counting classes, modules and functions."""
     return _Estimate().of(item, 0)
 
 
 class _Estimate:
-    """Estimate for one item, which visits at most ``TRIALS`` objects."""
+    """Estimates the size of one item, visiting at most ``TRIALS`` objects."""
 
     def __init__(self) -> None:
         self._left = TRIALS
@@ -52,7 +52,7 @@ class _Estimate:
         )
 
     def _sampled(self, samples: list[Any], among: int, depth: int) -> int:
-        """Return the estimated total size of ``among`` parts, from these samples of them."""
+        """Estimate the total size of ``among`` parts from some of them."""
         total = seen = 0
         for part in samples:
             if self._left <= 0:
@@ -63,7 +63,7 @@ class _Estimate:
 
 
 def _buffer_size(item: Any) -> int | None:
-    """Return the size of a buffer, or ``nbytes`` of a tensor or of an array without a buffer."""
+    """Return the size of a buffer, or the ``nbytes`` of a tensor or array that is not a buffer."""
     try:
         return memoryview(item).nbytes
     except (TypeError, BufferError, ValueError):
@@ -72,6 +72,6 @@ def _buffer_size(item: Any) -> int | None:
         return None
     try:
         size = item.nbytes
-    except Exception:  # a property may run arbitrary code
+    except Exception:  # the property may run arbitrary code
         return None
     return size if isinstance(size, int) and 0 <= size < _MOST_NBYTES else None

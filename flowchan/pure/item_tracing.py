@@ -11,32 +11,32 @@ from flowchan.pure.local_queue import QueueStep
 
 
 class ItemTracing:
-    """Recorder of a worker, called only for sampled items. All of its ports share this object.
+    """Calls the recorder of a worker for sampled items. All ports of the worker share this object.
 
     Args:
         recorder: Object with the methods ``took``, ``finished``, ``boxed`` and ``sent``.
-        countdown: Number of puts until the next sample; 0 for never.
+        countdown: Number of puts until the next sample; 0 if there will be none.
     """
 
     box: type = type("NoBox", (), {})
-    """Class that boxes sampled items."""
+    """Class of the boxes for sampled items."""
 
     def __init__(self, recorder: Any, countdown: int = 0) -> None:
         self._recorder, self._countdown, self._held = recorder, countdown, 0
 
     def took(self, port: Any, box: Any) -> None:
-        """Record that a port took a box. Until ``finished``, the worker's outputs are boxed."""
+        """Record that a port took a box. Outputs of the worker are boxed from now on, until ``finished``."""
         self._held += not port.holds_traced
         port.holds_traced = True
         self._call("took", port, box)
 
     def finished(self, port: Any) -> None:
-        """Record that a port's leased items are about to be finished."""
+        """Record that the leased items of a port are about to be finished."""
         self._held -= self._held > 0
         self._call("finished", port)
 
     def put(self, port: Any, item: Any, put: Callable[[Any], QueueStep]) -> QueueStep:
-        """Put an item, in a box if it is to be sampled."""
+        """Put an item, inside a box if it is to be sampled."""
         if self._countdown > 1:
             self._countdown -= 1
         elif self._countdown == 1:
@@ -55,7 +55,7 @@ class ItemTracing:
         return step
 
     def _call(self, method: str, port: Any, *item: Any) -> Any:
-        """Call the recorder. Report an error as unraisable, because the caller did not cause it."""
+        """Call the recorder. An error is only reported, because the caller of the port did not cause it."""
         try:
             return getattr(self._recorder, method)(id(port), *item)
         except Exception as error:
@@ -72,12 +72,12 @@ class ItemTracing:
 
 
 def is_boxed(item: Any) -> bool:
-    """Return whether an item is in the box of a sampled item."""
+    """Return whether an object is the box of a sampled item."""
     return type(item) is ItemTracing.box
 
 
 def unboxed(port: Any, item: Any) -> Any:
-    """Return the item without its box. ``port`` is None for a call without a port."""
+    """Return an item without its box, if it has one. ``port`` is None for a call without a port."""
     if not is_boxed(item):
         return item
     if port is not None and port.tracing is not None:

@@ -1,4 +1,4 @@
-"""Implement the puts of channels between threads. ``out`` is the port; None for a call without a port."""
+"""Implement the puts of channels between threads. ``out`` is the port, or None for a call without one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _CLOSED_PORT = {
     QueueState.CLOSED: QueueStep.CLOSED,
     QueueState.BROKEN: QueueStep.BROKEN,
 }
-"""Result of a put whose port was closed while it waited."""
+"""Result of a put whose port was closed during the wait, by the state of the channel."""
 
 
 def writing(out: Any, size: int = 0) -> Waiter:
-    """Return the waiter of a put."""
+    """Create the waiter for a put."""
     if out is None:
         return Waiter(False, size=size)
     turn = out.state.number if out.state.ordered and out.state.keyed else None
@@ -27,9 +27,10 @@ def writing(out: Any, size: int = 0) -> Waiter:
 
 
 def put_step(channel: Any, out: Any, item: Any, deadline: float, done: list[int]) -> QueueStep:
-    """Put an item.
+    """Put an item, and append its size to ``done``.
 
-    The put also appends to ``done``, so it is counted even if a signal handler raises right after it.
+    The put and the append are one step, so the item is counted even if a signal handler raises right after
+    it.
     """
     queue = channel.usable()
     entry = QueuedItem(item, estimate_size(item) if queue.counts_bytes else 0)
@@ -63,7 +64,7 @@ def try_put(
     deadline: float = 0,
     done: list[int] | None = None,
 ) -> QueueStep:
-    """Put an item, in a box if it is to be sampled. Raise unless the result is DONE or NOT_NOW."""
+    """Put an item, inside a box if it is to be sampled. Raise unless the result is DONE or NOT_NOW."""
     sizes: list[int] = [] if done is None else done
 
     def put(what: Any) -> QueueStep:
@@ -76,13 +77,13 @@ def try_put(
 
 
 def put_item(channel: Any, out: Any, item: Any, deadline: float, done: list[int] | None = None) -> None:
-    """Put an item, or raise the channel's error."""
+    """Put an item, or raise the error of the channel."""
     if try_put(channel, out, item, deadline, done) is QueueStep.NOT_NOW:
         raise_step(channel, QueueStep.NOT_NOW, False, deadline)
 
 
 def put_all(channel: Any, out: Any, items: Iterable[Any], deadline: float) -> None:
-    """Put all items. On an error, its ``items_put`` is the number of items put before."""
+    """Put all items. If this fails, ``items_put`` of the error is the number of items put before."""
     done: list[int] = []
     iterator = iter(items)
     try:

@@ -1,18 +1,18 @@
 """Implement the queue of a channel between threads, like ``LocalQueue`` in the native core.
 
-Algorithm. A deque contains the items. Early outputs of an ordered stage are parked until the outputs of all
-earlier items are in the queue. A caller that cannot continue sleeps on a doorbell. Each change of the queue
-wakes the first sleeper on each side that can continue. A woken sleeper wakes the next one when it runs, so k
-changes wake k sleepers.
+Algorithm. A deque contains the items. If an output of an ordered stage comes early, it is parked until the
+outputs of all earlier items are in the queue. A caller that cannot continue sleeps on a doorbell. Each change
+of the queue wakes the first sleeper on each side that can continue. When a woken sleeper runs, it wakes the
+next one, so k changes wake k sleepers.
 
-Invariants (C8). While a woken waiter has not run, its side wakes no other, unless the channel has ended.
+Invariants (C8). While a woken waiter has not run yet, its side wakes no other, unless the channel has ended.
 Every woken waiter runs and then wakes the next one, whether its call succeeds or not. A waiter is starving if
-it has waited for 20 ms and was woken twice without being able to continue. New waiters then let it go first
-if it can continue.
+it has waited for 20 ms and was woken twice without being able to continue. New waiters then let it go first,
+as long as it can continue.
 
 Interrupts. Python runs signal handlers between any two bytecodes of the main thread. Ctrl-C and SIGTERM are
-deferred while the lock is held, so they always find a consistent queue. A destructor or another handler may
-use the queue in the thread that holds the lock, so the lock is reentrant.
+deferred while the lock is held, so they always find a consistent queue. The thread that holds the lock may
+run a destructor or another handler that uses the queue. For this reason, the lock is reentrant.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from flowchan.transport.interrupts import interrupts_deferred
 
 PATIENCE_NS = 20_000_000
 MOST_PARKED_GROUPS = 4096
-"""Outputs may be parked for at most this many input items, counted from the current turn."""
+"""Outputs may be parked for at most this many input items, from the current turn on."""
 RETIRE, KEEP_TURNS = 1, 2
-"""Orders to a reader: to see the channel as drained, or to keep turns for its outputs from now on."""
+"""Orders to a reader: to treat the channel as drained, or to keep turns for its outputs from now on."""
 
 
 class QueueState(Enum):
-    """State of a channel; a drained one is ``CLOSED``."""
+    """State of a channel. A drained channel also has the state ``CLOSED``."""
 
     OPEN = auto()
     CLOSED = auto()
@@ -61,14 +61,14 @@ class QueueStep(Enum):
 
 @dataclass(slots=True)
 class _Group:
-    """Parked outputs of one input item. ``complete`` means that the item has no more outputs."""
+    """Parked outputs of one input item. ``complete`` means that no more outputs of the item will come."""
 
     items: list[QueuedItem] = field(default_factory=list)
     complete: bool = False
 
 
 class LocalQueue:
-    """Bounded queue of references. Callers must hold ``held()`` unless a method says otherwise."""
+    """Bounded queue of references. Callers must hold the lock (``held()``) unless a method says otherwise."""
 
     def __init__(self, capacity: int, max_bytes: float) -> None:
         self.capacity, self.max_bytes, self.share = capacity, max_bytes, 0
@@ -86,7 +86,7 @@ class LocalQueue:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock. A deferred Ctrl-C is raised at the end of the block."""
+        """Hold the lock. If Ctrl-C arrives in the meantime, it is raised at the end of the block."""
         with interrupts_deferred(), self._lock:
             yield
 
@@ -113,16 +113,16 @@ class LocalQueue:
         return alone or self.bytes_in - self.bytes_out + size <= most
 
     def _has_turn(self, number: float) -> bool:
-        """Return whether there is room for an input item's output.
+        """Return whether the queue has room for an output of an input item.
 
-        The last place is reserved for the current turn.
+        The last free place is reserved for the item whose turn it is.
         """
         if number <= self.turn:
             return self._room() > 0
         return number - self.turn < MOST_PARKED_GROUPS and self._room() > 1
 
     def try_put(self, item: QueuedItem, writer: WriterState | None) -> QueueStep:
-        """Put an item, or park it until its turn."""
+        """Put an item, or park it if its turn has not come."""
         if self.state is not QueueState.OPEN:
             return QueueStep.BROKEN if self.state is QueueState.BROKEN else QueueStep.CLOSED
         if item.size > self.max_bytes:
@@ -181,13 +181,13 @@ class LocalQueue:
         return QueueStep.DONE
 
     def _ends_for(self, reader: ReaderState | None) -> bool:
-        """Return whether the reader will get no more items. Items leased to other readers may come back."""
+        """Return whether the reader will get no more items. Items leased by others may come back."""
         return self.exhausted and (
             not self.leased or (reader is not None and bool(reader.alone or reader.leased))
         )
 
     def acknowledge(self, reader: ReaderState) -> list[QueuedItem]:
-        """Finish the leased items. The caller drops them after releasing the lock."""
+        """Finish the leased items, and return them. The caller must drop them without holding the lock."""
         finished, reader.leased = reader.leased, []
         self.leased -= len(finished)
         self.wake()
@@ -212,7 +212,7 @@ class LocalQueue:
             self.items.insert(place, item)
         self.wake()
 
-    # --- turns of ordered stages ---
+    # --- turns of outputs of ordered stages ---
 
     def _group(self, number: float) -> _Group:
         ahead = int(number - self.turn)
@@ -221,9 +221,9 @@ class LocalQueue:
         return self._groups[ahead]
 
     def item_done(self, writer: WriterState) -> QueueStep:
-        """Record that the writer's input item has no more outputs.
+        """Record that the current input item of the writer has no more outputs.
 
-        WAIT means that the item is too far ahead of its turn.
+        Return WAIT if the item is too far ahead of its turn.
         """
         behind = not writer.ordered or self.state is not QueueState.OPEN or writer.number < self.turn
         if not behind and writer.number - self.turn >= MOST_PARKED_GROUPS:
@@ -235,7 +235,7 @@ class LocalQueue:
         return QueueStep.DONE
 
     def finish_item(self, writer: WriterState, number: float) -> QueueStep:
-        """Record that input item ``number`` has no more outputs, unless its only output has recorded this."""
+        """Record that input item ``number`` has no more outputs, unless its only output has done so."""
         if not writer.ordered:
             writer.keyed = False
             return QueueStep.DONE
@@ -246,7 +246,7 @@ class LocalQueue:
         return self.item_done(writer)
 
     def start_turns_at(self, number: float) -> None:
-        """Begin the turns at an input item, because the outputs of all earlier ones have been put."""
+        """Let the turns begin at an input item, because the outputs of all earlier items have been put."""
         if self.state is not QueueState.OPEN or number <= self.turn:
             return
         for group in list(self._groups)[: int(number - self.turn)]:
@@ -257,7 +257,7 @@ class LocalQueue:
             self.wake()
 
     def _advance(self) -> None:
-        """Move the outputs whose turn has come into the queue. A closed channel gets no more outputs."""
+        """Move parked outputs whose turn has come into the queue. After a close, move all of them."""
         while self._groups:
             group = self._groups[0]
             for item in group.items:
@@ -270,16 +270,16 @@ class LocalQueue:
             self.turn += 1
         self.wake()
 
-    # --- the end ---
+    # --- ending ---
 
     def close(self) -> None:
-        """Accept no more items."""
+        """Close the channel, so that it accepts no more items."""
         if self.state is QueueState.OPEN:
             self.state = QueueState.CLOSED
             self._advance()
 
     def abort(self, cause: BaseException | None) -> list[Any]:
-        """Break the channel. Return the items in it, which the caller drops without the lock."""
+        """Break the channel, and return its items. The caller must drop them without holding the lock."""
         if self.state is QueueState.BROKEN or self.drained:
             return []
         self.state, self.cause = QueueState.BROKEN, cause
@@ -289,14 +289,14 @@ class LocalQueue:
         return dropped
 
     def open_port(self, reads: bool) -> None:
-        """Count one more reader or writer."""
+        """Count an additional reader or writer."""
         if reads:
             self.readers += 1
         else:
             self.writers += 1
 
     def end_port(self, reads: bool, port: Any) -> None:
-        """Count one reader or writer fewer, and wake the threads that wait in this port."""
+        """Count one reader or writer less, and wake the threads that wait at its port."""
         if reads:
             self.readers -= 1
         else:
@@ -305,16 +305,16 @@ class LocalQueue:
             self.close()
         self.wake_port(reads, port)
 
-    # --- waiting ---
+    # --- waiting and waking ---
 
     def wake_port(self, reads: bool, port: Any) -> None:
-        """Wake all calls that wait in a port."""
+        """Wake all calls that wait at a port."""
         line = self._lines[reads]
         for waiter in [waiter for waiter in line.asleep if waiter.port is port]:
             line.wake(waiter)
 
     def could_continue(self, waiter: Waiter) -> bool:
-        """Return whether the waiter's operation would succeed or fail now."""
+        """Return whether the operation of a waiter would now succeed or fail, instead of waiting."""
         if self.state is QueueState.BROKEN:
             return True
         if waiter.reads:
@@ -328,7 +328,7 @@ class LocalQueue:
         return self._fits(waiter.size) and self._room() > 0
 
     def wake(self) -> None:
-        """Wake the first sleeper on each side that could continue; after the end, all such sleepers."""
+        """Wake the first sleeper on each side that could continue, or all such sleepers after the end."""
         for line in self._lines.values():
             if not line.asleep or (line.woken and self.state is QueueState.OPEN):
                 continue
@@ -340,14 +340,14 @@ class LocalQueue:
                 line.wake(waiter)
 
     def enter(self, waiter: Waiter, again: bool) -> None:
-        """Let the waiter sleep until it could continue."""
+        """Add a waiter to its queue, where it sleeps until it could continue."""
         waiter.for_turn = waiter.turn is not None and waiter.turn > self.turn and not self.items
         self._lines[waiter.reads].enter(waiter, again)
 
     def leave(self, waiter: Waiter, unused: bool = True) -> None:
-        """Remove the waiter, and wake the next one.
+        """Remove a waiter, and wake the next one.
 
-        ``unused`` means that the waiter has not done its operation.
+        ``unused`` means that the waiter has not performed its operation.
         """
         line = self._lines[waiter.reads]
         if line.leave(waiter) or unused:
@@ -360,9 +360,9 @@ class LocalQueue:
         return bool(waiter.reader and waiter.reader.orders) or not self.could_continue(first)
 
     def perform(self, waiter: Waiter, operation: Callable[[], QueueStep], deadline: float) -> QueueStep:
-        """Do the operation as soon as it is possible. The caller must not hold the lock.
+        """Perform the operation as soon as it is possible. The caller must not hold the lock.
 
-        A signal handler's exception may leave this call after the operation has been done.
+        If a signal handler raises, its exception may leave this call after the operation has been performed.
         """
         line, vain, since, waiter.selecting = self._lines[waiter.reads], 0, 0, deadline != NEVER
         try:
@@ -402,7 +402,7 @@ class LocalQueue:
         self.wake()
 
     def stats(self) -> dict[str, Any]:
-        """Return all counts of ``ChannelStats`` except ``awaiting``."""
+        """Return all fields of ``ChannelStats`` except ``awaiting``."""
         reading, writing = self._lines[True], self._lines[False]
         waiting = [*reading.asleep, *reading.woken, *writing.asleep, *writing.woken]
         return {

@@ -15,13 +15,13 @@ from flowchan.pure.pure_channel import LocalChannel, ReadingPort, WritingPort, r
 from flowchan.pure.wait_line import NEVER, Bell, QueuedItem, Waiter
 
 MOST = 128
-"""Maximum number of operations in a ``select``, as in the native core."""
+"""Maximum number of operations in a ``select``, the same as in the native core."""
 ALL_WAIT, ALL_DRAINED = -1, -2
 
 
 @dataclass(slots=True)
 class _Operation:
-    """One operation of a ``select``. With ``checks_only``, it is done as soon as a get would not wait."""
+    """Operation of a ``select``. With ``checks_only``, it succeeds as soon as a get would not wait."""
 
     channel: LocalChannel
     reads: bool
@@ -63,7 +63,7 @@ def _operation(target: Any, reads: bool, item: Any = None, checks_only: bool = F
 def select_one(
     gets: list[Any], puts: list[tuple[Any, Any]], timeout: float | None, ready: list[Any] | None = None
 ) -> tuple[int, Any]:
-    """Do one of the operations. Return its index and item, or None after ``ALL_WAIT`` or ``ALL_DRAINED``."""
+    """Perform one operation. Return its index and item, or ``ALL_WAIT`` or ``ALL_DRAINED`` and None."""
     deadline = deadline_of(timeout)
     operations = [_operation(get, True) for get in gets]
     operations += [_operation(put[0], False, put[1]) for put in puts]
@@ -82,7 +82,7 @@ def select_one(
                 done = _try_each(operations)
             again = True
     except BaseException:
-        for one in operations:  # one may have taken an item before a signal handler raised
+        for one in operations:  # one of them may have taken an item before a signal handler raised
             return_taken(one.channel, one.port, one.taken)
         raise
     return done
@@ -100,7 +100,7 @@ def _try_each(operations: list[_Operation]) -> tuple[int, Any]:
 
 
 def _try_now(operations: list[_Operation]) -> tuple[int, Any]:
-    """Try all operations as if at one moment: if no item moves during the tries, none was possible."""
+    """Try all operations. If items move during the tries, repeat them, so that the result fits one moment."""
     while True:
         before = _moves(operations)
         done = _try_each(operations)
@@ -114,7 +114,7 @@ def _moves(operations: list[_Operation]) -> list[tuple[int, int]]:
 
 
 def _wait_once(operations: list[_Operation], deadline: float, again: bool) -> tuple[tuple[int, Any], bool]:
-    """Enter all queues, try the operations, and sleep until one may be possible or time is up."""
+    """Enter all queues, try the operations, and sleep until one may be possible or the time is over."""
     bell = Bell()
     waiters = [(operation.channel.usable(), operation.waiter(bell)) for operation in operations]
     done: tuple[int, Any] = (ALL_WAIT, None)
@@ -136,7 +136,7 @@ def _wait_once(operations: list[_Operation], deadline: float, again: bool) -> tu
 
 
 class Await:
-    """Coroutine that waits at a channel or port."""
+    """Wait of a coroutine at a channel or port."""
 
     def __init__(self, target: Any, reading: bool, again: bool) -> None:
         self._entered = False
@@ -159,7 +159,7 @@ class Await:
         return self.waiter.woken or (port is not None and not port.open)
 
     def leave(self, unused: bool) -> None:
-        """Leave the queue. With ``unused``, another waiter is woken if this coroutine was."""
+        """Leave the queue. With ``unused``, pass on a wake-up that this coroutine did not use."""
         with self._queue.held():
             if self._entered:
                 self._entered = False
@@ -170,20 +170,20 @@ class Await:
 
 
 class LoopWatch:
-    """Sleep of a thread that waits on behalf of coroutines."""
+    """Lets one thread sleep on behalf of many coroutines."""
 
     def __init__(self) -> None:
         self._bell, self._rings, self.heard = Bell(), itertools.count(1), 0
 
     def ring(self) -> None:
-        """End the current or next sleep."""
+        """End the current or the next sleep."""
         self.heard = next(self._rings)
         self._bell.ring()
 
     def sleep(self, heard: int, waits: list[Await], seconds: float) -> list[int]:
-        """Sleep until a wait changes or ``ring`` is called. Return the changed waits, which have left."""
+        """Sleep until a wait changes or ``ring`` is called. Remove and return the waits that have changed."""
         for wait in waits:
-            wait.waiter.bell = self._bell  # before reading ``changed``, so that no wake-up is missed
+            wait.waiter.bell = self._bell  # before reading ``changed``; otherwise, a wake-up could be missed
         if self.heard == heard and not any(wait.changed for wait in waits):
             self._bell.sleep(min(time.monotonic() + seconds, NEVER))
         found = [index for index, wait in enumerate(waits) if wait.changed]
@@ -193,7 +193,7 @@ class LoopWatch:
 
 
 def observe(channels: list[LocalChannel]) -> tuple[int, int, int]:
-    """Return totals over the channels: items put plus items taken, waiting readers and waiting writers."""
+    """Return totals over all channels: items put plus items taken, waiting readers, and waiting writers."""
     stats = [channel._stats() for channel in channels]
     return (
         sum(one["items_in"] + one["items_out"] for one in stats),

@@ -22,7 +22,7 @@ _NO_LIMIT = 2**64 - 1
 
 
 class LocalChannel:
-    """Bounded, closable FIFO between threads. ``flowchan.Channel`` checks its arguments."""
+    """Bounded, closable FIFO between threads. ``flowchan.Channel`` extends it and checks the arguments."""
 
     __class_getitem__: Any = classmethod(GenericAlias)
     _hosts = _elsewhere = False
@@ -55,7 +55,7 @@ class LocalChannel:
         return self._queue
 
     def describe(self) -> str:
-        """Return the name of the channel for messages."""
+        """Return a name of the channel for messages."""
         return f"channel {self._name!r}" if self._name else f"Channel({self.capacity}, across='threads')"
 
     def put(self, item: Any, timeout: float | None = None) -> None:
@@ -99,7 +99,7 @@ class LocalChannel:
         queue = self.usable()
         with queue.held():
             dropped = queue.abort(cause)
-        del dropped  # without the lock, because destructors may run arbitrary code
+        del dropped  # without holding the lock, because destructors may run arbitrary code
 
     @property
     def across(self) -> str:
@@ -160,14 +160,14 @@ class LocalChannel:
 
 
 class _Port:
-    """Base class of both ports."""
+    """Base class of reading and writing ports."""
 
     __class_getitem__: Any = classmethod(GenericAlias)
     reads: bool
     state: Any
 
     def __init__(self, channel: LocalChannel, session: int = 0) -> None:
-        self.open = False  # so that __del__ does nothing until the channel counts the port
+        self.open = False  # __del__ must do nothing until the channel has counted the port
         if not isinstance(channel, LocalChannel):
             raise TypeError("port: channel must be a flowchan.Channel")
         self.tracing: ItemTracing | None = None
@@ -178,7 +178,7 @@ class _Port:
             self.open = True
 
     def ready(self) -> LocalChannel:
-        """Return the channel; raise an error if the port cannot be used."""
+        """Return the channel, or raise an error if the port cannot be used."""
         if not self.open:
             raise_step(self.channel, QueueStep.PORT_CLOSED, self.reads, NEVER)
         self.channel.usable()
@@ -186,7 +186,7 @@ class _Port:
 
     @abstractmethod
     def drop(self) -> None:
-        """End the port, because its user has dropped it."""
+        """Close the port after its user has dropped it."""
 
     def __del__(self) -> None:
         if self.open and self._made_in == forks():
@@ -202,7 +202,7 @@ class _Port:
         self.tracing = tracing
 
     def _supervise(self) -> None:
-        """Do nothing, because a thread ends only with its process."""
+        """Do nothing, because a thread can only end together with its process."""
 
     def _hand_over(self) -> NoReturn:
         raise TypeError(
@@ -272,7 +272,7 @@ class ReadingPort(_Port):
             done = queue.acknowledge(self.state) if finished or queue.state is QueueState.BROKEN else []
             queue.give_back(self.state)
             queue.end_port(True, self)
-        del done  # without the lock, because destructors may run arbitrary code
+        del done  # without holding the lock, because destructors may run arbitrary code
 
     def __exit__(
         self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -281,7 +281,7 @@ class ReadingPort(_Port):
 
     @property
     def closed(self) -> bool:
-        """Return whether no more items can come."""
+        """Return whether the port can get no more items."""
         return not self.open or self.channel.broken or self.channel.drained
 
     def _order(self, what: int) -> None:
@@ -309,16 +309,16 @@ class ReadingPort(_Port):
         return int(self.state.number)
 
     def _on_poison(self, deaths: int, handler: Any) -> None:
-        """Do nothing, because channels between threads do not unpickle items."""
+        """Do nothing, because channels between threads never unpickle items."""
 
     def _does_nothing(self) -> None:
-        """Do nothing, because the method is for processes or only saves time."""
+        """Do nothing, because the method matters only for processes or for speed."""
 
     _wake_lazily = _leave_alone = _begin_once = _begin_again = _remain = _does_nothing
 
 
 class WritingPort(_Port):
-    """Writing end of a channel. ``flowchan.Out`` extends it."""
+    """Writing end of a channel, which ``flowchan.Out`` extends."""
 
     reads = False
 
@@ -340,7 +340,7 @@ class WritingPort(_Port):
         put_all(self.ready(), self, items, deadline_of(timeout))
 
     def close(self) -> None:
-        """Close the port; closing the last writer closes the channel."""
+        """Close the port. Closing the last writer closes the channel."""
         queue = self.channel._queue
         with queue.held():
             if self.open:
@@ -360,7 +360,7 @@ class WritingPort(_Port):
         return not self.open or self.channel.closed
 
     def begin(self) -> None:
-        """Record the input item before its first output."""
+        """Record the input item to which the following outputs belong, before the first of them."""
         leased = self.reader is not None and self.reader.state.leased
         if not self.state.keyed and (self.replays or leased):
             self.state.begin(0 if self.replays or self.reader is None else self.reader.state.number)
@@ -378,7 +378,7 @@ class WritingPort(_Port):
 
 
 def pass_turns(port: ReadingPort) -> None:
-    """Tell the port's ordered writers that the leased items have no more outputs."""
+    """Tell the ordered writers that feed from this port that its leased items have no more outputs."""
     if not port.state.leased:
         return
     number = port.state.number
@@ -394,7 +394,7 @@ def pass_turns(port: ReadingPort) -> None:
 
 
 def _keep_turns(port: ReadingPort) -> None:
-    """Begin to keep turns, because the stage gets more workers. The port has no leased items."""
+    """Begin to keep turns, because the stage gets more workers. No item may be leased through the port."""
     for out in port.feeds():
         if out.may_have_turns:
             with out.channel._queue.held():
@@ -410,7 +410,7 @@ def take(
     into: list[QueuedItem],
     ends: bool = True,
 ) -> QueueStep:
-    """Take an item. With ``ends``, end the leases of the port's earlier items."""
+    """Take an item. With ``ends``, first end the leases of the port's earlier items."""
     queue, finished = channel.usable(), []
     state: ReaderState | None = None if port is None else port.state
     waiter = Waiter(True, port, reader=state)
@@ -436,7 +436,7 @@ def take(
 
 
 def return_taken(channel: LocalChannel, port: ReadingPort | None, taken: list[QueuedItem]) -> None:
-    """Return items that a call took but cannot return, because a signal handler raised."""
+    """Return items that a call has taken, because a signal handler raised before it could return them."""
     if not taken:
         return
     queue = channel._queue
@@ -456,7 +456,7 @@ def try_get(
     keep: bool = False,
     taken: list[QueuedItem] | None = None,
 ) -> tuple[QueueStep, Any]:
-    """Take an item. Raise unless the result is DONE, NOT_NOW or DRAINED."""
+    """Take an item. Raise an error unless the result is DONE, NOT_NOW or DRAINED."""
     taken = [] if taken is None else taken
     try:
         step = take(channel, port, deadline, taken, ends=not keep)
@@ -470,7 +470,7 @@ def try_get(
 
 
 def get_item(channel: LocalChannel, port: ReadingPort | None, deadline: float, keep: bool = False) -> Any:
-    """Take an item, or raise the channel's error."""
+    """Take an item, or raise the error of the channel."""
     step, item = try_get(channel, port, deadline, keep)
     if step is not QueueStep.DONE:
         raise_step(channel, step, True, deadline)
@@ -478,7 +478,7 @@ def get_item(channel: LocalChannel, port: ReadingPort | None, deadline: float, k
 
 
 def next_item(channel: LocalChannel, port: ReadingPort | None) -> Any:
-    """Take the next item of an iteration."""
+    """Take the next item for a ``for`` loop."""
     step, item = try_get(channel, port, NEVER)
     if step is QueueStep.DRAINED:
         raise StopIteration
@@ -486,7 +486,7 @@ def next_item(channel: LocalChannel, port: ReadingPort | None) -> Any:
 
 
 def get_all(channel: LocalChannel, port: ReadingPort | None, most: Any, deadline: float) -> list[Any]:
-    """Take up to ``most`` items, and wait only for the first."""
+    """Take up to ``most`` items, but wait only for the first."""
     if not is_whole(most) or most < 1:
         raise ValueError(f"get_many: max must be an int of at least 1, got {most!r}")
     first = get_item(channel, port, deadline)

@@ -1,4 +1,4 @@
-"""Queue the calls that wait on one side of a queue, and measure their waits."""
+"""Keep the calls that wait on one side of a queue, and measure how long they wait."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 NEVER = math.inf
 """Deadline of a call without a timeout. A deadline of 0 means that the call must not wait."""
 SLICE_S = 0.1
-"""Longest sleep of the main thread, because a signal that arrives just before a sleep does not end it."""
+"""Longest sleep of the main thread. It must be short, because a signal just before a sleep does not end
+it."""
 UNNUMBERED = math.inf
 
 
 @dataclass(eq=False, slots=True)
 class QueuedItem:
-    """Item in the queue. ``size`` is 0 unless the channel counts bytes; the first take sets the number."""
+    """Item in the queue. ``size`` is 0 unless the channel counts bytes. The first take sets ``number``."""
 
     object: Any
     size: int
@@ -27,7 +28,7 @@ class QueuedItem:
 
 @dataclass(slots=True)
 class WaitClock:
-    """Total time that calls have waited, including those that wait now."""
+    """Measures the total time that calls have waited, including those that wait now."""
 
     waiting: int = 0
     total: int = 0
@@ -42,7 +43,7 @@ class WaitClock:
 
 @dataclass(slots=True)
 class PortClock:
-    """Waiting times of a port: in total, and for a turn of an ordered stage."""
+    """Wait times of a port: the total, and the part spent waiting for a turn of an ordered stage."""
 
     all: WaitClock = field(default_factory=WaitClock)
     turn: WaitClock = field(default_factory=WaitClock)
@@ -52,7 +53,7 @@ class PortClock:
 class ReaderState:
     """State of a reading port.
 
-    ``number`` is the number of its first leased item, or of its latest one if it leases none.
+    ``number`` is the number of its first leased item or, if none is leased, of the last one.
     """
 
     number: float = -1
@@ -88,18 +89,18 @@ class WriterState:
 
 
 class Bell:
-    """Sleep of one thread. If the bell rings before a sleep, that sleep ends at once."""
+    """Lets one thread sleep. If the bell has rung before the sleep, the sleep ends at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def ring(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it has already rung
+        with contextlib.suppress(RuntimeError):  # the bell has already rung
             self._lock.release()
 
     def sleep(self, deadline: float) -> None:
-        """Sleep until the bell rings or the deadline passes. Signals may end the sleep."""
+        """Sleep until the bell rings or the deadline passes. A signal may also end the sleep."""
         left = deadline - time.monotonic() if deadline != NEVER else NEVER
         if threading.current_thread() is threading.main_thread():
             left = min(left, SLICE_S)
@@ -111,7 +112,7 @@ class Bell:
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """Call that waits, or may wait, on one side of a queue."""
+    """A call that waits, or may have to wait, on one side of a queue."""
 
     reads: bool
     port: Any = None
@@ -119,7 +120,7 @@ class Waiter:
     writer: WriterState | None = None
     size: int = 0
     turn: float | None = None
-    """Number of the input item whose turn the call waits for, or None."""
+    """Number of the input item for whose turn the call waits, or None."""
     selecting: bool = False
     bell: Bell = field(default_factory=Bell)
     woken: bool = False
@@ -132,7 +133,7 @@ class Waiter:
 
 
 class WaitLine:
-    """Waiting calls on one side of a queue. In ``asleep``, the next call to wake comes first."""
+    """The waiting calls on one side of a queue. In ``asleep``, the call to wake next comes first."""
 
     def __init__(self) -> None:
         self.asleep: list[Waiter] = []
@@ -150,7 +151,7 @@ class WaitLine:
         self.asleep.insert(0 if again else len(self.asleep), waiter)
 
     def leave(self, waiter: Waiter) -> bool:
-        """Remove a waiter if it is here. Return whether it had been woken."""
+        """Remove a waiter if it is in this line, and return whether it had been woken."""
         if waiter not in self.asleep and waiter not in self.woken:
             return False
         (self.woken if waiter.woken else self.asleep).remove(waiter)
