@@ -298,8 +298,8 @@ def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) ->
     """Restore the object that was passed to :func:`dumps`.
 
     A PINNED or PARCEL item arrives as a tuple of a view, the pickle with its buffers, and the descriptor
-    bundle. The view keeps the item alive. The bundle is a pair of the descriptors and an errno, which explains
-    why some are missing.
+    bundle. The view keeps the item alive. The bundle is a pair of the descriptors and an errno, which
+    explains why some are missing.
     """
     if keeps_sealed.get() and not isinstance(data, tuple):
         return Sealed(data)
