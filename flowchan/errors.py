@@ -517,7 +517,7 @@ class RunError(ExceptionGroup[StageError], FlowchanError):
         int
     """
 
-    if TYPE_CHECKING:  # typeshed also allows groups inside the group
+    if TYPE_CHECKING:  # typeshed's type would also allow nested groups
 
         @property
         def exceptions(self) -> tuple[StageError, ...]:

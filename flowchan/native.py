@@ -34,7 +34,7 @@ def need_native(problem: str) -> None:
 def _choose() -> None:
     """Load the core. If a compiled module exists but fails to load, raise its error."""
     spec = None if os.environ.get(SWITCH) == "1" else importlib.util.find_spec(_CORE)
-    if spec is None or spec.origin is None:  # in a source tree without a build, the name is a mere folder
+    if spec is None or spec.origin is None:  # a source tree without a build has only a folder of this name
         sys.modules[_CORE] = importlib.import_module("flowchan.pure.core")
 
 

@@ -74,7 +74,7 @@ class Addressed:
 
     def _ended(self, port: Out[Any], end: Closed) -> None:
         """Handle a put that raised ``Closed``: report the item as unwanted if its worker has ended."""
-        # Pickling the item can also raise Closed, about some other channel; this port's channel is then open.
+        # If this port's channel is open, pickling the item has raised Closed about another channel.
         of_user = not port.channel.closed
         if self._unwanted is None or of_user or self.closed:
             raise end

@@ -20,7 +20,7 @@ from flowchan.channel.sides import Readable, Writable
 from flowchan.errors import Drained, Empty, Full
 
 if TYPE_CHECKING:
-    import asyncio  # slow to import; a program that uses await has already imported it
+    import asyncio  # imported only where needed, because it is slow to import
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class Watcher:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="flowchan async")
                 thread.start()
-                self._thread = thread  # only now, because start() may fail
+                self._thread = thread  # not before start(), which may fail
         self._watch.ring()
 
     def remove(self, future: asyncio.Future[None]) -> None:
@@ -106,7 +106,7 @@ class Watcher:
                 try:
                     loop.call_soon_threadsafe(_tell, futures)
                 except RuntimeError:
-                    break  # the loop was closed
+                    break  # the event loop has been closed
             del loop, waits, futures  # do not keep finished futures alive while this thread sleeps
         with self._lock:
             left = [wait for wait, _ in self._waits.values()]
@@ -122,7 +122,7 @@ class Watcher:
                 if self._waits.pop(future, None) is not None:
                     futures.append(future)
                 else:
-                    wait.leave(True)  # the call was cancelled in the meantime
+                    wait.leave(True)  # the call was cancelled after its wake-up
         return futures
 
 

@@ -15,8 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import flowchan.items.codec  # registers the serialiser with the core
-import flowchan.items.sampled_item  # registers the class of sampled items with the core # noqa: F401
+import flowchan.items.codec  # the import registers the serialiser with the core
+import flowchan.items.sampled_item  # the import registers a class with the core # noqa: F401
 from flowchan import _core
 from flowchan.channel import awaiting
 from flowchan.channel.green_threads import refuse_green_threads
@@ -417,7 +417,7 @@ _known: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictio
 
 def _arrive(handle: Handle, name: str) -> Channel[Any]:
     if not isinstance(handle, Inherited) and (known := _known.get(handle.inode)) is not None:
-        return known  # the descriptors in the message are not needed
+        return known  # this process already has the descriptors of the channel
     if isinstance(handle, Beside):
         return _from_beside(handle.place, name)
     try:

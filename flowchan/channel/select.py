@@ -112,10 +112,10 @@ def select(
         >>> select([numbers, words]).item
         'a'
     """
-    if isinstance(gets, Channel | In):  # iterating over a channel takes its items
+    if isinstance(gets, Channel | In):  # iteration would take items from the channel
         raise TypeError(f"select: gets must be a list of channels and ports, got {gets!r}; write select([…])")
     reading, looking = list(gets), _channels(ready)
-    # copied, because the caller may change the list during the wait
+    # Copy the list, because the caller may change it during the wait.
     writing = [pair if type(pair) is tuple and len(pair) == 2 else _pair(pair) for pair in _listed(puts)]
     index, item = _core._select(reading, writing, timeout, looking)
     if index == -2:
@@ -134,7 +134,7 @@ def select(
 
 
 def _listed(puts: Iterable[Any]) -> Iterable[Any]:
-    if isinstance(puts, Channel | In | Out):  # iterating over a channel takes its items
+    if isinstance(puts, Channel | In | Out):  # iteration would take items from the channel
         raise TypeError(f"select: puts must be a list of pairs (channel, item), got {puts!r}")
     return puts
 

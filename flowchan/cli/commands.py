@@ -377,7 +377,7 @@ def top(run: str | None) -> None:
 @click.option(
     *("--shutdown-timeout", "--shutdown_timeout"),
     type=click.IntRange(min=0),
-    default=30,  # the same as for torchrun and Slurm
+    default=30,  # the default of torchrun and Slurm
     show_default=True,
     metavar="SECONDS",
     help="Time from asking ranks to end until they are killed (torchrun has the same option).",

@@ -57,7 +57,7 @@ def converted(text: str, annotation: Any) -> Any:
     try:
         return click.types.convert_type(annotation).convert(text, None, None)
     except click.BadParameter as error:
-        # The message of click would include an empty word among the booleans.
+        # Do not use click's message, which would list an empty word among the booleans.
         problem = (
             f"the value must be one of {', '.join(_BOOLEANS)}, got {text!r}"
             if annotation is bool

@@ -43,7 +43,7 @@ def exit_code(function: Callable[[], int], debug: bool) -> int:
     except BrokenPipeError:
         return _output_lost()
     except OSError as error:
-        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # the port of --metrics
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # the port of --metrics cannot be opened
             click.echo(f"flowchan: {error.strerror}", err=True)
             return WRONG
         if error.errno not in _OUTPUT_ERRORS or error.filename is not None:

@@ -169,7 +169,7 @@ def _import(name: str) -> ModuleType:
 def _from_stdin() -> ModuleType:
     find_in(os.getcwd())
     text, file = sys.stdin.read(), "<stdin>"
-    # Tracebacks then show source lines.
+    # Tracebacks need this entry to show source lines.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     module = ModuleType("_stdin")
     module.__file__ = file

@@ -52,7 +52,7 @@ class Broadcast(Generic[T]):
     def __init__(self, key: Key, initial: T) -> None:
         self._key = key
         self._id = os.urandom(8)
-        self._pid: int | None = os.getpid()  # None in a process that received this object
+        self._pid: int | None = os.getpid()  # process that created this object; None if it was received
         self._latest: Versioned | None = Versioned(0, initial)
         self._shared: LatestValue | LatestValueReader | None = None
         self._lock = threading.Lock()
@@ -75,7 +75,7 @@ class Broadcast(Generic[T]):
             >>> Graph().broadcast("a").get()
             'a'
         """
-        pins = _pins.get()  # a copy of _read(), which saves a function call
+        pins = _pins.get()  # repeats _read() here to save a function call
         found = None if pins is None else pins.get(self)
         value: T = (self._read() if found is None else found).value
         return value
@@ -196,7 +196,7 @@ def _received(key: Key, id: bytes, shared: LatestValueReader | None) -> Broadcas
 
 
 _pins: ContextVar[dict[Broadcast[Any], Versioned] | None] = ContextVar("flowchan versions", default=None)
-_readers: dict[Key, tuple[bytes, LatestValueReader]] | None = None  # None in the program
+_readers: dict[Key, tuple[bytes, LatestValueReader]] | None = None  # None in the program itself
 
 
 def begin_reading(values: Iterable[Broadcast[Any]]) -> None:

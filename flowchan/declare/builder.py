@@ -41,7 +41,7 @@ class Builder:
         self._by_port: dict[Origin, int] = {}
         self._last_number: dict[str, int] = {}
         self._edges: tuple[Edge, ...] | None = None
-        self._loops: dict[Origin, Loop] = {}  # key: the placeholder for the stream that will close the loop
+        self._loops: dict[Origin, Loop] = {}  # by the placeholder origin that feed() replaces
         # Streams of other graphs that stages of this graph read, which is an error.
         self._foreign_streams: dict[Origin, ForeignStream] = {}
         self._drawn: dict[str, str | None] = {}

@@ -577,7 +577,7 @@ class Stream(StreamEnd[T_co]):
         )  # fmt: skip
         return streams_of(self.graph, stage)[0]
 
-    @overload  # the mean of integers is a float
+    @overload  # separate, because the mean of integers is a float
     def allreduce(
         self, op: Literal["mean"], to_workers: Literal[False] = False, **options: Unpack[PlainOptions]
     ) -> Stream[Reduced[Any]]: ...

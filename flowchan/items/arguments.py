@@ -86,7 +86,7 @@ def _as_float(value: Any) -> float | None:
     try:
         return float(value)
     except OverflowError:
-        # The Real of typeshed has no comparison operators.
+        # In typeshed, Real has no comparison operators.
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]
 
 

@@ -111,7 +111,7 @@ def _set_function_state(function: Any, state: Any) -> None:
     if worker_globals.shared and shares is not False:
         worker_globals.offer(function.__globals__, slots["__globals__"])
         slots["__globals__"] = {}
-    if shares is None:  # the process uses its own function
+    if shares is None:  # the process has kept its own function
         if worker_globals.shared:
             worker_globals.offer(function.__dict__, attributes)
         return

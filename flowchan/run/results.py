@@ -170,7 +170,7 @@ class ResultGathering:
     def _end(self, stage: str) -> None:
         self._loops[stage] = None
         self._ports.gathering_port(_worker(stage)).close()
-        with contextlib.suppress(Closed):  # the run may have ended
+        with contextlib.suppress(Closed):  # raised if the run has ended
             self._supervisor.report(Ended(_worker(stage)))
 
     # --- results that the run collects ---
@@ -341,7 +341,7 @@ class _GatheredResult:
 
     def _pour(self, port: In[Any]) -> None:
         last: Event = Ended(self._id)
-        with contextlib.suppress(Closed):  # the run may have ended
+        with contextlib.suppress(Closed):  # raised if the run has ended
             self._supervisor.report(Began(self._id))
         try:
             for item in port:
@@ -356,7 +356,7 @@ class _GatheredResult:
                 self.broken = error
             elif not (
                 isinstance(error, ValueError) and self._reader_left()
-            ):  # the reader has closed the port
+            ):  # the reader has closed the port during this get
                 self.broken = Broken("an item of a result could not be unpickled")
                 last = Failure(self._id, error, None, os.getpid())
         finally:

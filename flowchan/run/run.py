@@ -492,7 +492,7 @@ class Run(ObservedRun):
             self._end_block()
             return
         cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", ())
-        if isinstance(error, cancelled) and self._interrupts.handled:  # asyncio turns Ctrl-C into this error
+        if isinstance(error, cancelled) and self._interrupts.handled:  # how asyncio reports Ctrl-C
             self._interruption.finish()
             return
         self._break_block(error)

@@ -133,7 +133,7 @@ class Runnable(ABC):
         planned = plan(graph, options.seed, memory, finished, samples_items=samples_items)
         run = self._begin(planned, recording, traced)
         undo.pop_all()
-        if port is not None:  # before the page: if the page fails, the end of the run closes the port
+        if port is not None:  # before the page: if that fails, the end of the run closes the port
             run._serve_metrics(port)
         if options.page:
             run._open_page()
@@ -201,7 +201,7 @@ class Runnable(ABC):
         flag("run", "progress", progress)
         flag("run", "page", page)
         graph = self._blueprint()
-        leave_if_unguarded(graph)  # before the progress display appears
+        leave_if_unguarded(graph)  # exit before the progress display appears
         with (
             terminate_as_interrupt(),
             self._watching() if progress else contextlib.nullcontext() as view,
@@ -234,7 +234,7 @@ def _refuse_processes(graph: Blueprint) -> None:
 
 
 def _refuse_ended_services(graph: Blueprint) -> None:
-    # The error must name the parameter server, which is declared after its inputs.
+    # Search backwards, so that the error names the parameter server, which is declared after its inputs.
     for name, (inbox, _) in reversed(graph._services.items()):
         if inbox.closed:
             raise RuntimeError(

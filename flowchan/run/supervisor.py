@@ -163,7 +163,7 @@ class Supervisor:
         self.started_at = time.monotonic()
         self.ended_at: float | None = None
         self.state = first_state(plan, self.started_at)
-        # Collects the results that fill their channels while the program waits for something else.
+        # Called to collect results that fill their channels while the program waits for something else.
         self.take_in: Callable[[frozenset[WorkerId]], None] = lambda _: None
         # Handle of a pool's run until the run has ended and its failure was raised. The pool shares this
         # list.
@@ -181,7 +181,7 @@ class Supervisor:
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, channels.broken, channels.cause_of)
         self._executor = ActionExecutor(crew, channels, self._tally, self.feed)
-        self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # no copies, because it is for threads
+        self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # for threads, so without copies
         self._thread: threading.Thread | None = None
 
     # --- called by the run, on any thread ---

@@ -64,10 +64,10 @@ class WorkerPool(Runnable):
         self._graph = graph
         self._lock = threading.Lock()
         self._pid = 0
-        self._pooled: PooledProcesses | None = None  # set only inside the block
+        self._pooled: PooledProcesses | None = None  # set only inside the with block
         self._leaving = False
         self._stages: tuple[Stage, ...] = ()
-        self._supervisor: weakref.ref[Supervisor] | None = None  # of the last run
+        self._supervisor: weakref.ref[Supervisor] | None = None  # supervisor of the last run
         self._unreported: list[Run] = []  # the last run until it has ended and its failure was raised
 
     def _blueprint(self) -> Blueprint:
@@ -80,7 +80,7 @@ class WorkerPool(Runnable):
         self._pooled = PooledProcesses(self._graph.name)
         self._leaving, self._stages = False, ()
         _open.add(weakref.ref(self, _open.discard))
-        before_exit(_close_all, 101)  # before active runs are aborted
+        before_exit(_close_all, 101)  # pools end before active runs are aborted
         return self
 
     def _begin(self, plan: Plan, recording: ResumeFile | None, trace: RunTrace | None) -> Run:

@@ -76,7 +76,7 @@ class LocalPart:
         """Return all worker processes, including those that have ended."""
         return {} if self._processes is None else self._processes.known
 
-    # --- starting ---
+    # --- starting workers ---
 
     def start(self, report: Report) -> None:
         """See :class:`CrewPart`.
@@ -140,7 +140,8 @@ class LocalPart:
 
     def _start_loop(self, stage: Stage) -> None:
         """Start the workers of an async stage as tasks in one thread."""
-        from flowchan.run.worker.async_worker import Tasks, work_together  # late: asyncio loads slowly
+        # Imported late, because asyncio is slow to import.
+        from flowchan.run.worker.async_worker import Tasks, work_together
 
         ids = [worker.id for worker in self._planned if worker.stage is stage]
         tasks = {self._ports.started(id): self._ports.ports[id] for id in ids}
@@ -316,7 +317,7 @@ class LocalPart:
         self._end_helpers()
         self._report = run_is_over  # break a reference cycle that would keep the channels alive
         deadline = time.monotonic() + (timeout or 0.0)
-        # While it waits for the run, a thread of the program may start another thread.
+        # Copy the dictionary, because a waiting thread of the program may add another thread.
         for id, thread in list(self.threads.items()):
             if id not in abandoned:
                 thread.join(None if timeout is None else max(0.0, deadline - time.monotonic()))

@@ -27,7 +27,7 @@ class Mail:
 
     def deliver(self, receive: Callable[[Event], None]) -> None:
         """Pass on every event until the mail is closed. Pass log records to the program's loggers."""
-        for event in self._reader:  # an event stays leased, so not forgotten, until it is passed on
+        for event in self._reader:  # an event stays leased while it is passed on, so is_empty() counts it
             if isinstance(event, Logged):
                 log_locally(event)
             else:
@@ -50,7 +50,7 @@ def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
     function that currently receives the run's events.
     """
     try:
-        with contextlib.suppress(Closed, Broken):  # the run has ended
+        with contextlib.suppress(Closed, Broken):  # raised after the end of the run
             work()
     except BaseException as error:
         with contextlib.suppress(Closed):

@@ -65,7 +65,7 @@ class Unguarded(GraphError):
         return GraphError, (self.graph, self.problems)
 
 
-# Tracebacks then show the public name.
+# Tracebacks must show the public name of the exception.
 Unguarded.__module__, Unguarded.__qualname__ = "flowchan", "GraphError"
 
 

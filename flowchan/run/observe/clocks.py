@@ -93,7 +93,7 @@ class WorkerClocks:
     A worker on a thread starts its clock on this thread, and the supervisor's thread stops it.
     """
 
-    _pids: dict[WorkerId, int] = field(default_factory=dict)  # 0 for a worker on another host
+    _pids: dict[WorkerId, int] = field(default_factory=dict)  # process ids, or 0 on another host
     _working: dict[WorkerId, _Working] = field(default_factory=dict)
     # Ids of the threads that already have a clock. The id 0 stands for a process.
     _threads: set[int] = field(default_factory=set)

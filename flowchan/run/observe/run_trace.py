@@ -93,7 +93,7 @@ class _TraceFile:
 
     def write(self, text: str) -> None:
         data = text.encode("ascii")
-        if self._compresses:  # as a complete gzip member, because viewers reject a truncated one
+        if self._compresses:  # write complete gzip members, because viewers reject a truncated one
             data = gzip.compress(data, compresslevel=1)
         begin = os.lseek(self._file, 0, os.SEEK_CUR) if self._is_regular else 0
         try:

@@ -77,7 +77,7 @@ class ViewSocket:
                 self._listen()
             else:
                 self._accept(self._listener)
-        except (OSError, RuntimeError) as error:  # the run must not depend on its viewers
+        except (OSError, RuntimeError) as error:  # a failing socket must not affect the run
             if not self._name:  # the socket itself could not be created
                 self._due = math.inf
             log.debug("graph %r cannot be shown by flowchan top: %s", self._graph, text_of(error))
@@ -92,7 +92,7 @@ class ViewSocket:
             try:
                 listener.bind(f"\0{socket_prefix()}{name}")
             except OSError as error:
-                # Another run of this program, or another user's program, has this name.
+                # Another run of this program, or another user's program, already uses this name.
                 if error.errno == errno.EADDRINUSE:
                     continue
                 raise

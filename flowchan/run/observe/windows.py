@@ -95,7 +95,7 @@ class History:
             if samples[-1].elapsed - older.elapsed > (newest.elapsed - older.elapsed) / FINENESS:
                 samples.append(sample)
         samples += old[-1:]
-        self._samples = samples[::-1]  # in one step, because other threads read the list
+        self._samples = samples[::-1]  # replace the list in one step, because other threads read it
         if (watcher := self._watcher) is not None:
             watcher(newest)
         now = time.monotonic()

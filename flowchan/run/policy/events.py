@@ -82,7 +82,7 @@ class Aborted:
 
     worker: WorkerId
     channel: str
-    error: Any  # see Failure; None if no cause was given
+    error: Any  # an exception as in Failure, or None
     pid: int
     at: int
     host: str = ""
@@ -146,7 +146,7 @@ class Answered:
     worker: WorkerId
     question: int
     value: Any
-    error: Any  # see Failure
+    error: Any  # an exception as in Failure, or None
     failed: int = 0
 
 

@@ -229,7 +229,7 @@ def _on_hosts(
         return Fraction(taken[counted, host] + 1, weights.get(host, 1))
 
     least = [(load(host), place, host) for place, host in enumerate(placement.hosts)]
-    heapq.heapify(least)  # so that assigning a worker does not need to search all hosts
+    heapq.heapify(least)  # a heap, because searching all hosts for each worker would be slow
     for worker in workers:
         if placement.hosts:
             _, place, host = least[0]

@@ -52,8 +52,8 @@ class ItemRecorder:
         self._worker, self._tell = worker, tell
         self._next, self._every = first, 1
         self._sampled_at = 0
-        self._held: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # by port: marks and time of each get
-        self._put_at: dict[int, int] = {}  # by port: time of the first put since ``_held`` was empty
+        self._held: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # marks and time of each get, by port
+        self._put_at: dict[int, int] = {}  # time of the first put since ``_held`` was empty, by port
         self._sent_to: set[int] = set()  # ports that already have a marked output for the held items
         self._spans: list[ItemSpan] = []
         self._report_at = 0
@@ -113,7 +113,7 @@ class ItemRecorder:
     def _send(self, now: int) -> None:
         spans, self._spans, self._report_at = tuple(self._spans), [], now + SEND_EVERY_NS
         if spans:
-            with contextlib.suppress(Closed, Broken):  # the run has ended
+            with contextlib.suppress(Closed, Broken):  # raised after the end of the run
                 self._tell(ItemSpans(self._worker, spans))
 
 

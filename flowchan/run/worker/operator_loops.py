@@ -50,7 +50,7 @@ def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
                 put(result)
             except Exception as error:
                 job.not_sent(out, item, error)
-        del item, result  # do not keep them alive while waiting for the next item
+        del item, result  # release both before waiting for the next item
 
 
 def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
@@ -223,7 +223,7 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
             own = job.answering is not None and has_requests(item)
             try:
                 out.put(list(item) if own else copied)
-            except Closed:  # this branch has lost its readers, but others may have some
+            except Closed:  # this branch has no readers left, but other branches may have some
                 branches.remove(out)
         if not branches:
             job.drop_item(item)
@@ -249,7 +249,7 @@ def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
         try:
             branches[branch].put(item)
         except Exception as error:
-            # This branch has lost its readers, but others may have some.
+            # This branch has no readers left, but other branches may have some.
             if isinstance(error, Closed) and is_end_of(branches[branch], error):
                 job.unwanted += 1
                 job.drop_item(item)

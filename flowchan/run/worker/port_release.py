@@ -48,7 +48,7 @@ class PortRelease:
         if self._over or not broken:
             return
         self._over = True
-        with contextlib.suppress(Closed, Broken):  # the run has ended
+        with contextlib.suppress(Closed, Broken):  # raised after the end of the run
             self._tell(Met(self._worker, tuple(channel._name for channel in broken)))
         cause = broken_by(broken[0]).__cause__
         for port in self._ports.everything():

@@ -57,7 +57,7 @@ class Order:
 class WorkEnded:
     """Last message from a pool's process, with the ``error`` that closing its callable raised."""
 
-    error: Any = None  # see Failure
+    error: Any = None  # an exception as in Failure, or None
 
 
 def process_main(

@@ -96,7 +96,7 @@ class SuspectBatch:
         self._tell(MembersTried(self._worker))
         for number, how in killers.items():
             self._give_up(batch[number], how)
-        batch[:] = done  # the batch must match its results
+        batch[:] = done  # drop members without results, so that the batch matches its results
         return result if done else SKIPPED
 
     def _give_up(self, member: Any, how: str) -> None:

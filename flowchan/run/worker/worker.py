@@ -120,7 +120,7 @@ def work(
         end_pinning()
         outcome = end(worker, job, ports, release, ended_by, tell, sends)
     except BaseException as error:  # a worker that does not report its end would make the run wait forever
-        with contextlib.suppress(Closed, Broken):  # the run has ended
+        with contextlib.suppress(Closed, Broken):  # raised after the end of the run
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
     hears_aborts.set(None)  # since Python 3.14, a thread keeps its context after it ends
     release.done()
@@ -166,7 +166,7 @@ def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], s
         forked = os.getpid() != pid  # user code forked this process, which cannot reach the supervisor
         if not forked and any(port.channel is channel for port in ports.everything()):
             error = Portable(cause) if sends and cause is not None else cause
-            with contextlib.suppress(Closed, Broken):  # the run has ended
+            with contextlib.suppress(Closed, Broken):  # raised after the end of the run
                 tell(Aborted(worker, channel._name, error, pid, time.monotonic_ns()))
 
     hears_aborts.set(aborting)
@@ -189,7 +189,7 @@ def job_of(
     )  # fmt: skip
 
     def report_failed_item(text: str) -> None:
-        with contextlib.suppress(Closed, Broken):  # the run has ended
+        with contextlib.suppress(Closed, Broken):  # raised after the end of the run
             tell(ErrorSent(worker, f"worker {worker}, {text}"))
 
     job.on_failed_item = report_failed_item
