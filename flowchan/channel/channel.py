@@ -448,7 +448,7 @@ def _arrive(handle: Handle, name: str) -> Channel[Any]:
 def beside_packed(channel: Channel[Any]) -> tuple[Any, ...] | None:
     """Return the form in which a packed value refers to a cross-host channel, and keep the channel alive.
 
-    The packed value holds the channel, because it can be unpacked any number of times. Return None if the
+    A packed value can be unpacked any number of times, and each time it needs the channel. Return None if the
     value is being serialised for any other purpose.
     """
     if now.packing is None or not now.packing.keeps_far:

@@ -116,7 +116,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def _port_types(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Output, str, Any]]:
-    """Yield each stream with a known item type, with its parameter and the parameter's annotation."""
+    """Yield each stream whose item type is known, its parameter, and the parameter's annotation."""
     if stage.function is None:
         return
     read = {port: outputs[origin] for port, origin in stage.read if origin in outputs}

@@ -296,7 +296,7 @@ class LaunchJob:
             self._end(signal.SIGKILL, now)
 
     def interrupt(self, number: int) -> None:
-        """Send SIGINT or SIGTERM, whichever ``number`` is, to the ranks. A second call kills them."""
+        """Send the signal ``number`` (SIGINT or SIGTERM) to the ranks. A second call kills them."""
         self._end(signal.SIGKILL if self.interrupted_by else number, time.monotonic())
         self.interrupted_by = self.interrupted_by or number
 

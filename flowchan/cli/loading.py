@@ -252,7 +252,7 @@ def _only(module: ModuleType, path: Path) -> str:
 
 
 def _candidates(module: ModuleType) -> Iterator[str]:
-    """Yield the public names of graphs, and of functions that return one, only one name per graph."""
+    """Yield one public name for each graph, and for each function that returns a graph."""
     seen: set[int] = set()
     for name, value in vars(module).items():
         if name.startswith("_"):

@@ -40,7 +40,7 @@ class Keyed:
 
 
 def keyed(kind: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Keyed:
-    """Check the keyed options of an operator, and separate them from the others."""
+    """Check the keyed options of an operator, and separate them from its other options."""
     rest = {name: value for name, value in options.items() if name not in KeyOptions.__annotations__}
     key, limit, state = options.get("key"), options.get("concurrency_per_key", 1), options.get("state")
     whole(kind, "concurrency_per_key", limit, 1)

@@ -142,7 +142,7 @@ def _gpus(kind: str, value: Any) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """Values of the options that a user gave for one stage, with the defaults of the others."""
+    """Options of one stage, with the values that the user or the defaults provide."""
 
     name: str | None = None
     capacity: int = DEFAULT_CAPACITY

@@ -192,8 +192,8 @@ class Stage:
     def keeps_its_own(self) -> bool:
         """Return whether only the replacement of a dead worker may process that worker's items.
 
-        This is so if a reader distinguishes the workers, because the dead worker may already have emitted
-        outputs. It is also so for gangs, because a gang restarts as a whole.
+        True if a reader distinguishes the workers, because the dead worker may already have emitted outputs.
+        Also true for gangs, because a gang restarts as a whole.
         """
         return self.has_ports_per_worker or self.gang is not None
 

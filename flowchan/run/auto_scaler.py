@@ -27,7 +27,7 @@ MOST_THREADS = 32
 POLL_S = 0.1
 """Seconds between checks whether the workers have begun."""
 COST = 100
-"""Snapshots are at least this many times farther apart than one of them takes."""
+"""The time between two snapshots is at least this multiple of the time that one takes."""
 
 
 class AutoScaler:

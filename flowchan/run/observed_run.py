@@ -438,7 +438,7 @@ class ObservedRun(ABC):
 
 
 def follow_items_at_program(supervisor: Supervisor, ports: RunPorts) -> None:
-    """Track sampled items also where the program itself puts items into inputs and takes results."""
+    """Track sampled items at the ports through which the program itself puts items and takes results."""
     report = weakref.WeakMethod(supervisor.report)
 
     def tell(event: Event) -> None:

@@ -244,7 +244,7 @@ class Supervisor:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds for the run to end, and return whether it has ended.
 
-        After its end, the supervisor's thread and resources are gone as well (R6). Only if the run has
+        After its end, the supervisor's thread and resources are gone as well (R6). However, if the run has
         abandoned stuck threads, the thread may still be logging a warning about them.
         """
         if not self.ended.wait(timeout):

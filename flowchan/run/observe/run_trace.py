@@ -54,7 +54,7 @@ log = logging.getLogger("flowchan.run")
 READ_EVERY_S = 0.01
 """Minimum number of seconds between two readings of the wait times."""
 COST = 100
-"""Readings are at least this many times farther apart than the CPU time of one of them."""
+"""The time between two readings is at least this multiple of the CPU time that one takes."""
 WRITE_EVERY_NS = 500_000_000
 COUNT_EVERY_NS = 100_000_000
 """Interval between values of a counter. After every ``MOST_COUNTS`` values, it doubles."""

@@ -7,7 +7,8 @@ Algorithm. Each resource limits the rate at which items can enter the graph:
 - The cores allow cores / Σ c · v, where c is the CPU time per item.
 - The interpreter lock allows 1 / Σ c · v, summed over the stages on threads.
 - A loop that admits no more items and has n busy workers allows n / Σ s · v, summed over its stages.
-- If :func:`cause_of` blames the program's puts or gets, or memory, these allow the measured rate.
+- If :func:`cause_of` names the program's puts, its gets or memory as the cause, their bound is the measured
+  rate.
 
 If work times vary and channels are small, workers wait for each other, and the rate falls below the smallest
 bound. The predicted rate is therefore (Σ bound^-p)^(-1/p). The exponent p is chosen so that the formula

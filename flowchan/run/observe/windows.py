@@ -22,7 +22,7 @@ from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 EVERY_S = 0.5
 """Minimum number of seconds between two snapshots of a run."""
 COST = 1000
-"""Snapshots are at least this many times farther apart than one of them takes."""
+"""The time between two snapshots is at least this multiple of the time that one takes."""
 FINENESS = 8
 """A snapshot is dropped if the time between its neighbours is at most their age divided by this number."""
 

@@ -4,7 +4,7 @@ Algorithm. The ports add up how long a worker has waited, and a sampler reads th
 milliseconds. The time between two readings is divided in proportion to the waits. The first part continues
 the kind of the last span, so that a long wait stays one span. A part shorter than ``finest`` is not drawn,
 but carried over to the next reading. For each kind, the spans of a worker therefore add up to its wait time,
-except for about ``finest``.
+to within about ``finest``.
 """
 
 from __future__ import annotations

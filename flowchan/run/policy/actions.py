@@ -30,7 +30,7 @@ class BreakChannels:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePorts:
-    """Close the ports of a worker that has ended for any reason."""
+    """Close the ports of a worker that has ended, whatever the reason."""
 
     worker: WorkerId
 

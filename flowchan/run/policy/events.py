@@ -251,7 +251,7 @@ class Crashed:
 
 
 ItemSpan = tuple[tuple[int, ...], int, int]
-"""Marks of sampled items, and two times in nanoseconds: when the worker took them and put an output first."""
+"""Marks of sampled items, and the times in nanoseconds of taking them and of putting the first output."""
 
 
 @dataclass(frozen=True, slots=True)

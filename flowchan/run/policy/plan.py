@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def ends(self) -> frozenset[str]:
-        """Return the names of the stages that no other reads. Their end completes the run."""
+        """Return the names of the stages that no other reads; the run is complete when they have ended."""
         read = {edge.writer for edge in self.edges if edge.reader is not None}
         return frozenset(
             stage.name for stage in self.graph.stages if stage.name not in read and not stage.service

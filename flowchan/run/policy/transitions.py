@@ -115,7 +115,7 @@ class PolicyState:
     def ends_with_peers(self, worker: WorkerId) -> bool:
         """Return whether a worker's process may end without a report.
 
-        This is so if the worker has reported a missing peer, or if its gang is being restarted.
+        The worker must have reported a missing peer, or its gang must be restarting.
         """
         return worker in self.missing_peer or worker.stage in self.restarting
 

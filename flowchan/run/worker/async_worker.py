@@ -82,7 +82,7 @@ def _stage_loop() -> asyncio.AbstractEventLoop:
 
 
 def only_wait_for(channels: Collection[Channel[Any]]) -> bool:
-    """Return whether the event loops that await one of these channels can only be woken by such channels."""
+    """Return whether only these channels can wake the event loops that wait for them."""
     known = {id(channel) for channel in channels}
     for loop, waits in waits_of_loops():
         tasks = {task for task, channel in waits if id(channel) in known}

@@ -34,7 +34,7 @@ def marks_of(item: Any) -> Marks:
 
 
 def _part(item: Any, place: int) -> Any:
-    """Return an item, or a batch, in which each mark is that of its part number ``place``."""
+    """Mark an item, or each member of a batch, as its part number ``place``, and keep the value."""
     if type(item) is list:
         return [_part(member, place) for member in item]
     marks, value = item
