@@ -28,7 +28,7 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBAD
 
 
 def exit_code(function: Callable[[], int], debug: bool) -> int:
-    """Call ``function`` and return its exit code. If it raises an error of the user, report the error."""
+    """Call ``function`` and return its exit code. Report an error that the user can correct."""
     from flowchan.cli.loading import LoadError
     from flowchan.errors import GraphError, HostError, RunError
     from flowchan.transport.interrupts import Termination

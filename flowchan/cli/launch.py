@@ -41,7 +41,7 @@ for group in groups:
 """
 
 Tell = Callable[[int, str, bool], None]
-"""Receives a rank, a line that it wrote, and whether the line was written to standard error."""
+"""Function that receives a rank, a line that the rank wrote, and whether it wrote to standard error."""
 
 
 def show(rank: int, line: str, is_error: bool) -> None:

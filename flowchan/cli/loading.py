@@ -1,4 +1,4 @@
-"""Find the graph in a file or module of the user, for the command line.
+"""Find the graph in the user's file or module, for the command line.
 
 The file is imported rather than run, so its ``if __name__ == "__main__"`` block does not run.
 """
@@ -101,8 +101,8 @@ def load_timeline(path: str) -> str:
 def load_module(path: Path) -> ModuleType:
     """Import a file, a module or standard input.
 
-    A file is imported as a module that is named after it. As if Python ran the file, its folder is on
-    ``sys.path``. For a module or standard input, the working directory is on ``sys.path``.
+    A file is imported as a module that is named after it. Its folder is on ``sys.path``, as if Python ran the
+    file. For a module or standard input, the working directory is on ``sys.path``.
 
     Worker processes may be unable to import a file or standard input. Functions from these are therefore
     pickled by value from then on.

@@ -27,7 +27,7 @@ def is_async(function: Any) -> bool:
 
 
 def is_callable_class(function: Any) -> bool:
-    """Return whether ``function`` is a class of which each worker creates an instance to call.
+    """Return whether ``function`` is a class whose instances, one per worker, are called with each item.
 
     The class may be wrapped in ``functools.partial``. A class without a ``__call__`` method, such as ``int``,
     does not count, because the stage calls the class itself with each item.

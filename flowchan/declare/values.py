@@ -185,7 +185,7 @@ class Stage:
 
     @property
     def has_ports_per_worker(self) -> bool:
-        """Return whether a reader distinguishes the stage's workers and there are several."""
+        """Return whether the stage has several workers and a reader distinguishes them."""
         return self.worker_count > 1 and self.output_per_worker
 
     @property

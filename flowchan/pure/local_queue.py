@@ -5,10 +5,10 @@ outputs of all earlier items are in the queue. A caller that cannot continue sle
 of the queue wakes the first sleeper on each side that can continue. When a woken sleeper runs, it wakes the
 next one, so k changes wake k sleepers.
 
-Invariants (C8). While a woken waiter has not run yet, its side wakes no other, unless the channel has ended.
-Every woken waiter runs and then wakes the next one, whether its call succeeds or not. A waiter is starving if
-it has waited for 20 ms and was woken twice without being able to continue. New waiters then let it go first,
-as long as it can continue.
+Invariants (C8). While a woken waiter has not run yet, its side wakes no other waiter, unless the channel has
+ended. Every woken waiter runs and then wakes the next one, whether its call succeeds or not. A waiter is
+starving if it has waited for 20 ms and was woken twice without being able to continue. New waiters then let
+it go first, as long as it can continue.
 
 Interrupts. Python runs signal handlers between any two bytecodes of the main thread. Ctrl-C and SIGTERM are
 deferred while the lock is held, so they always find a consistent queue. The thread that holds the lock may

@@ -100,7 +100,7 @@ def _try_each(operations: list[_Operation]) -> tuple[int, Any]:
 
 
 def _try_now(operations: list[_Operation]) -> tuple[int, Any]:
-    """Try all operations. If items move during the tries, repeat them, so that the result fits one moment."""
+    """Try all operations until one succeeds, or until no item has moved during the tries."""
     while True:
         before = _moves(operations)
         done = _try_each(operations)

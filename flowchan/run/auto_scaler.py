@@ -82,7 +82,7 @@ class AutoScaler:
             self._scaler = pinned(self._scaler, elapsed, before[scale.stage].workers, scale)
 
     def _look(self, now: RunStats) -> tuple[ScalingDecision, ...]:
-        """Begin a window, continue it, or decide if it is long enough."""
+        """Begin a window, wait until it is long enough, or decide at its end."""
         if not self._ready:
             self._ready = self._scaler.ready(now)
             self._begin = now

@@ -298,8 +298,8 @@ class _TakenInFirst:
 class _GatheredResult:
     """Collects a result that filled its channel before the program read it.
 
-    A thread takes items from the port until a reader continues there. ``reader_left`` returns whether that
-    reader has left.
+    A thread takes items from the port until a reader takes over. ``reader_left`` returns whether the
+    program's reader has left the result.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ def end_at_exit(supervisor: Supervisor) -> None:
 def abort_unfinished() -> None:
     """Abort all active runs before the interpreter exits.
 
-    The owner of a resource that runs need calls this function before releasing the resource.
+    Call this function before you release a resource that active runs use.
     """
     for reference in list(_running):
         supervisor = reference()

@@ -49,7 +49,7 @@ def exit_text(code: int, lack_of_memory: bool = False) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, or its number if it has no name, as most real-time signals."""
+    """Return the name of a signal, or its number if it has no name, like most real-time signals."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -25,7 +25,7 @@ from flowchan.declare.placements import PLACEMENTS
 from flowchan.run.policy.stats import Cause, EdgeStats, RunStats, StageStats, WorkSeconds
 
 BUSY = 0.85
-"""Minimum utilisation of a bottleneck. It also applies to a core or lock that counts as fully used."""
+"""Minimum utilisation of a bottleneck, and of a core or lock that counts as fully used."""
 SLOWEST = 0.25
 """Minimum utilisation of the stage that is named if no other cause is found.
 
@@ -35,7 +35,7 @@ SEEN = 0.1
 HELD_S = 0.1
 """Minimum time for which an item must have held up others before it is named, in seconds."""
 LIMITED = 0.7
-"""Fraction of its rate limit from which a stage counts as limited by it."""
+"""A stage that reaches this fraction of its rate limit counts as held back by the limit."""
 ONE_CORE = 1.15
 """Maximum number of cores that threads can use while they share one interpreter lock."""
 CROWDED = 4.0
@@ -83,7 +83,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Statistics of the window whose cause is sought."""
+    """Statistics of the window for which a cause is sought."""
 
     stats: RunStats
     loads: dict[str, _Load]  # only stages that had working workers in the window

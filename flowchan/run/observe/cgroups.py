@@ -46,7 +46,7 @@ def most_cores() -> int | None:
 
 
 def affinity_cores() -> int:
-    """Return the number of cores to which CPU affinity restricts this process, or of all cores."""
+    """Return the number of cores on which CPU affinity lets this process run."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 

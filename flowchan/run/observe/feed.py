@@ -32,7 +32,7 @@ from flowchan.transport.interrupts import interrupts_deferred
 log = logging.getLogger("flowchan.run")
 
 RECENT_S = 5.0
-"""Length of the window that views show rates and shares for, in seconds."""
+"""Length of the window that displayed rates and shares cover, in seconds."""
 EVENTS_EVERY_S = 0.1
 """Seconds between deliveries of events."""
 MOST_EVENTS = 10_000

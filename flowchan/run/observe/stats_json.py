@@ -38,7 +38,7 @@ _PARTS: dict[str, type] = {
     "decisions": ScalingDecision,
     "cause": Cause,
 }
-"""Classes of the dictionaries that a key's value is or contains."""
+"""For each key whose value is or contains dictionaries: the class that they represent."""
 
 
 def to_json(stats: RunStats) -> dict[str, Any]:

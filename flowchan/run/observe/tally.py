@@ -1,4 +1,4 @@
-"""Count what the channels of a run do not count, from the events of the run."""
+"""Count from a run's events what its channels do not count."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def _without_core_waits(work: StageWork, window: float) -> StageWork:
 
 
 def _fixed(stats: RunStats) -> dict[str, float]:
-    """Return the bound that the program's puts or gets, or memory, set, if one of these limits the run."""
+    """Return the bound from the program's puts, its gets or memory, if one of these limits the run."""
     cause = stats.cause
     if cause is None or cause.kind not in FIXED:
         return {}

@@ -19,8 +19,7 @@ from flowchan.run.policy.events import ItemTraced
 RUN_PID = 1
 FIRST_STAGE_PID = 2
 FIRST_TID = 10_001
-"""Id of the first thread. It is greater than every process id, because an equal id would mark a main
-thread."""
+"""Id of the first thread. It differs from every process id, because an equal id would mark a main thread."""
 LABELS: dict[SpanKind, str] = {
     "busy": "busy",
     "input": "waits for input",

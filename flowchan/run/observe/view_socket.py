@@ -37,7 +37,7 @@ from flowchan.run.policy.stats import RunStats
 log = logging.getLogger("flowchan.run")
 
 POLL_INTERVAL_S = 0.1
-"""Seconds from the start of the run to the first check for viewers, and between two checks."""
+"""Minimum time from the start of the run to the first check for viewers, and between checks, in seconds."""
 STATS_EVERY_S = 0.5
 """Seconds between "stats" lines to a viewer."""
 END_S = 1.0

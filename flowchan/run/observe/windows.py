@@ -1,7 +1,7 @@
 """Compute rates and shares in a time window from snapshots of past statistics.
 
 Algorithm. The counters in :class:`RunStats` only grow, so the difference between two snapshots covers the
-time between them. About every half second, when the supervisor's thread is awake anyway, it takes a snapshot.
+time between them. The supervisor's thread takes a snapshot about every half second, when it is awake anyway.
 Snapshots become rarer if they would cost more than a thousandth of a core. Old snapshots are thinned out, but
 every window still has one near its beginning.
 """

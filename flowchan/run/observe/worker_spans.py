@@ -86,7 +86,7 @@ class WorkerSpans:
                 self.finest *= 2
 
     def end(self, now: int) -> Iterator[Span]:
-        """Yield the last span of a worker, which has ended."""
+        """Yield the last span of a worker that has ended."""
         self.at = max(self.at, now)
         yield from self._end(self.at)
         self._begin = self.at

@@ -7,7 +7,7 @@ first worker's. The program and the user's own threads may also break a channel,
 For this reason, the cause of a break is decided only after all reports have arrived. The first worker that
 reported an abort is to blame, because the others only saw the consequences. A worker that finds one of its
 channels broken breaks its other channels as well. If no worker has reported an abort, the break began in a
-channel that no worker broke for this reason.
+channel that was not broken in this way.
 """
 
 from __future__ import annotations

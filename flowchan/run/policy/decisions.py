@@ -67,7 +67,7 @@ from flowchan.run.policy.transitions import (
 )
 
 GRACE = 2.0
-"""Seconds that a worker has to end after the run has ended."""
+"""Time limit for workers to end when the run ends, in seconds."""
 STOP_NOTICE_S = 30.0
 """Seconds after which a stopped run warns that it still processes items."""
 
@@ -75,7 +75,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """First and longest delay of a replacement in seconds. Delays begin with the second death on an item."""
 
 HOPELESS = 4
-"""Number of consecutive deaths before the worker begins to work that ends the run."""
+"""Number of consecutive deaths, each before the worker began to work, after which the run ends."""
 
 
 @dataclass(frozen=True, slots=True)

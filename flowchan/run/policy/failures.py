@@ -62,7 +62,7 @@ class Suspicion:
 
 
 UNSUSPECTED = Suspicion()
-"""States that no earlier worker died on the first item."""
+"""Value for a first item on which no earlier worker has died."""
 
 
 def died_over(deaths: Sequence[str]) -> WorkerDied:

@@ -26,7 +26,7 @@ from flowchan.run.policy.transitions import Decision, PolicyState, run_stuck, wo
 
 
 def peer_ended(state: PolicyState, worker: WorkerId) -> PolicyState:
-    """Record that the process of a gang's worker has ended, as its peers' restart requires."""
+    """Record that the process of a gang's worker has ended as expected."""
     return dataclasses.replace(state, ended_peers=state.ended_peers | {worker})
 
 

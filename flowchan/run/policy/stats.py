@@ -84,7 +84,7 @@ class WorkSeconds:
 class WorkerStats:
     """Statistics of one worker that a stage has now.
 
-    They do not include the times of the dead workers that it replaced; the statistics of the stage do.
+    The times of dead workers that it replaced appear only in the statistics of the stage.
 
     Attributes:
         number: Number of the worker in its stage.

@@ -186,7 +186,7 @@ def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bo
 
 
 def run_stuck(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """Make a run fail that cannot continue although no worker has failed."""
+    """End a run with a failure because it cannot continue, although no worker has failed."""
     if not state.goes_on:
         return state, ()
     failures = (*state.failures, failure)
@@ -194,7 +194,7 @@ def run_stuck(state: PolicyState, failure: Failure, now: float) -> Decision:
 
 
 def channel_broken(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """Make a run fail in which something other than the supervisor has aborted a channel."""
+    """End a run with a failure because something other than the supervisor has aborted a channel."""
     breaking = state.phase in ("running", "stopping", "finishing")
     state = dataclasses.replace(state, failures=with_failure(state.failures, failure))
     if not breaking:

@@ -37,7 +37,7 @@ STACKS_WITHIN_S = 1.0
 
 
 class _Selector(selectors.DefaultSelector):
-    """Selector that records whether its event loop waits only to be woken by other threads."""
+    """Selector that records whether only other threads can wake its event loop."""
 
     is_idle = False
 

@@ -18,7 +18,7 @@ POLL_INTERVAL_S = 0.05
 
 
 class Memberships(NamedTuple):
-    """The ways in which a worker of a gang gets its memberships.
+    """Memberships that a worker of a gang receives.
 
     Attributes:
         first: Membership in the first group; ``None`` for a worker that replaces a dead one.

@@ -31,7 +31,8 @@ SEND_EVERY_NS = 500_000_000
 MOST_SPANS = 256
 """Number of spans at which a worker sends a report at once."""
 CLOSEST_NS, FARTHEST_NS = 100_000_000, 400_000_000
-"""Time between two samples below which a source samples less often, and above which it samples more often."""
+"""A source samples less often if the time between two samples is below the first value, and more often above
+the second."""
 RAREST = 1 << 20
 """Maximum number of items between two samples of a source."""
 

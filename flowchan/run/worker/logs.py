@@ -26,7 +26,7 @@ class Logged:
 
 
 def levels() -> dict[str, int]:
-    """Return the level of each logger in this process that has one, by name.
+    """Return the level of each logger in this process whose level is set, by name.
 
     The root logger has the empty name.
     """

@@ -125,7 +125,7 @@ class Dropped(BaseException):
 
 
 class Answering:
-    """Processes the items of one worker that come from requests.
+    """Handles the requests among one worker's items.
 
     ``sends`` is true if the worker's events go to another process.
     """
@@ -188,7 +188,7 @@ class Answering:
         return result
 
     def _wrapped(self, item: Any, result: Any) -> Any:
-        """Wrap the result of an operator with one output per item in the request again.
+        """Wrap a result in the request of its item, for an operator with one output per item.
 
         In a batch, each member's result is wrapped. If it is an exception, it goes to the member's caller
         instead.

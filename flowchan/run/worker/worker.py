@@ -149,7 +149,7 @@ def run_body(job: OperatorJob, stage: Stage, ports: Ports, membership: GangMembe
 def ends_of(job: OperatorJob, stage: Stage, ports: Ports) -> dict[str, Any]:
     """Return the ports as arguments for the operator's loop.
 
-    If a worker that an item is addressed to has ended, a general stage's function gets an error. Other
+    An item may be addressed to a worker that has ended. A general stage's function then gets an error; other
     operators only count the item.
     """
     return ports.by_parameter(None if stage.operator.calls == "ports" else job.count_unwanted)
