@@ -1,4 +1,4 @@
-"""Launch several processes of a script on this host, with the environment variables of torchrun.
+"""Launch several processes of a script on this host, with torchrun's environment variables.
 
 Each rank leads its own process group, so its children can be killed with it. Ctrl-C therefore reaches a rank
 only through this process. If this process is killed, the kernel kills the ranks, and a guard process kills
@@ -310,7 +310,7 @@ class LaunchJob:
 def variables(
     count: int, local_count: int, master: str, job: str, group: int = 0, groups: int = 1
 ) -> dict[str, str]:
-    """Return the environment that all ranks on a host share, with the variables of torchrun.
+    """Return the environment that all ranks on a host share, with torchrun's variables.
 
     It lacks the variables that identify a rank. ``local_count`` of the ``count`` ranks run on this host,
     which is number ``group`` of ``groups``. ``master`` is a free address on the host of rank 0.

@@ -360,7 +360,7 @@ _PICKLERS = {"flowchan", "cloudpickle", "pickle", "copyreg"}
 
 
 def _is_of_user(error: BaseException) -> bool:
-    """Return whether the traceback contains code of the user, such as a ``__reduce__`` method."""
+    """Return whether the traceback contains user code, such as a ``__reduce__`` method."""
     return any(
         frame.f_globals.get("__name__", "").partition(".")[0] not in _PICKLERS
         for frame, _ in traceback.walk_tb(error.__traceback__)

@@ -62,7 +62,7 @@ def _pack(cls: type, pickler: Any) -> bytes:
 
 
 class UnpackedClasses:
-    """Keeps the classes from such pickles in a process that receives them."""
+    """Keeps the classes that a process has received as pickles, so that equal pickles yield one class."""
 
     def __init__(self) -> None:
         self._made: dict[bytes, weakref.ref[type]] = {}

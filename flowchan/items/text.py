@@ -1,4 +1,4 @@
-"""Format numbers and values of the user as short text, even if a ``__repr__`` raises an exception."""
+"""Format numbers and user values as short text, even if a ``__repr__`` raises an exception."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 def short(value: Any, most: int = 80) -> str:
     """Return the repr of a value, shortened to ``most`` characters.
 
-    If the repr raises an exception, return the types of the value and of the exception.
+    If the repr raises an exception, return the value's type and the exception's type.
     """
     try:
         text = repr(value)

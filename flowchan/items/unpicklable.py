@@ -24,7 +24,7 @@ def refusal(value: Any, pickler: Any = None) -> str | None:
 
     try:
         (pickler or cloudpickle.Pickler)(_Nowhere(), protocol=5).dump(value)
-    except Exception as error:  # a __reduce__ or __getstate__ of the user may raise anything
+    except Exception as error:  # a user's __reduce__ or __getstate__ may raise anything
         lines = str(error).splitlines()
         return lines[0] if lines else type(error).__name__
     return None
@@ -94,7 +94,7 @@ def smallest(
 
 
 def _listed(children: Callable[[Any], Iterator[tuple[str, Any]]], value: Any) -> list[tuple[str, Any]]:
-    """List the parts of a value. If code of the value raises an exception, return an empty list.
+    """List the parts of a value. If the value's own code raises an exception, return an empty list.
 
     The value itself then counts as the smallest part.
     """

@@ -55,7 +55,7 @@ class LocalChannel:
         return self._queue
 
     def describe(self) -> str:
-        """Return a name of the channel for messages."""
+        """Return a text that names the channel in messages."""
         return f"channel {self._name!r}" if self._name else f"Channel({self.capacity}, across='threads')"
 
     def put(self, item: Any, timeout: float | None = None) -> None:

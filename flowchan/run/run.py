@@ -185,7 +185,7 @@ class Run(ObservedRun):
         return ResultIterator(self._items_later(stage), functools.partial(self._leave, stage))
 
     def _claimed(self, stream: Stream[list[T]]) -> str:
-        """Reserve a result for a loop of the program, and return the name of its stage."""
+        """Reserve a result for a loop in the program, and return the name of its stage."""
         if not isinstance(stream, Stream):
             raise TypeError(f"iter: stream must be the stream that collect() returned, got {shown(stream)}")
         if not self._owns(stream):

@@ -317,7 +317,7 @@ class LocalPart:
         self._end_helpers()
         self._report = run_is_over  # break a reference cycle that would keep the channels alive
         deadline = time.monotonic() + (timeout or 0.0)
-        # Copy the dictionary, because a waiting thread of the program may add another thread.
+        # Copy the dictionary, because one of the program's waiting threads may add a thread.
         for id, thread in list(self.threads.items()):
             if id not in abandoned:
                 thread.join(None if timeout is None else max(0.0, deadline - time.monotonic()))

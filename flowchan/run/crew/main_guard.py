@@ -98,7 +98,7 @@ def hint_at_import(exitcode: int | None) -> str:
 def leave_if_unguarded(graph: Blueprint) -> None:
     """Exit if this process is still importing the main script.
 
-    If no parent will report the reason, print it first.
+    Print the reason first, unless a parent process will report it.
     """
     process = multiprocessing.current_process()
     if not getattr(process, "_inheriting", False) or not any(

@@ -100,7 +100,7 @@ class ItemPaths:
         return first == item.source and all(self._writers[stage] & {*item.path} for stage in others)
 
     def _path(self, mark: int, item: _Item, last: _Placed) -> ItemTraced:
-        """Return the path of an item up to its last span, without spans that a dead worker has not sent."""
+        """Return the path of an item up to its last span. Spans that a dead worker never sent are missing."""
         before, counts = self._before[last[0]], Counter(span[0] for span in item.spans)
 
         def is_earlier(span: _Placed) -> bool:

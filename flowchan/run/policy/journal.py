@@ -27,7 +27,7 @@ log.addHandler(logging.NullHandler())
 class Journal:
     """Writes the log of one run from the events of its feed.
 
-    No method raises. If a logging filter of the program raises, ``logging`` reports the error like a
+    No method raises. If one of the program's logging filters raises, ``logging`` reports the error like a
     handler's error.
     """
 

@@ -161,5 +161,5 @@ def end_following(recorder: ItemRecorder | None, ports: Ports) -> None:
     """Send the recorder's remaining spans and release it, because the worker is about to end."""
     if recorder is not None:
         recorder.end()
-        for port in ports.everything():  # break the reference cycle through the recorder, which knows the run
+        for port in ports.everything():  # break a reference cycle, because the recorder refers to the run
             port._trace(None)

@@ -53,7 +53,7 @@ def limited(function: Callable[..., Any], stage: Stage) -> Callable[..., Any]:
     """Return ``function`` with the stage's time limit. This works only in a worker process."""
     assert stage.timeout is not None
     seconds = stage.timeout
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a forked process inherits a handler of the program
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a forked process inherits the program's handler
     _core._dump_before_death(signal.SIGALRM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])  # the program may block all signals
 

@@ -58,7 +58,7 @@ class Sending(logging.Handler):
         self._installed = False
 
     def begin(self, info: Worker, levels: Mapping[str, int], put: Callable[[Logged], None]) -> None:
-        """Send records to ``put`` from now on, and adopt the ``levels`` of the program."""
+        """Send records to ``put`` from now on, and adopt the program's ``levels``."""
         self._worker_attributes = {"stage": info.stage, "number": info.number, "host": info.host}
         self._put = put
         if not self._installed:

@@ -53,7 +53,7 @@ class Pace:
 class SharedPace(Pace):
     """Schedules the items of a stage whose workers are processes of one machine.
 
-    An in-memory file of the program contains the next start time.
+    The program keeps the next start time in an in-memory file.
     """
 
     def __init__(self, interval: float) -> None:

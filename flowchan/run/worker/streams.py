@@ -13,7 +13,7 @@ from typing import Any
 class Streams:
     """Carries the standard output and error of this process to a process that it starts.
 
-    A child of Python's forkserver inherits the streams of the server, which may differ from this process's
+    A child of Python's forkserver inherits the server's streams, which may differ from this process's
     streams. All other children inherit the right streams directly.
     """
 

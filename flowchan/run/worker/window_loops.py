@@ -1,4 +1,4 @@
-"""Define the loops of ``window`` and ``join``, which run on one thread of the program each."""
+"""Define the loops of ``window`` and ``join``. Each loop runs on a thread of the program."""
 
 from __future__ import annotations
 
