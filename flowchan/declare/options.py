@@ -1,7 +1,7 @@
 """Define the options that several operators have, with their types, defaults and checks.
 
-The ``TypedDict`` classes contain the types and the text for ``help``. ``StageSettings`` contains the defaults
-and checks.
+The ``TypedDict`` classes contain the types and descriptions. ``StageSettings`` contains the defaults and
+checks. :func:`shows` makes ``help`` list the options.
 """
 
 from __future__ import annotations
