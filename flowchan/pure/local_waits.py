@@ -63,7 +63,7 @@ def _operation(target: Any, reads: bool, item: Any = None, checks_only: bool = F
 def select_one(
     gets: list[Any], puts: list[tuple[Any, Any]], timeout: float | None, ready: list[Any] | None = None
 ) -> tuple[int, Any]:
-    """Perform one operation. Return its index and item, or ``ALL_WAIT`` or ``ALL_DRAINED`` and None."""
+    """Perform one operation. Return its index and item, or None with ``ALL_WAIT`` or ``ALL_DRAINED``."""
     deadline = deadline_of(timeout)
     operations = [_operation(get, True) for get in gets]
     operations += [_operation(put[0], False, put[1]) for put in puts]

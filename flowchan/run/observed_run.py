@@ -370,7 +370,7 @@ class ObservedRun(ABC):
     def save_page(self, path: str | os.PathLike[str]) -> None:
         """Save the run's live page as one HTML file that a browser shows without a server.
 
-        The file shows the current state of the run, or its final state.
+        During the run, the file shows the current state; afterwards, it shows the final state.
 
         Args:
             path: Path of the file, for example ``"report.html"``. An existing file is overwritten.

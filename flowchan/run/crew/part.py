@@ -47,7 +47,7 @@ class CrewPart(Protocol):
         """Start replacements that :meth:`replace` left for later, and return the failures."""
 
     def add(self, id: WorkerId) -> None:
-        """Open the ports of an additional worker and start it. On an error, undo this and raise."""
+        """Open the ports of an additional worker and start it. If this fails, undo it and raise the error."""
 
     def remove(self, id: WorkerId) -> None:
         """Let a worker end after its current item."""

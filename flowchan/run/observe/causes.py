@@ -9,7 +9,7 @@ outputs per input of all earlier stages. Measured rates would mislead while chan
 Several bottlenecks are common, because stages before the real one are also busy while their channels have
 room.
 
-Two causes are checked before this. If threads of this process together use a whole core, they compete for the
+Two other causes are checked first. If threads of this process together use a whole core, they compete for the
 global interpreter lock, so their stages look busier than they are. If the kernel cannot give the workers
 enough cores, more workers would not help. Without a bottleneck, all workers wait, and the other possible
 causes are checked one after another.

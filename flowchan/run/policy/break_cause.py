@@ -30,7 +30,7 @@ REPORT_TIMEOUT_S = 1.0
 class Breaks:
     """Collects the broken channels that workers have reported or the supervisor has found.
 
-    After the supervisor itself has broken all channels, it records nothing more.
+    Once the supervisor itself has broken all channels, later breaks are ignored.
     """
 
     def __init__(

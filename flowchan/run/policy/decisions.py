@@ -1,6 +1,6 @@
 """Decide what the supervisor does, as pure functions.
 
-Each function maps a state and an event to the next state and the actions to take. None of them touches
+Each function maps a state and an event to the next state and the actions to take. The functions never touch
 processes, threads, channels or clocks.
 
 The phases of a run:

@@ -127,7 +127,7 @@ SEEDED: dict[str, Callable[[Any, int], object]] = {
 
 
 def _seed(module: ModuleType, seed: int) -> None:
-    with contextlib.suppress(AttributeError):  # partly imported, or a user's module of the same name
+    with contextlib.suppress(AttributeError):  # the module is partly imported, or a user's with its name
         SEEDED[module.__name__](module, seed)
 
 
