@@ -168,8 +168,7 @@ class General(Builder):
                     counted from 1.
 
         Returns:
-            ``None`` if the function has no ``Out`` parameter, one stream for one, and a tuple of streams for
-            several.
+            ``None`` without an ``Out`` parameter, a stream for one, and a tuple of streams for several.
 
         Raises:
             TypeError: An argument is not a stream, or an option has the wrong type or an unknown name.
