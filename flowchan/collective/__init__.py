@@ -1,4 +1,4 @@
-"""Collective operations: calls that all members of a group make together."""
+"""Provide collective operations, which all members of a group call together."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def group(
     launcher is torchrun, mpirun (Open MPI or MPICH), or Slurm's srun. A process without a launcher is the
     only member.
 
-    If members create several groups, all of them must do so in the same order.
+    If a program creates several groups, all members must create them in the same order.
 
     Args:
         rank: Rank of this member, counting from 0. If all members pass only ``size`` and ``at``, ranks follow
@@ -71,8 +71,8 @@ def group(
         secret: At least 16 bytes that all members share. Required for members on several hosts.
         name: Name of the group, for messages.
         timeout: Seconds to wait for the other members (default 300).
-        publish: Function that rank 0 calls with its address once it listens, in order to pass that address to
-            the other members.
+        publish: Function that rank 0 calls with its address once it listens. The function must pass the
+            address to the other members.
 
     Returns:
         This member. Use it as a context manager, or close it.

@@ -97,7 +97,7 @@ def described(x: Any) -> str:
 
 
 def kind(x: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the element type and shape, spelled in the same way for arrays and tensors."""
+    """Describe the element type and shape of ``x``. Arrays and tensors get the same description."""
     return _type_of(x), tuple(x.shape)
 
 
@@ -134,7 +134,7 @@ def check_place(call: str, x: Any, out: Any) -> None:
 def check_overlap(call: str, x: Any, out: Any) -> None:
     """Raise ``ValueError`` if writing to ``out`` would overwrite elements of ``x`` that are still needed.
 
-    Both must be contiguous. ``out`` may be ``x`` itself or one of its equal parts.
+    Both arrays must be contiguous. ``out`` may be ``x`` itself or one of its equal parts.
     """
     begins, of_out = _address(x), _address(out)
     overlap = of_out < begins + x.nbytes and begins < of_out + out.nbytes
@@ -265,8 +265,8 @@ def empty_like(x: Any) -> Any:
 def divide(x: Any, by: int) -> None:
     """Divide the elements of the contiguous array ``x`` in place.
 
-    The two parts of a complex number are divided separately, as in the core. NumPy and torch would multiply
-    them by ``1 / by``, which rounds twice.
+    Like the core, this function divides the real and the imaginary part of a complex number separately. NumPy
+    and torch would multiply both parts by ``1 / by``, which rounds twice.
     """
     if is_tensor(x):
         (sys.modules["torch"].view_as_real(x) if x.is_complex() else x).div_(by)
@@ -303,7 +303,7 @@ def make(made: tuple[str, Any, tuple[int, ...]], device_text: Any = None) -> Any
     """
     library, dtype, shape = made
     if library == "torch":
-        import torch  # torch is not imported yet if only other members use it
+        import torch  # this process may not have imported torch yet
 
         return torch.empty(shape, dtype=getattr(torch, dtype), device=device_text)
     import numpy

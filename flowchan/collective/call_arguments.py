@@ -1,7 +1,7 @@
 """Check the arguments of group calls, and describe calls in messages.
 
-All checks come before anything is sent, so an invalid argument raises an error only on the member that passed
-it. The other members wait until this member makes its next call.
+An operation checks its arguments before it sends anything, so an invalid argument raises an error only on the
+member that passed it. The other members wait until this member makes its next call.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any
 def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> str:
     """Describe the first pair of ranks whose sizes differ; return an empty string if there is none.
 
-    For each rank, ``sizes`` has two lists: how many bytes it sends to each rank, and how many it expects from
-    each.
+    ``sizes`` contains two lists for each rank: the number of bytes that it sends to each rank, and the number
+    that it expects from each.
     """
     for source, to in itertools.product(range(len(sizes)), repeat=2):
         given, room = sizes[source][0][to], sizes[to][1][source : source + 1]

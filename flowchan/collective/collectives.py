@@ -1,7 +1,7 @@
 """Define a group's collective operations on arrays, tensors, scalars and other Python objects.
 
-They build on a few basic operations on bytes and contiguous arrays. Groups in shared memory (``one_host.py``)
-and groups across hosts (``many_hosts.py``) implement these differently.
+The operations use a few primitives for bytes and contiguous arrays. Groups in shared memory (``one_host.py``)
+and groups across hosts (``many_hosts.py``) implement these primitives differently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flowchan.collective.value_bytes import dumps, loads
 class Collectives(GroupSteps):
     """Collective operations of :class:`Group`.
 
-    The native core overrides those that it can run faster.
+    The native core overrides the operations that it can run faster.
     """
 
     def allreduce(

@@ -19,8 +19,10 @@ from flowchan.transport.tcp import dial, joined, listen, split
 PAUSE_S, TRY_S = 0.01, 5.0
 """Seconds between attempts to connect, and time limit of one attempt."""
 REFUSED_QUICKLY_S, REJECTION_TIMEOUT_S = 1.0, 30.0
-"""A peer is another program if it rejects every attempt within ``REFUSED_QUICKLY_S`` seconds, for
-``REJECTION_TIMEOUT_S`` seconds. A member also rejects attempts, but only while too many peers dial at once.
+"""If a peer rejects every attempt within ``REFUSED_QUICKLY_S`` seconds, for ``REJECTION_TIMEOUT_S`` seconds,
+it is not a member but another program.
+
+Members reject attempts only while too many peers dial at once.
 """
 
 

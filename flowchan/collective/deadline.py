@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 RemainingTime = Callable[[], float | None]
-"""Returns the seconds left for the next step, or None without a limit."""
+"""Function that returns the seconds left for the next step, or None if there is no limit."""
 
 
 def countdown(timeout: Any) -> RemainingTime:

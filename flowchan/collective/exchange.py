@@ -1,9 +1,9 @@
 """Run one step of an operation, in which the leaders of a group's hosts exchange messages.
 
-In a step, each leader exchanges one message with every other, all at the same time, so leaders cannot
-deadlock. Each message identifies its sender's call, so all leaders detect a mismatch and notice a death. Data
-from one leader to all, or from all to one, follows a tree. Leaders that are not neighbours in the tree
-exchange empty messages.
+In a step, each leader exchanges one message with every other leader. All messages travel at the same time, so
+leaders cannot deadlock. Each message identifies its sender's call, so every leader detects mismatched calls
+and deaths. Data from one leader to all, or from all to one, flows along a tree. Leaders that are not
+neighbours in the tree exchange empty messages.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ConnectionStats:
 class Connections:
     """Connections from the leader of ``host`` to the other leaders.
 
-    ``sockets`` has the connection to each host's leader, and ``ranks`` has that leader's rank.
+    ``sockets`` maps each host to the connection with its leader, and ``ranks`` maps it to that leader's rank.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int], host: int) -> None:
@@ -80,7 +80,7 @@ class Connections:
         self.host = host
         self.edges_by_host = {host: ConnectionStats() for host in self.sockets}
         self.leaves = os.fdopen(os.eventfd(0, os.EFD_CLOEXEC), "r+b", 0)
-        """Becomes readable once another thread closes this member."""
+        """Event descriptor that becomes readable when another thread closes this member."""
         for sock in self.sockets.values():
             sock.setblocking(False)
 
@@ -143,7 +143,10 @@ class LeaderPeer:
         self.waits = False
 
     def next_out(self) -> list[memoryview]:
-        """Return at most one piece for the next system call, or the rest of a buffer plus a new piece."""
+        """Return the buffers for the next system call: at most one piece of the current buffer.
+
+        If the rest of the current buffer fits into one piece, add a piece of the next buffer.
+        """
         first = self.out[0]
         return [first[:PIECE]] if len(first) > PIECE else [first, *(part[:PIECE] for part in self.out[1:2])]
 
@@ -154,10 +157,7 @@ class LeaderPeer:
 
 
 def interrupts(error: BaseException) -> bool:
-    """Return whether the error came from outside the operation.
-
-    Examples are Ctrl-C and an exception from a signal handler.
-    """
+    """Return whether a signal, such as Ctrl-C, caused the error, and not the operation itself."""
     return not isinstance(error, GroupError | TimeoutError | MemoryError) or is_interrupt(error)
 
 
@@ -166,7 +166,7 @@ class Leaves(Exception):
 
 
 class ExchangeStep:
-    """A step: send a message to every other leader, and receive one from each."""
+    """Step in which this leader sends one message to every other leader, and receives one from each."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class ExchangeStep:
         for host in self._waiting:
             sock, peer = self._links.sockets[host], self.peers[host]
             wanted = (0 if peer.has_come else select.POLLIN) | (select.POLLOUT if peer.out else 0)
-            if wanted:  # otherwise this host can get its message only after other hosts have sent theirs
+            if wanted:  # otherwise, the message to this host waits for data from other hosts
                 poll.register(sock, wanted)
                 host_of[sock.fileno()] = host
         passed = time.monotonic() - self._begun
@@ -255,7 +255,7 @@ class ExchangeStep:
     def _receive_last_message(self, host: int, error: OSError) -> None:
         """Receive the last message of a leader that has stopped accepting data.
 
-        It may contain the reason.
+        The message may contain the reason.
         """
         peer = self.peers[host]
         while not (peer.has_come and peer.kind == FAILED):
@@ -326,7 +326,7 @@ class ExchangeStep:
         return self._links.death_error(host, self.call[0], why)
 
     def _absent(self) -> str:
-        """Describe the hosts that the step waits for, except those held up by another late host."""
+        """Describe the hosts that delay the step, except those that wait for another late host."""
         late = {host for host in self._waiting if self.peers[host].out or not self.peers[host].has_come}
         names = [self._links.ranks[host] for host in sorted(late) if late.isdisjoint(self._needs_hosts(host))]
         return " and ".join(f"the host of rank {rank}" for rank in names)
@@ -337,7 +337,7 @@ class ExchangeStep:
 
 
 class Gathering(ExchangeStep):
-    """Send the data of all leaders to the root of a tree.
+    """Step that sends the data of all leaders to the root of a tree.
 
     Each leader waits for the data of its children and adds its own.
     """
@@ -360,7 +360,7 @@ class Gathering(ExchangeStep):
             return
         below = [self.peers[child] for child in self._children]
         parts = [*self._bundle, *(peer.into for peer in below)]
-        # After a failure further down the tree, the leader at which it happened reports the error to all
+        # If a leader further down the tree has failed, send no data: that leader reports its error to all
         # leaders directly.
         self.peers[self._parent].set_message(self.call, parts if all(peer.is_right for peer in below) else [])
         self._send(self._parent)
@@ -370,7 +370,7 @@ class Gathering(ExchangeStep):
 
 
 class Spreading(ExchangeStep):
-    """Send data from a tree's root to all leaders, each of which forwards it as it arrives."""
+    """Step that sends data from a tree's root to all leaders. Each leader forwards the data as it arrives."""
 
     def __init__(
         self, links: Connections, call: Call, memory: Any, tree: Tree, timeout: float | None
@@ -389,7 +389,7 @@ class Spreading(ExchangeStep):
         for child in self._children:
             peer = self.peers[child]
             if not parent.is_right:
-                if peer.waits:  # the leader at which the error happened reports it to all leaders directly
+                if peer.waits:  # the leader that failed reports the error to all leaders directly
                     peer.set_message(self.call, [])
             elif piece:
                 peer.out.append(piece)

@@ -1,6 +1,6 @@
 """Implement one member of a group: its messages, the groups split from it, and how it leaves.
 
-``collectives.py`` has the collective operations.
+The collective operations are in ``collectives.py``.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class Group(Collectives):
             source: Rank of another member.
             out: Array with the same type and number of elements, to fill and return.
             timeout: Seconds; None means no limit.
-            wait: False returns a :class:`Handle` at once, which receives during its ``wait`` and ``done``.
-                Receives from the same member stay in order.
+            wait: False returns a :class:`Handle` at once. The handle receives only while its ``wait`` or
+                ``done`` runs. Receives from the same member stay in order.
 
         Returns:
             ``out`` if given, otherwise the value; a :class:`Handle` with ``wait=False``.
@@ -368,7 +368,7 @@ class Group(Collectives):
         self.close()
 
     def stats(self) -> dict[int, ConnectionStats]:
-        """Return the traffic on each connection between hosts, by the rank at the other end.
+        """Return the traffic on each connection to another host, by the rank of that host's leader.
 
         Returns:
             The statistics. Only the first member on each host has connections; other members get an empty

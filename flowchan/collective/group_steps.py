@@ -36,8 +36,10 @@ from flowchan.items.combining import OPERATIONS, combined, of_one_shape
 Op = str | Callable[[Any, Any], Any]
 
 _NUMBERS = {op: number for number, op in enumerate(OPERATIONS)}
-"""Numbers by which members compare named operations on values. The next higher numbers are for functions that
-all members run."""
+"""Number of each named operation on values, which members compare.
+
+Higher numbers identify functions that all members run.
+"""
 
 
 class GroupSteps(Moving, Starting):

@@ -34,7 +34,7 @@ class Handle:
         self._future = future
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the operation and return its result. It may be called repeatedly.
+        """Wait for the operation and return its result. Later calls return the same result.
 
         Args:
             timeout: Seconds to wait; None means no limit.
@@ -58,7 +58,10 @@ class Handle:
 
 
 class HandleOwner(Protocol):
-    """Member that starts operations. ``_queue`` receives each change in the number of unfinished ones."""
+    """Member that starts operations.
+
+    ``_queue`` receives each change in the number of unfinished operations.
+    """
 
     def _queue(self, change: int) -> None: ...
     def close(self) -> None: ...
@@ -76,8 +79,8 @@ class Later:
     def start(self, call: Callable[[], Any], given: Sequence[Any] = ()) -> Handle:
         """Queue a call and return its handle.
 
-        ``given`` lists the arrays that the call uses. For arrays on a device, the caller's stream finishes
-        before the call is queued. The thread's stream finishes before the call counts as done.
+        ``given`` lists the arrays that the call uses. If they are on a device, the caller's CUDA stream must
+        finish before the call is queued. The call counts as done when the thread's CUDA stream has finished.
         """
         on_devices = [x for x in given if not array_access.is_here(x)]
 

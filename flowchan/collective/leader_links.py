@@ -99,10 +99,10 @@ class Links(Connections):
         into: Callable[[int], memoryview | None] = lambda _: None,
         timeout: float | None = None,
     ) -> dict[int, memoryview]:
-        """Exchange messages with all hosts in one step.
+        """Exchange messages with the leaders of all other hosts in one step.
 
         Args:
-            call: This leader's call, to compare with those of the others.
+            call: This leader's call, to compare with the calls of the other leaders.
             out: Returns the parts of the message for a host.
             into: Returns memory for the data from a host, or None for new memory (default).
             timeout: Seconds; None means no limit.
@@ -224,22 +224,23 @@ class Links(Connections):
         operation.
         """
         if self._leaving:
-            return  # the others learn from another message that this member is leaving
+            return  # another message tells the others that this member is leaving
         word = dumps(error)
         peers = {host: LeaderPeer(call, [word], FAILED) for host in self.sockets}
         if goes_on:
             self._go(ExchangeStep(self, call, peers, lambda _: None, None))
             return
         for host, peer in peers.items():
-            # a blocked leader finds the connection closed
+            # a leader that is blocked on this connection notices that it is closed
             with contextlib.suppress(OSError):
                 self.sockets[host].sendmsg(peer.out)
         self.close()
 
     def _go(self, step: ExchangeStep) -> None:
-        """Run a step. After an error, this method or another thread closes the connections.
+        """Run a step.
 
-        Each message may then have been transferred only in part.
+        After an error, this method or another thread closes the connections, because each message may have
+        been transferred only in part.
         """
         with self._in_use:
             if self._closed:

@@ -5,8 +5,8 @@ leaders are connected.
 
 An operation runs within the nodes, then once between the leaders, and then within the nodes again. Each node
 combines arrays in rank order. Each leader then combines the nodes' results in host order, so all members get
-identical bits. Data from one member to all, or from all to one, follows a tree. A leader reports failures on
-other hosts to its node, and its node's failures to the other leaders.
+identical bits. Data from one member to all, or from all to one, flows along a tree. A leader reports failures
+on other hosts to its node, and its node's failures to the other leaders.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ T = TypeVar("T")
 class LinkedGroup(Group):
     """Member of a group that spans several hosts.
 
-    ``hosts`` has the ranks on each host, leaders first; ``host`` is the index of this host. ``links`` has the
-    leader's connections; it is None on other members. ``link_up`` connects the members of a subgroup.
+    ``hosts`` lists the ranks on each host, leaders first; ``host`` is the index of this host. ``links``
+    contains the leader's connections; on other members, it is None. ``link_up`` connects the members of a
+    subgroup.
     """
 
     def __init__(
@@ -448,7 +449,7 @@ class LinkedGroup(Group):
     def _cut_off(self, call: str) -> None:
         """Make the node give up if another host has closed its connection.
 
-        The other members on this host do not notice this, so their leader gives up for them.
+        Only the leader notices this, so it gives up for all members on its host.
         """
         host = None if self._links is None else self._links.ended()
         if self._links is not None and host is not None:

@@ -1,8 +1,8 @@
 """Exchange messages with members on other hosts, over one connection from each sender to each receiver.
 
-Every member has a listening thread. A sent message waits in a channel until a thread has connected to the
-receiver and forwards it. At the receiver, a thread puts it into the channel that ``receive`` reads. A sender
-therefore waits for the receiver only while these channels are full.
+Every member has a listening thread. ``send`` puts a message into a channel. A thread connects to the receiver
+and forwards the message, and a thread of the receiver puts it into the channel that ``receive`` reads. A
+sender therefore waits for the receiver only while both channels are full.
 
 A member *watches* a peer from which it expects a first message. A watching connection carries only one
 message: the notice that the peer is leaving.
@@ -179,7 +179,7 @@ class RemotePeers:
 
 
 class RemotePeer:
-    """Peer of ``owner``: the member ``rank``, which is on another host."""
+    """Member ``rank`` on another host, as seen by the member ``owner``."""
 
     def __init__(self, owner: RemotePeers, rank: int) -> None:
         self.watch: socket.socket | None = None
@@ -212,8 +212,8 @@ class RemotePeer:
                 messages: Channel[Framed] = Channel(capacity=64)
                 writer = messages.writer()
                 sender = start("send", self._pass_on, messages)
-                # All three are assigned in one step. If Ctrl-C comes before this assignment, the channel
-                # loses its writer, so the thread ends.
+                # One statement assigns all three. If Ctrl-C prevents the assignment, the channel loses its
+                # writer, so the thread ends.
                 self._out = messages, writer, sender
             self._waiting += 1
         try:

@@ -31,7 +31,7 @@ MEMBER_LOST, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN, WITHIN
 PRESENT, LEFT, _GAVE_UP = range(3)
 
 Gather = Callable[[Any], list[Any]]
-"""Sends a JSON value to all members, and returns all members' values in rank order."""
+"""Function that sends a JSON value to all members, and returns all members' values in rank order."""
 
 _HOW = {
     "exchange": "each member reads the inputs of the others",
@@ -74,8 +74,8 @@ _unused: weakref.WeakSet[SharedGroup] = weakref.WeakSet()
 class SharedGroup(_core.Group, Group):
     """Member of a group on one host.
 
-    ``_ranks`` has the ranks that messages show. They differ from the core's ranks if this group is the node
-    of a larger group.
+    ``_ranks`` lists the ranks to show in messages. If this group is a node of a larger group, they differ
+    from the core's ranks.
     """
 
     def __init__(self, fd: int, rank: int, name: str = "") -> None:
@@ -88,7 +88,8 @@ class SharedGroup(_core.Group, Group):
         self._ranks: Sequence[int] = range(self.size)
         self._chosen: dict[int, str | None] = {}
         self._original_call: tuple[Any, Any] | None = None
-        """Arguments of a call across hosts, while this group runs a step of it with other arguments."""
+        """Arguments of a call across hosts, while this group runs one step of that call with other
+        arguments."""
 
     _remedy_in_a_stage = (
         "send each worker its member as an item, as in graph.source(members(n)).map(…), or declare a gang"
@@ -252,10 +253,9 @@ class SharedGroup(_core.Group, Group):
             self._hold()
 
     def _let_go(self) -> bool:
-        """Replace this member's descriptor with one without the lock.
+        """Replace this member's descriptor with one without the lock, and return False if the system refuses.
 
-        Return False if the system refuses. A memory mapping would keep its descriptor's lock, so the locked
-        descriptor is never mapped.
+        The locked descriptor is never mapped, because a memory mapping would keep the lock.
         """
         try:
             other = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR)

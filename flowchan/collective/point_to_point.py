@@ -91,7 +91,7 @@ class ReceiveHandle(Handle):
         append_result(self._found, self._use, x)
 
     def forget(self) -> None:
-        """Wait for the value again, because an interrupted call has put it back."""
+        """Wait for the value again, after an interrupted call has put it back."""
         self._found.clear()
 
 
@@ -118,7 +118,7 @@ class Messages:
     def receive(self, source: int, timeout: float | None, use: Use = unchanged) -> Any:
         """Return ``use(value)`` for the next value.
 
-        If Ctrl-C interrupts the call, the next one gets that value.
+        If Ctrl-C interrupts the call, the next call receives that value.
         """
         if self._started.get(source):
             remaining = countdown(timeout)
@@ -129,7 +129,7 @@ class Messages:
         return self._receive(source, timeout, use)
 
     def start(self, source: int, use: Use) -> ReceiveHandle:
-        """Start a receive, which gets its message after all receives that were started before."""
+        """Start a receive, which gets its message after all receives that were started earlier."""
         handle = ReceiveHandle(self, source, use)
         self._started.setdefault(source, deque()).append(handle)
         return handle
@@ -196,7 +196,7 @@ class Messages:
             over = died or (ended if len(ended) == len(others) else set())
             opened = self._opened(others)
             wait = 0.0 if over else remaining()
-            # any of the other members may still open its channel
+            # a member may still open its first channel
             if not others.keys() <= opened.keys() | ended:
                 wait = POLL_INTERVAL_S if wait is None else min(POLL_INTERVAL_S, wait)
             if (found := self._from_one(opened, opened.keys() - ended, wait)) is not None:
@@ -287,7 +287,7 @@ class SharedMember(Protocol):
 
 
 class LocalPeers:
-    """Other members on one host, by their index in the group's memory."""
+    """The other members on this host, by their index in the group's memory."""
 
     def __init__(self, member: SharedMember) -> None:
         self._member = weakref.proxy(member)  # weak, so that an unused member is closed at once
@@ -303,7 +303,7 @@ class LocalPeers:
 
 
 class SameHostPeer:
-    """Another member on this host, with its index in the group of ``member``."""
+    """Another member on this host. ``index`` is its index in the group of ``member``."""
 
     def __init__(self, member: SharedMember, index: int) -> None:
         self._member, self._index = member, index

@@ -1,9 +1,9 @@
 """Shrink a group on one host to its surviving members.
 
-Each survivor publishes that it has arrived, and waits for an offer. When all have arrived, the first of them
-creates the memory of a new group and offers it to the others. The new group is valid once all its members
-have completed a round in it, so they agree that it is valid. If another member dies before that, the
-survivors try again.
+Each survivor publishes that it has arrived, and waits for an offer. When all have arrived, the survivor with
+the lowest rank creates the memory of a new group and offers it to the others. The members of the new group
+then complete one round in it, so they agree that it is valid. If another member dies before that round ends,
+the survivors try again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowchan.errors import GroupError
 from flowchan.transport.descriptors import Borrowed, take_over
 
 COME = 1
-"""Published in place of an offer's inode: the member has arrived, but offers nothing."""
+"""Value that a member publishes instead of an offer's inode if it has arrived but offers nothing."""
 _PLACE = 1 << 32
 _PAUSE, _LONGEST_PAUSE = 0.001, 0.02
 _NOT_ALLOWED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM}
@@ -69,7 +69,7 @@ class Shrinking(Generic[M]):
     def run(self) -> M:
         """Form the new group and close the old one.
 
-        If this member gives up or is interrupted, the others treat it like one that left.
+        If this member gives up or is interrupted, the others treat it like a member that has left.
         """
         old = self._old
         *_, over = old._see(old.rank)
@@ -78,7 +78,7 @@ class Shrinking(Generic[M]):
         old._take_slot()
         try:
             old._give_up()  # members that still use the old group raise MemberDied
-            old._local.close(wait=False)  # members that wait for messages from this one raise it too
+            old._local.close(wait=False)  # members that wait for messages from this one also raise MemberDied
             for member in self._others:
                 old._publish_channel(member, 0, COME, True)
             while (new := self._try()) is None:

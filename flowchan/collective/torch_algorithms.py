@@ -5,8 +5,8 @@ affected. Each operation begins and ends with a round of the group. The first ro
 The last round finds lost members, and raises one member's error on all of them. After it, either all members
 return, or all raise.
 
-A member that fails destroys its backend before the last round. This closes its connections, so the others do
-not wait for it. Creating a backend has a time limit.
+A member that fails destroys its backend before the last round. The other members then find its connections
+closed and do not wait for it. Creating a backend has a time limit.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ from flowchan.transport.tcp import joined, split
 POLL_INTERVAL_S = 0.02
 """Seconds between checks of the other members while this one waits for its backend."""
 GRACE = 1.0
-"""Seconds in which a backend can notice a lost member from its closed connections, before the backend is
-aborted."""
+"""Seconds that a backend has to notice the closed connections of a lost member before it is aborted."""
 WITHIN = timedelta(seconds=60)
 """Time limit for creating a backend after all members have agreed on it."""
 ENDLESS = timedelta(days=20)
-"""Used in place of torch's timeouts, because a member may be slow.
+"""Replacement for torch's default timeouts, because a member may be slow.
 
-The value in milliseconds must fit into torch's type.
+Its value in milliseconds must fit into torch's type.
 """
 
 # The types of these objects differ between versions of torch.
 _dist: Any = dist
 _Ended = Callable[[float], bool]
-"""Waits up to the given number of seconds, and returns whether the operation has ended."""
+"""Function that waits up to the given number of seconds, and returns whether the operation has ended."""
 
 
 class StuckBackend(Exception):
@@ -350,8 +349,8 @@ class TorchAlgorithm:
     def _end(self, stuck: bool) -> None:
         """Destroy the backend.
 
-        If ``stuck`` is true, an operation is still running. NCCL can abort it. Destroying another backend
-        would wait for the operation, so such a backend is kept until the process ends.
+        If ``stuck`` is true, an operation is still running. NCCL can abort the operation. The destructors of
+        other backends would wait for it, so these backends are kept until the process ends.
         """
         abort = getattr(self._backend, "abort", None) if self.name == "nccl" else None
         if abort is not None:

@@ -1,10 +1,11 @@
-"""Compute trees of hosts along which data flows from one host to all, or from all to one.
+"""Compute the trees along which data flows from one host to all hosts, or from all hosts to one.
 
 When the hosts' leaders have connected, each pair measures how long it takes to send one byte and
 ``REFERENCE`` bytes. The greedy rule "earliest completion first" builds a tree from these times. The rule is
 from Bhat, Raghavendra and Prasanna, Efficient collective communication in distributed heterogeneous systems,
-J. Parallel Distrib. Comput. 63 (2003). If all connections are equal, the tree is binomial if sending
-dominates, and a star if the delay dominates. Connections that are much slower than the others remain unused.
+J. Parallel Distrib. Comput. 63 (2003). Equal connections result in a binomial tree if the sending time
+dominates, and in a star if the delay dominates. Connections that are much slower than the others remain
+unused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 REFERENCE = 256 * 1024
 """Message size in bytes for which a tree is built. For small messages, only the delay matters."""
 LEAST = 1e-4
-"""Times below this, in seconds, are not distinguished. They reflect other load on the machines rather than
+"""Shorter times, in seconds, count as equal, because they depend more on other load on the machines than on
 the connection."""
 HARDLY = 1.25
 """A preferred message may arrive at most this many times as late as the earliest one."""
@@ -145,7 +146,10 @@ def packed(measured: dict[int, Times], hosts: int) -> bytes:
 
 
 def table_of(rows: dict[int, bytes]) -> Table:
-    """Combine the measurements of all hosts, taking the longer of the times from a connection's two ends."""
+    """Combine the measurements of all hosts.
+
+    The two ends of a connection measure different times, of which the longer counts.
+    """
     times = {host: [Times(*one) for one in _TIMES.iter_unpack(row)] for host, row in rows.items()}
     return {
         (low, high): Times(

@@ -9,7 +9,8 @@ from flowchan import _core
 from flowchan.items.codec import pack_away, unpack
 
 _WHOLE, _PARTS, _PLAIN = 0, 1, 2
-"""Last byte of the data: one pickle, a pickle with buffers, or the core's encoding for built-in types."""
+"""Last byte of the data, which names the format: one pickle, a pickle with buffers, or the core's encoding
+for built-in types."""
 
 
 def dumps(value: Any) -> bytes:

@@ -1,7 +1,7 @@
 """Create pools of hosts for ``on=``, and channels between programs on different hosts.
 
-Modules for channels between programs are imported on first use. Agents do not need them, and every import
-delays the start of an agent.
+The modules for channels between programs are imported on first use. Agents do not need them, and every import
+would delay an agent's start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Pool", "local", "open_channel", "ray", "serve", "slurm", "ssh"]
 
 @refuses_misspelt("local")
 def local(count: int, *, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
-    """Make a pool of ``count`` agents on this machine, to try out a graph meant for several hosts.
+    """Make a pool of ``count`` agents on this machine, to test a graph before it runs on several hosts.
 
     The agents share this machine's memory, cores and files. They communicate over TCP on loopback, just
     as agents on separate machines do over the network.

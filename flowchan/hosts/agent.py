@@ -4,8 +4,8 @@
 process for each worker.
 
 Each port of a worker has a separate ring, which the link fills or empties. A remote worker is therefore
-recovered like a local one. When it dies, its rings return the items that it held, and its replacement
-receives them.
+recovered like a local one. When it dies, its rings return the items that it was processing, and its
+replacement receives them.
 
 An agent has three threads: one carries out the driver's commands, one maintains the link, and one watches the
 worker processes. If an agent hears nothing from the driver for ``peer_timeout`` seconds, it ends with its
@@ -112,8 +112,8 @@ class _Worker:
     Attributes:
         start: Command that started the worker.
         channels: Channels behind its ports.
-        ports: Ports that its process uses.
-        ends: Opposite ends of its channels, which the link uses.
+        ports: Ends of these channels that the worker's process uses.
+        ends: Opposite ends of these channels, which the link uses.
     """
 
     start: Start
@@ -152,7 +152,7 @@ class Agent:
             if isinstance(command, Leave):
                 break
             self._do(command)
-        self._processes.end()  # lets workers finish their remaining work
+        self._processes.end()  # waits for workers that are still finishing their work
         self._end(0)
 
     def _end(self, code: int) -> NoReturn:
@@ -281,7 +281,7 @@ class Agent:
     def _keep_link(self) -> None:
         """Watch the link, and dial again when the connection breaks.
 
-        The new connection then carries everything that had not arrived.
+        The new connection carries everything that did not arrive over the old one.
         """
         peer_timeout, backoff = self._orders.peer_timeout, Backoff()
         for event in link_events.watch(self._link, peer_timeout / 4):
@@ -319,9 +319,9 @@ class Agent:
     def _dial(self, why: str, silent: float = 0.0, stuck: float = 0.0) -> socket.socket:
         """Connect to the driver, and authenticate both sides.
 
-        The agent ends if this does not succeed within the peer timeout. ``silent`` is the number of seconds
-        that have already passed without a message from the driver. The hello tells the driver for how many
-        seconds the connections have been ``stuck``.
+        If this fails for longer than the peer timeout, the agent ends. ``silent`` is the number of seconds
+        that have already passed without a message from the driver. ``stuck`` is the number of seconds for
+        which no connection has delivered an item; the hello reports it to the driver.
         """
         orders = self._orders
         about = {"number": orders.number, "epoch": orders.epoch, "stuck": stuck, "cores": local_cores()}
@@ -338,7 +338,7 @@ class Agent:
         return sock
 
     def _give_up(self, why: str) -> NoReturn:
-        # the reader of this process's standard error may have ended with the driver
+        # if the driver is gone, standard error may have no reader
         with contextlib.suppress(OSError):
             print(f"flowchan agent {self._orders.number + 1}: {why}; exiting", file=sys.stderr, flush=True)
         self._end(1)
@@ -396,4 +396,4 @@ def main() -> None:
 if __name__ == "__main__":
     from flowchan.hosts import agent
 
-    agent.main()  # not this module's own main(), because the driver could not unpickle objects from __main__
+    agent.main()  # imported, because the driver cannot unpickle objects of __main__

@@ -62,8 +62,8 @@ class AgentCallbacks(NamedTuple):
 class AgentHandle:
     """One incarnation of a host's agent.
 
-    It ends when the agent is known to be dead or has been silent for too long. The agent is then fenced: its
-    connection is closed, new ones are rejected, and its messages are ignored.
+    The incarnation ends when the agent is known to be dead or has been silent for too long. The driver then
+    fences the agent: it closes the agent's connection, rejects new ones, and ignores all messages.
 
     The handle has two threads: one starts and watches the agent, and one receives its reports.
     """
@@ -82,10 +82,10 @@ class AgentHandle:
         self._provider, self._peer_timeout = provider, peer_timeout
         self._callbacks = callbacks
         self._address = ""
-        # How long items in each direction had been stuck, in seconds, when the connection last broke.
+        # Seconds for which no item had arrived, in each direction, when the connection last broke.
         self._stuck_here = self._stuck_there = 0.0
         self._why_broken = ""
-        # true once the log has a warning about connections that break before any item arrives
+        # true once the log warns that connections break before any item arrives
         self._has_warned = False
         self._closed = False  # true if the run is over, so the agent's reports and failures are ignored
         self._refuses_connections = False
@@ -100,7 +100,7 @@ class AgentHandle:
         self.link.open_stream(0, [self._commands_reader], [self._reports_writer])
 
     def begin(self, name: str, launch: dict[str, Any]) -> None:
-        """Start the agent in the background. ``launch`` has the parameters that the agent reads."""
+        """Start the agent in the background. ``launch`` contains the parameters that the agent reads."""
         self._address = launch["address"]
         orders = {**launch, "number": self.number, "epoch": self.epoch, "peer_timeout": self._peer_timeout}
         line = json.dumps(orders).encode() + b"\n"
@@ -114,8 +114,8 @@ class AgentHandle:
     def meet(self, sock: socket.socket, stuck: float = 0.0, outputs: str = "") -> None:
         """Attach an authenticated connection from the agent, at its start or after the connection was lost.
 
-        For ``stuck`` seconds, every connection has broken before any of the agent's items arrived.
-        ``outputs`` is the address at which other agents fetch outputs that stay with this one.
+        ``stuck`` is the number of seconds for which every connection has broken before any of the agent's
+        items arrived. ``outputs`` is the address at which other agents fetch outputs that stay with this one.
         """
         with self._lock:
             if self.why or self._refuses_connections:
@@ -164,8 +164,8 @@ class AgentHandle:
     def close(self, give_up: float) -> None:
         """Wait until ``give_up`` for the agent to end, and release everything.
 
-        Call this after the agent has ended, or after :meth:`leave`. This does not wait for an agent that
-        never dialled, because such an agent has nothing to finish.
+        Call this method after the agent has ended, or after :meth:`leave`. An agent that never dialled has
+        nothing to finish, so the method does not wait for it.
         """
         pause = threading.Event()
         while self.has_connected and not self._has_ended() and time.monotonic() < give_up:

@@ -1,6 +1,6 @@
 """Define the messages between the driver and an agent, as values.
 
-They are sent over the link's control stream (stream 0).
+The link's control stream (stream 0) carries these messages.
 
 Both sides have authenticated each other, so messages are pickled like items. Events of the host's workers use
 the same stream; the agent does not read them.
@@ -26,7 +26,7 @@ class Start:
 
     Attributes:
         stream: Number of the worker's stream on the link.
-        info: Facts that the worker should know about itself.
+        info: Description of the worker, which its code can query.
         stage: Its pickled stage.
         modules: Modules that the pickle refers to and that the host may lack.
         suspicion: Earlier deaths that may be due to the worker's first item.
@@ -67,7 +67,7 @@ class Start:
 class Recover:
     """Recover the items of this worker, whose process died.
 
-    ``blame`` means that its item may have killed it.
+    ``blame`` is true if the worker's item may have killed the process.
     """
 
     worker: WorkerId
@@ -98,7 +98,10 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Send this message back. Its return shows that all earlier reports from workers have arrived."""
+    """Send this message back.
+
+    Its return shows the driver that all earlier reports from workers have arrived.
+    """
 
     number: int
 

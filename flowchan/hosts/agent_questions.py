@@ -9,7 +9,7 @@ from flowchan.hosts.agent_messages import AskWaits, Echo
 class AgentQuestions:
     """Questions that one run asks its agents.
 
-    Call a method repeatedly until it returns true. The next call then asks again.
+    The caller repeats a call until it returns true. The next call after that asks the agents again.
     """
 
     def __init__(self) -> None:

@@ -118,7 +118,7 @@ class AgentReports:
                 self.tell(message)
 
     def _is_valid(self, message: object) -> bool:
-        """Return whether a message is about a worker of this part, or about none."""
+        """Return whether a message concerns a worker of this part, or no worker at all."""
         worker = getattr(message, "worker", None)
         is_known = worker is None or (
             isinstance(worker, WorkerId) and (worker in self._workers or worker.number == 0)
@@ -132,7 +132,7 @@ class AgentReports:
             if stream is None or stream.agent is not agent:
                 return
             if stream.ended is not None:
-                if not stream.finished:  # the process may have died before it closed its ports
+                if not stream.finished:  # if the process died before it closed its ports
                     agent.send(Close(message.worker))
                 return
             if isinstance(message, Ended):
@@ -191,7 +191,8 @@ class AgentReports:
     def is_late(self, agent: AgentHandle) -> bool:
         """Return whether an agent has not killed a worker in time.
 
-        Each agent's thread asks this often, so this takes no lock, for which all these threads would compete.
+        The threads of all agents call this method often. It takes no lock, because they would compete for the
+        lock.
         """
         now = time.monotonic()
         return any(stream.kill_by < now for stream in list(self._streams.of(agent).values()))

@@ -86,7 +86,8 @@ class AgentStarts:
     def _let_in(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """Accept an agent's connection.
 
-        This takes no lock, because the listener's thread would compete for it with the threads of all agents.
+        This method takes no lock, because the listener's thread would compete with the threads of all agents
+        for the lock.
         """
         number, epoch = hello.get("number"), hello.get("epoch")
         agent = None
@@ -103,11 +104,11 @@ class AgentStarts:
         sock.close()
 
     def start(self, host: HostWorkers, callbacks: AgentCallbacks) -> AgentHandle:
-        """Start an agent on a host, and make it the host's agent."""
+        """Start an agent on a host, and record it as the host's current agent."""
         assert self._listener is not None
         agent = AgentHandle(self._provider, host.number, host.agents, self._peer_timeout, callbacks)
         host.agent = agent
-        # a hello has room for only a few epochs, so epoch 0 is omitted
+        # a hello has room for few epochs, so it omits those that are 0
         self._epochs |= {str(host.number): host.agents} if host.agents else {}
         host.agents += 1
         host.starts.append(time.monotonic())

@@ -1,6 +1,6 @@
 """Record the cores and relative speeds of hosts, and deal workers out to the hosts.
 
-A pool is an immutable value, so this module keeps what its hosts report, for each provider.
+A pool is an immutable value. This module therefore stores the reports of hosts itself, by provider.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def report_cores(provider: Provider, host: str, cores: int) -> None:
 
 
 def known_cores(provider: Provider) -> dict[str, int]:
-    """Return the number of cores of each host where it is known.
+    """Return the number of cores of each host for which it is known.
 
-    The provider's own numbers take precedence over those reported by hosts.
+    Numbers from the provider take precedence over numbers that hosts reported.
     """
     own = provider.cores
     if own is not None:
@@ -57,14 +57,14 @@ def relative(rates: Mapping[str, float]) -> dict[str, float]:
 def deal(pool: str, count: int, cores: Mapping[str, int], weights: Mapping[str, float]) -> tuple[str, ...]:
     """Deal workers out to hosts in turn, like ``sfork`` of lua---parallel.
 
-    Each host gets one worker per turn, up to one worker per core. A host with half the weight of another gets
-    a worker every second turn. Once all cores are taken, the turns continue, after a single warning.
+    Each host gets one worker per turn, up to one worker per core. A host with half the highest weight gets a
+    worker every second turn. Once all cores are taken, the function warns once and continues the turns.
 
     Args:
         pool: Pool's name, for the warning.
         count: Number of workers.
         cores: Number of cores of each host, in the order of turns.
-        weights: Relative number of workers of each host; 1 for a host without an entry.
+        weights: Relative number of workers of each host (default for a host without an entry: 1).
 
     Returns:
         The host of each worker.

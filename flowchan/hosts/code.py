@@ -1,7 +1,8 @@
 """Pickle a stage's code for a host.
 
-Code is pickled by reference if the host has its module. If the host lacks a module of the user, code from it
-is pickled by value. Modules that are installed, by pip or with Python, are always pickled by reference.
+Code is pickled by reference if the host has its module. If the host lacks one of the user's own modules, code
+from that module is pickled by value. Code from modules that pip or Python itself installed is always pickled
+by reference.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def pack_stage(stage: Any, by_value: Iterable[str]) -> bytes:
 
 
 def own_modules(packed: bytes) -> tuple[str, ...]:
-    """Return the user's modules that a pickle may refer to, because their names are strings in it."""
+    """Return the user's modules that a pickle may refer to: their names occur as strings in the pickle."""
     texts = {argument for _, argument, _ in pickletools.genops(packed) if isinstance(argument, str)}
     return tuple(sorted(name for name in texts & sys.modules.keys() if _is_own(sys.modules[name])))
 
@@ -56,9 +57,9 @@ class PackedStages:
         self._packed: dict[tuple[str, tuple[str, ...]], tuple[bytes, tuple[str, ...]]] = {}
 
     def get(self, stage: Stage, without: Collection[str] = ()) -> tuple[bytes, tuple[str, ...]]:
-        """Pickle a stage. Code from the modules in ``without``, which the host lacks, is included by value.
+        """Pickle a stage, and return the names of the user's other modules that it needs.
 
-        Also return the names of the user's other modules that it needs.
+        The host lacks the modules in ``without``, so their code is pickled by value.
         """
         key = stage.name, tuple(sorted(without))
         if key not in self._packed:
@@ -70,7 +71,7 @@ class PackedStages:
 def lacking(modules: Iterable[str]) -> tuple[str, ...]:
     """Return the modules that this process cannot import.
 
-    Nothing is imported: the search covers only the top-level package.
+    The function imports nothing, so it checks only whether the top-level package exists.
     """
     return tuple(name for name in modules if not _is_importable(name.partition(".")[0]))
 
@@ -104,7 +105,7 @@ def _by_value(modules: list[ModuleType]) -> Iterator[None]:
 
 
 def _classes(module: ModuleType) -> dict[str, type]:
-    """Return the picklable classes that a module defines, because items may be instances of them."""
+    """Return the picklable classes that a module defines. Items may be instances of these classes."""
     found = {
         name: value
         for name, value in list(vars(module).items())
@@ -135,7 +136,7 @@ class _Bundle:
 
 
 class _Part(ModuleType):
-    """Stand-in for a module that this host lacks, with the classes that were sent."""
+    """Stand-in for a module that this host lacks. It contains the classes that were sent."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python itself looks up such names

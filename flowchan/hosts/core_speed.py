@@ -1,7 +1,8 @@
 """Benchmark a host, to compare the speeds of hosts.
 
 The benchmark keeps all cores busy, because a core is slower while other cores of its host are working. Each
-process works before, during and shortly after the interval, but counts only the rounds within it.
+process starts to work before the interval and stops shortly after it, but counts only the rounds within the
+interval.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def rounds_per_core(cores: int, interval: float = INTERVAL_S) -> float:
 def _count_and_exit(writing: int, begin: float, interval: float) -> NoReturn:
     """Count the rounds, at least 1, in an interval from ``begin`` on; write the count and exit.
 
-    If the process starts late, so does the interval.
+    If the process starts late, its interval also starts late.
     """
     try:
         while time.monotonic() < begin:
@@ -63,6 +64,6 @@ def _count_and_exit(writing: int, begin: float, interval: float) -> NoReturn:
 
 
 def one_round() -> int:
-    """Work for about 0.1 ms with integers, calls, and memory that fits into a CPU cache."""
+    """Compute for about 0.1 ms, with integers, function calls, and memory that fits into a CPU cache."""
     numbers = list(range(1000))
     return sum(number * number for number in numbers) + hash(tuple(reversed(numbers)))

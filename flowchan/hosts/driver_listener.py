@@ -1,6 +1,6 @@
-"""Listen for agents, and for the workers of groups, in the driver.
+"""Listen in the driver for agents, and for the workers of groups.
 
-Workers of a group exchange their addresses here, and then connect to each other.
+The workers of a group exchange their addresses through the driver, and then connect to each other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DriverListener:
         self._listener, self._agent = listener, agent
         self._meetings: dict[int, Coordinator] = {}
         self._groups = CLOSE
-        # Groups to end; the flag is true if a group ends only while its rendezvous is incomplete.
+        # Groups to end. If the flag is true, end the group only if its rendezvous is incomplete.
         self._orders: SimpleQueue[tuple[int, bool]] = SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=within, args=(self._run,), name=name, daemon=True)

@@ -4,10 +4,10 @@ The server has imported the agent's modules, and forks one agent per request.
 
 :mod:`flowchan.hosts.providers.forked_agents` starts ``python -m flowchan.hosts.fork_server`` with one end of
 a socket as its standard input. Each message on that socket requests an agent and carries three descriptors: a
-socket for this agent, a file, and the program's standard error. The file begins with the description of the
-agent; the rest is the agent's standard input. The server reports the agent's process id and exit on the
-agent's socket. When the program shuts down its end of that socket, or ends, the server kills the agent and
-all processes that the agent started.
+socket for this agent, a file, and the program's standard error. The file contains a description of the agent,
+followed by the agent's standard input. The server reports the agent's process id and exit on the agent's
+socket. When the program shuts down its end of that socket, or ends, the server kills the agent and all
+processes that the agent started.
 
 The server has a single thread, so it can fork safely. It ends when its control socket closes.
 """
@@ -33,7 +33,8 @@ from flowchan.run.crew.at_exit import die_with
 from flowchan.run.worker.process_main import show_name
 
 SOON = ("encodings.idna", "multiprocessing.popen_fork")
-"""Modules that each agent would otherwise import when it dials and starts a worker."""
+"""Modules that the server imports in advance, because each agent would otherwise import them when it dials
+and starts a worker."""
 
 
 class _Agent:
@@ -46,7 +47,10 @@ class _Agent:
         self.is_over = False  # true if the program has released the agent
 
     def check(self) -> None:
-        """Report how the agent ended, if it has. It stays a zombie, so its process id is not reused."""
+        """Report how the agent ended, if it has ended.
+
+        The process stays a zombie, so its process id is not reused.
+        """
         if self.has_ended:
             return
         end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -56,8 +60,8 @@ class _Agent:
             _report(self.program, f"code {code}")
 
     def kill(self) -> None:
-        # Kill the process first, because it may not lead its process group yet. A dead process cannot become
-        # its leader any more.
+        # Kill the process before its group. It may not have become the leader of its group yet, and a dead
+        # process cannot become the leader.
         os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -75,7 +79,7 @@ class _Order:
         self._launch_fd, self._stderr = launch_fd, stderr
 
     def obey(self) -> None:
-        """Turn this process into ``python *arguments`` with the program's environment."""
+        """Make this process behave like ``python *arguments``, started in the program's environment."""
         length = int.from_bytes(os.read(self._launch_fd, LENGTH), "little")
         launch: dict[str, Any] = json.loads(_read(self._launch_fd, length))
         for descriptor, stream in ((self._launch_fd, 0), (self._stderr, 1), (self._stderr, 2)):
@@ -133,7 +137,7 @@ class Seed:
             word = b""
         if not word:
             self._end()
-        if len(got) < 3:  # too few free descriptors; the program notices that the server does not answer
+        if len(got) < 3:  # out of descriptors; the program notices that the server does not answer
             for descriptor in got:
                 os.close(descriptor)
             return None
@@ -217,7 +221,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     control = socket.socket(fileno=os.dup(0))
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # the server must not use the program's standard error, which may close earlier
+    for stream in range(3):  # the program's standard error may close before the server ends
         os.dup2(nowhere, stream)
     os.close(nowhere)
     for name in SOON:

@@ -2,8 +2,8 @@
 
 Algorithm. The driver sends its clock time. The agent returns that time together with the host's clock time.
 The driver assumes that the agent answered in the middle of the round trip (Cristian's algorithm). The error
-is at most half the round-trip time, so the driver keeps the answer with the shortest round trip. It asks
-``FIRST_READINGS`` times in a row, because a single answer may be late on a busy machine.
+is at most half the round-trip time, so the driver keeps the answer with the shortest round trip. The driver
+asks ``FIRST_READINGS`` times in a row, because a single answer may be late on a busy machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from flowchan.hosts.agent_messages import ClockReading
 
 FIRST_READINGS = 8
-"""Number of answers after which the driver asks only from time to time."""
+"""Number of readings that the driver takes in a row before it asks only from time to time."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class HostClock:
 
     @property
     def is_rough(self) -> bool:
-        """Return whether the driver should ask again immediately."""
+        """Return whether the estimate is still rough, so that the driver should ask again immediately."""
         return self.answers < FIRST_READINGS
 
     def answered(self, reading: ClockReading, now: int | None = None) -> None:

@@ -19,8 +19,8 @@ class HostGangs:
 
     def __init__(self) -> None:
         self.listener: DriverListener | None = None
-        # Each worker's group number, rank and group size. A worker of an elastic gang has no group while a
-        # new one forms.
+        # Each worker's group number, rank and group size. While an elastic gang forms a new group, its
+        # workers have no entry.
         self._members: dict[WorkerId, tuple[int, int, int]] = {}
 
     def form(self, ids: Sequence[WorkerId]) -> None:

@@ -1,4 +1,4 @@
-"""Define pools of hosts as placements. A pool is a value: declaring one opens no connection."""
+"""Define pools of hosts as placements. A pool is a value: creating it opens no connection."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Pool(Placement):
         return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen, shares=shares, by_worker=())
 
     def assigned(self, hosts: Sequence[str]) -> Pool:
-        """Return a pool that places each worker of a stage on a certain host.
+        """Return a pool that places each worker of a stage on the host given for it.
 
         If a host is lost, another host of the pool takes over its workers.
 
@@ -209,7 +209,7 @@ class Pool(Placement):
         return ask_hosts(self.provider, hosts, timeout or HOST_TIMEOUT_S, speed=speed)
 
     def has_same_host(self, other: Placement) -> bool:
-        """Return whether another placement uses the same provider.
+        """Return whether another placement uses the agents of the same provider.
 
         Args:
             other: Another placement.

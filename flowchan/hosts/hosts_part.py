@@ -4,10 +4,10 @@ The ports of a remote worker are in the driver's process, like those of any othe
 stream on the link to its host. The link sends the items that the ports receive, and puts the outputs that
 come back. Leases, ordering and recovery therefore stay in the driver's channels.
 
-A worker that dies while its agent is alive is recovered and replaced on its host. An agent that dies or is
-silent for too long is fenced: its messages are ignored. The driver returns the items of its workers to the
-channels. Another agent on the same host restarts the workers. If no agent can be started there, an agent on
-another host of the pool restarts them.
+A worker that dies while its agent is alive is recovered and replaced on its host. If an agent dies or is
+silent for too long, the driver fences it. The driver then ignores its messages, and returns the items of its
+workers to the channels. Another agent on the same host then restarts the workers. If no agent can be started
+there, an agent on another host of the pool restarts them.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class HostsPart:
     def _take_back(self, id: WorkerId) -> bool:
         """Recover a worker whose agent is dead: drop its stream and return its items to the channels.
 
-        Return False if the agent is alive or the worker has no stream.
+        Return False if there is nothing to recover, because the agent is alive or the worker has no stream.
         """
         stream = self._streams.get(id)
         if stream is None or not stream.agent.why:

@@ -1,4 +1,4 @@
-"""Create channels in this program that workers in other processes or on a pool's hosts can reach."""
+"""Create channels of this program that workers in other processes or on other hosts can open."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from flowchan.transport.tcp import joined
 
 
 def channel_maker(placement: Placement) -> Callable[[int], Channel[Any]]:
-    """Return a function that creates a channel to the workers of a placement, with a given capacity.
+    """Return a function that creates channels which the workers of a placement can open.
 
-    On a pool, all these channels share one server. It listens at the address at which the pool's agents reach
-    this program, and ends when its last channel is released.
+    The function takes the capacity. If the placement is a pool, one server serves all these channels. It
+    listens on the address at which the pool's agents reach this program, and ends when its last channel is
+    released.
     """
     if not isinstance(placement, Pool):
         return functools.partial(Channel, across="processes")

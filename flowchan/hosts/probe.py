@@ -117,7 +117,7 @@ def ask_hosts(
 def probes(
     provider: Provider, hosts: Collection[str], found: dict[int, Facts], host_timeout: float
 ) -> Iterator[Iterator[tuple[int, socket.socket]]]:
-    """Start a probe on each of ``hosts``, and return an iterator over those that connect.
+    """Start a probe on each of ``hosts``, and yield an iterator over the probes that connect.
 
     The iterator stores a host's facts in ``found`` before it yields the host's probe. After the last one, it
     stores the problems of the other hosts. Leaving the block shuts down the probes.
@@ -166,7 +166,7 @@ def _arriving(
 
 
 def _add_speeds(provider: Provider, sockets: Sockets, found: dict[int, Facts], give_up: float) -> None:
-    """Measure the speeds of all usable hosts at once until ``give_up``, and add them to the facts."""
+    """Measure the speeds of all usable hosts at the same time, and add them to the facts."""
     cores = known_cores(provider)
     asked = {number: sock for number, sock in sockets.items() if not found[number].problem}
     rates: dict[str, float] = {}
@@ -214,7 +214,7 @@ def _listen_at(provider: Provider, hosts: list[str], found: dict[int, Facts]) ->
                 raise
             hosts.remove(error.host)
             found[provider.hosts.index(error.host)] = Facts(error.host, str(error))
-    return "127.0.0.1"  # no host is left that could dial this address
+    return "127.0.0.1"  # unused, because no host is left that could dial it
 
 
 def _accepted(

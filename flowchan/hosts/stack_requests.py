@@ -33,7 +33,7 @@ class StackRequests:
             answers.put(answer)
 
     def ask(self, agents: Mapping[WorkerId, AgentHandle]) -> dict[WorkerId, str]:
-        """Return the stack of each worker; a one-line message if its agent does not answer."""
+        """Return the stack of each worker, or a one-line message if the worker's agent does not answer."""
         number, found = next(self._numbers), dict[WorkerId, str]()
         answers = self._answers[number] = SimpleQueue()
         try:

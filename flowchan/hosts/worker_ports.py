@@ -1,4 +1,4 @@
-"""Track a run's hosts, its workers' streams on the links, and these workers' waits."""
+"""Track a run's hosts, the streams of its workers on the links, and which workers wait."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class WorkerPorts:
     Attributes:
         number: Number of the worker's stream.
         agent: Agent on the worker's host.
-        info: Facts that the worker knows about itself.
+        info: Description of the worker, which its code can query.
         process_ended: True if its process has ended and not been replaced.
         failed: True if it has reported a failure.
         blame: True if the item that the worker held may have killed the worker.
-        ended: Its report that it has ended; its last outputs may be in transit until ``finished``.
+        ended: Its report that it has ended. Until ``finished`` is true, its last outputs may be in transit.
         finished: True if all its outputs have arrived.
         kill_by: Time by which its agent must have killed it.
     """
@@ -71,7 +71,7 @@ class WorkerStreams(UserDict[WorkerId, WorkerPorts]):
             del self._by_agent[agent]
 
     def of(self, agent: AgentHandle) -> Mapping[WorkerId, WorkerPorts]:
-        """Return the streams of an agent's workers, without searching those of other agents."""
+        """Return the streams of an agent's workers, without a search through other agents' streams."""
         return self._by_agent.get(agent, {})
 
     def worker_on(self, agent: AgentHandle, number: int) -> WorkerId | None:
@@ -81,8 +81,11 @@ class WorkerStreams(UserDict[WorkerId, WorkerPorts]):
 
 
 MOST_AGENTS, WITHIN_S, MAX_UNCONNECTED = 10, 60.0, 3
-"""The driver gives up on a host after MOST_AGENTS agents within WITHIN_S seconds. It also gives up after
-MAX_UNCONNECTED agents in a row that never dialled or whose connections carried nothing."""
+"""The driver gives up on a host after it has started MOST_AGENTS agents there within WITHIN_S seconds.
+
+It also gives up after MAX_UNCONNECTED agents in a row that never dialled or whose connections carried
+nothing.
+"""
 
 COUNTS = ("breaks", "bytes_out", "bytes_in")  # counters in a link's state
 
@@ -172,7 +175,7 @@ def together(agents: Sequence[AgentHandle], streams: Mapping[WorkerId, WorkerPor
             moves = True  # the worker is being started, replaced or ended
             continue
         about = states[stream.agent.number]["streams"].get(stream.number, {})
-        # with staged items, the worker waits for room at the driver, not for an item
+        # a worker with staged items waits for room in the driver's channel, not for an item
         if not about.get("staged"):
             reading.update(waits.reading)
         writing.update(waits.writing)

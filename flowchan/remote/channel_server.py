@@ -1,9 +1,9 @@
 """Serve the channels that this process owns to other processes.
 
-Such a channel is an ordinary ring in its owner, the process that created it. The server listens on one
+Each such channel is an ordinary ring in its owner, the process that created it. The server listens on one
 address for all of the owner's channels, and accepts clients that prove that they know the secret. Each client
-process has one link and one :class:`ClientSession`. The server carries out a client's requests on the channel
-itself. Each port that a client opens is an ordinary port in the owner, which the link uses.
+process has one link and one :class:`ClientSession`, which carries out the client's requests on the channels.
+If a client opens a port, the owner opens an ordinary port, and the link uses it for the client.
 
 One thread runs the server's event loop, and one thread per client watches its link. All of them end when the
 last channel has been released.
@@ -43,7 +43,7 @@ from flowchan.transport.tcp import listen
 from flowchan.transport.versions import differs, versions
 
 ANY_PORT = "127.0.0.1:0"
-# number of lost clients whose ids are kept, so that they learn why they are rejected
+# the server remembers this many lost clients, to tell them why it rejects them
 MAX_LOST_CLIENTS = 32
 DISCARD_INTERVAL_S = 0.005  # seconds between checks for more items in a channel that no process uses
 CHILD_TIMEOUT_S = 1.0  # seconds within which a live owner replies to its forked children
@@ -58,8 +58,8 @@ class ChannelServer:
         address: Address to listen on.
         secret: Secret of the server, which clients must prove that they know (default: 32 random bytes).
         tls: True if connections are encrypted.
-        peer_timeout: Seconds without a sign of life from this process after which clients give up.
-        kept: True if the server continues without channels.
+        peer_timeout: Seconds without a message from this process after which clients give up.
+        kept: True if the server continues to run when it has no channels.
 
     Raises:
         ValueError: The address is invalid.
@@ -78,12 +78,12 @@ class ChannelServer:
         self.tls, self.peer_timeout = tls, peer_timeout
         self.secret = secrets.token_bytes(32) if secret is None else secret
         self.requests: dict[str, Callable[..., Any]] = {}  # additional kinds of requests, by name
-        # Called with each session that ends.
+        # Called with each session when it ends.
         self.client_left: Callable[[ClientSession], None] = lambda _: None
         self._stays, self._kept, self._over = kept, True, False
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         self._sent: dict[int, Channel[Any]] = {}
-        # second objects for channels; clients put through the ports of these objects
+        # second object for each channel; the ports through which clients put belong to it
         self._entrances: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         # for each channel, the number of unfinished items that contain it
         self._under_way: Counter[int] = Counter()
@@ -136,7 +136,7 @@ class ChannelServer:
             chosen.reset(before)
 
     def send(self, number: int) -> bool:
-        """Count an item that contains the channel, which is then kept until the item is finished.
+        """Count an item that contains the channel, and keep the channel until the item is finished.
 
         The process that finishes the item calls :meth:`item_done`.
 
@@ -189,7 +189,7 @@ class ChannelServer:
         """Keep a channel that a forked child received in an item.
 
         The child opens the channel like a remote client. The item may hold the parent's only reference to the
-        channel. So the parent must keep the channel alive for as long as the child has it open.
+        channel, so the parent must keep the channel while the child has it open.
         """
         if os.getpid() == self.pid:
             return
@@ -199,10 +199,10 @@ class ChannelServer:
                 weakref.finalize(channel, connection.notify, "drop", number).atexit = False
 
     def _from_child(self) -> Connection | None:
-        """Return a forked child's connection to its parent; None if the parent has ended.
+        """Return a forked child's connection to its parent, or None if the parent has ended.
 
-        The child uses it to report the channels in its items, like a remote client. The connection stays
-        open.
+        The connection stays open. Through it, the child reports the channels in its items, like a remote
+        client.
         """
         try:
             os.kill(self.pid, 0)
@@ -213,7 +213,10 @@ class ChannelServer:
             return None
 
     def is_here(self, number: int) -> bool:
-        """Return whether this process has the channel; a forked child has those from before the fork."""
+        """Return whether this process has the channel.
+
+        A forked child has the channels from before the fork.
+        """
         return self.pid == os.getpid() or number in self._channels or number in self._sent
 
     def find(self, number: int) -> Channel[Any]:
@@ -248,14 +251,13 @@ class ChannelServer:
         weakref.finalize(channel, _dropped, weakref.ref(self), number, OrphanMemory(channel)).atexit = False
 
     def drop(self, number: int, memory: OrphanMemory) -> None:
-        """Schedule a check whether a channel is still in use.
+        """Schedule a check whether a channel is still in use, before one of its objects is released.
 
-        An object that refers to the channel is about to be released. The garbage collector may call this
-        method.
+        The garbage collector may call this method.
         """
         if os.getpid() != self.pid:
             return
-        # If no channel is in transit, no item contains one.
+        # If no channel is in transit, the channel's items contain no channels.
         has_items = self._sent or number in self._entrances
         if has_items and (dropped := memory.dropped(number)) is not None:
             self._dropped.append(dropped)
@@ -285,7 +287,7 @@ class ChannelServer:
         """Return a second object for the channel, which does not count as a user.
 
         The ports through which clients put belong to this object. Items in transit therefore do not keep a
-        channel that no process can read any more.
+        channel alive that no process can read any more.
         """
         found = self._entrances.get(number)
         if found is None:
@@ -296,7 +298,7 @@ class ChannelServer:
 
     def is_over(self) -> bool:
         """Return whether the server has ended or has no channels left."""
-        # Iterate instead of using len(), because a dictionary may not have dropped its entry yet.
+        # Iterate instead of using len(), which may count objects that are already released.
         used = (*self._channels.values(), *self._entrances.values())
         return self._over or (not self._kept and not used)
 
@@ -381,7 +383,7 @@ class ChannelServer:
         return self._sessions[id]
 
     def forget(self, session: ClientSession) -> None:
-        """Remove a session that has ended."""
+        """Forget a session that has ended."""
         if self._sessions.pop(session.id, None) is not None:
             self._given_up.append(session.id)
             del self._given_up[:-MAX_LOST_CLIENTS]
@@ -390,9 +392,9 @@ class ChannelServer:
 
 
 _servers: dict[str, ChannelServer] = {}
-"""Servers of this process and, after a fork, of its parents, by server id."""
+"""Servers of this process, by server id. After a fork, the child also has its parents' servers."""
 _ending = threading.Lock()
-"""Held while a server decides whether to end."""
+"""Lock that a server holds while it decides whether to end."""
 chosen: ContextVar[ChannelServer | None] = ContextVar("chosen", default=None)
 """Server for the channel being made (default: this process's server)."""
 

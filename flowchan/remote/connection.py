@@ -186,7 +186,7 @@ class Connection(Calls):
             if not stream.reads and not stream.counted:
                 stream.ring._allow(room)
 
-        # Called before the request, because the stream may finish before this process handles the reply.
+        # Register the stream before the request, because it may finish before this process handles the reply.
         def enter() -> None:
             with self._lock:
                 self._streams[stream.number] = stream
@@ -204,7 +204,7 @@ class Connection(Calls):
         if stream is None:
             return
         if message.broken:
-            stream.ring.abort(cause_in(message.cause))  # no effect if the link has already aborted the ring
+            stream.ring.abort(cause_in(message.cause))  # no effect if the link has aborted the ring first
         stream.end.close()
         stream.arrived = message.used
         stream.finished.set()
@@ -218,7 +218,8 @@ class Connection(Calls):
             timeout: Seconds to wait; None waits without a limit.
 
         Returns:
-            True if the owner has put them, False if it never will, None if ``timeout`` seconds have passed.
+            True if the owner has put the items, False if it never will, None if ``timeout`` seconds have
+            passed.
         """
         if not stream.finished.is_set():
             used: bool | None = self.link.await_used(stream.number, count, timeout)
@@ -230,9 +231,9 @@ class Connection(Calls):
     # --- users of the connection ---
 
     def register(self, number: int, user: Any) -> Any:
-        """Register ``user`` as the object for the channel; return the first object registered for it.
+        """Register ``user`` as this process's object for the channel, and return the first object registered.
 
-        If several threads open a channel at the same time, all of them use the same object.
+        If several threads open a channel at the same time, all of them therefore use the same object.
         """
         token = object()
         with self._lock:
@@ -294,7 +295,7 @@ class Connection(Calls):
         """Reconnect whenever the connection breaks."""
         backoff = Backoff()
         for event in watch(self.link, self._peer_timeout / 4):
-            # Even a process that is leaving reconnects, because the owner must get its notices first.
+            # Reconnect even while this process is leaving, because the owner must get its notices.
             if isinstance(event, LinkBroken) and not self._has_left.is_set():
                 if event.stuck > self._peer_timeout:
                     self._lose(
@@ -336,7 +337,7 @@ class Connection(Calls):
     def _lose(self, why: str, ended: Collection[int] = ()) -> None:
         """Break all open streams of this connection, because the owner is lost.
 
-        Streams in ``ended`` had ended without a failure before, so they are closed instead.
+        The streams in ``ended`` had already ended without a failure, so they are closed instead.
         """
         with self._lock:
             self.lost = self.lost or why
@@ -386,14 +387,14 @@ class Connection(Calls):
 _registry_lock = threading.RLock()
 _connections: dict[tuple[str, bytes], Connection] = {}
 _leaving: set[Connection] = set()
-"""Connections that have sent "leave" but have no reply yet; an exiting program waits for them."""
+"""Connections that wait for the reply to "leave". A program does not exit before they have it."""
 _dialling: weakref.WeakValueDictionary[tuple[str, bytes], Any] = weakref.WeakValueDictionary()
 """Lock for each owner, held by the thread that is connecting to it."""
 
 
 @contextlib.contextmanager
 def using(address: str, secret: bytes, tls: bool, timeout: float = PEER_TIMEOUT_S) -> Iterator[Connection]:
-    """Yield this process's connection to an owner, which stays up during the ``with`` block.
+    """Yield this process's connection to an owner, and keep it up during the ``with`` block.
 
     One connection serves all channels of an owner.
     """
@@ -454,8 +455,8 @@ def _notify(notices: Channel[tuple[str, int]], what: str, number: int) -> None:
 def _dropped(users: set[object], token: object, notices: Channel[tuple[str, int]], number: int) -> None:
     """Notify the owner that an object of a channel was released.
 
-    The token is removed before the notice is queued, so the order of finalizers in the garbage collector does
-    not matter.
+    Remove the token before queuing the notice, so that the order in which the garbage collector runs
+    finalizers does not matter.
     """
     users.discard(token)
     _notify(notices, "drop", number)

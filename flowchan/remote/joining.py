@@ -1,6 +1,6 @@
 """Let clients join a :class:`Server`.
 
-For each client, the server owns two channels, one in each direction.
+For each client, the server owns one channel in each direction.
 """
 
 from __future__ import annotations

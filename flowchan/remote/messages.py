@@ -1,8 +1,8 @@
 """Define the messages between the owner of remote channels and a client process.
 
 They are sent over the control stream (stream 0) of the link between both processes. Both sides have proved
-that they know the secret, so messages are pickled like items. They never contain a port's items, because each
-port has a separate stream.
+that they know the secret, so messages are pickled like items. The messages never contain items, because each
+port has a separate stream for them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """No more items will follow through a stream, in either direction.
+    """A stream carries no more items in either direction.
 
     Attributes:
         stream: Number of the stream.
@@ -109,7 +109,7 @@ class ServerClosed:
 
 
 def sealed(item: Any) -> Any:
-    """Return ``item`` in the form that is sent.
+    """Pack an item for sending.
 
     Args:
         item: Any item.
@@ -144,7 +144,7 @@ def for_put(item: Any) -> Any:
 
 
 def sealed_cause(cause: BaseException | None) -> Sealed | None:
-    """Return a cause in the form that is sent; only its text if it cannot be pickled."""
+    """Pack the cause of an error for sending; keep only its text if it cannot be pickled."""
     if cause is None:
         return None
     try:
@@ -171,7 +171,7 @@ def cause_in(cause: Sealed | None) -> BaseException | None:
         return None
     try:
         found = cause.value()
-    except Exception as error:  # code of the exception's class runs here and may raise anything
+    except Exception as error:  # unpickling runs code of the exception's class, which may raise anything
         return ChannelError(f"the cause can't be received here: {error}")
     return found if isinstance(found, BaseException) else None
 

@@ -1,8 +1,9 @@
-"""Find channels that no process has open any more although they contain items.
+"""Find orphans: channels that no process has open any more, although they contain items.
 
-The owner need no longer keep the channels inside these items. A process that drops a channel cannot know
-whether it was the last user, because forked children share the channel's memory. All users of a channel share
-one open file description of this memory. A lock on the file shows whether the description is still open.
+The owner need not keep the channels inside these items any longer. A process that drops a channel cannot know
+whether it was the last user, because forked children share the channel's memory. But all users of a channel
+share one open file description of this memory. A lock on the file shows whether the description is still
+open.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flowchan.items.codec import keeps_sealed
 class OrphanMemory:
     """Shared lock on a channel's memory, which all of the channel's users hold together.
 
-    :class:`Orphans` uses it to check whether the channel has any user left.
+    :class:`Orphans` tests this lock to find out whether the channel still has a user.
     """
 
     def __init__(self, channel: Channel[Any]) -> None:

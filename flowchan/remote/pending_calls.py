@@ -23,11 +23,11 @@ CLOSED_HERE = "this process has closed its connection to their owner"
 
 
 class Unanswered(Exception):
-    """The owner has not replied in time; ``late`` will get its reply."""
+    """The owner has not replied in time. Its reply will go to ``late``."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether an item could not be decoded for a reason unrelated to it.
+    """Return whether decoding failed for a reason that does not depend on the item.
 
     Examples are an interrupt, or a lack of memory or descriptors in this process.
     """
@@ -38,9 +38,9 @@ class PendingCall:
     """Call to which the owner has not replied yet.
 
     Args:
-        late: Called with the reply if the caller has given up. If the request was never sent, the reply is an
-            error.
-        done: Called when the reply has arrived (default: wake :meth:`wait`).
+        late: Function to call with the reply if the caller has given up. If the request was never sent, the
+            reply is an error.
+        done: Function to call when the reply has arrived (default: wake :meth:`wait`).
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class Calls:
             channel: Number of the channel at the owner.
             what: Kind of the request.
             arguments: Arguments of the request.
-            late: Called with the reply if the caller has given up or ``take`` failed. If the request was
-                never sent, the reply is an error.
-            take: Converts the value of the reply.
+            late: Function to call with the reply if the caller has given up or ``take`` failed. If the
+                request was never sent, the reply is an error.
+            take: Function that converts the value of the reply.
             within: Seconds to wait for the reply (default: no limit).
             first: Called before the request is sent.
 
@@ -135,7 +135,10 @@ class Calls:
         return call
 
     def _send(self, call: PendingCall, channel: int, what: str, arguments: tuple[Any, ...]) -> None:
-        """Register the call, then send its request; an interrupt in between leads to :meth:`abandon`."""
+        """Register the call, then send its request.
+
+        If an interrupt comes between the two, the caller calls :meth:`abandon`.
+        """
         with self._lock:
             self._numbers += 1
             call.number = self._numbers
@@ -157,7 +160,7 @@ class Calls:
             self.abandon(call)
 
     def abandon(self, call: PendingCall) -> None:
-        """Pass the reply to ``late``, now or when it arrives, because the caller will not use it."""
+        """Pass the reply to ``late``, now or when it arrives, because the caller no longer waits for it."""
         with self._lock:
             call.abandoned = True
             reply = call.reply

@@ -2,16 +2,16 @@
 
 Algorithm. Items pass through rings in this process, which a link to the owner fills and empties. Many items
 can be in transit at a time, so calls do not wait for a round trip. ``reader()`` and ``writer()`` return
-ports, each with a separate ring. The plain calls ``put``, ``get`` and ``select`` share two rings, one in each
-direction. The ports of these rings open at the first use, and count neither as readers nor as writers. The
-plain calls are native and find the ring in C++, so ``KeyboardInterrupt`` cannot lose an item between the ring
-and its receiver.
+ports, each with a separate ring. Calls on the channel itself (*plain calls*: ``put``, ``get`` and ``select``)
+share two rings, one in each direction. The ports of these rings open at the first use, and count neither as
+readers nor as writers. Plain calls are native and find the ring in C++, so ``KeyboardInterrupt`` cannot lose
+an item between the ring and its receiver.
 
-Invariants. The owner sends items to the plain calls only while one of them waits. After some milliseconds, it
-takes back items that were not taken. It grants plain puts only as far as its channel has room. The channel
-therefore keeps its capacity, unless two processes use the same room at the same time. A call that times out
-asks the owner once more before it fails, because an item may be in transit. The page docs/remote_channels.md
-lists the differences from a local channel.
+Invariants. The owner sends items to plain calls only while one of them waits. After some milliseconds, it
+takes back the items that no call has received. It allows only as many plain puts as its channel has room for.
+The channel therefore keeps its capacity, unless two processes use the same room at the same time. A call that
+times out asks the owner once more before it fails, because an item may be in transit. The page
+docs/remote_channels.md lists the differences from a local channel.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RemoteChannel(Channel[T]):
         _core.Channel.__init__(  # this ring stays empty, because items use other rings
             self, capacity=capacity, processes=False, max_bytes=max_bytes or 2**64 - 1, name=name
         )
-        self._elsewhere = True  # makes native calls use the ring from `_open_port`
+        self._elsewhere = True  # makes native calls use the rings from `_open_port`
         self._at, self._link = at, connection  # address, secret, TLS
         self._number = number_in(at[0])
         self._opening = threading.RLock()
@@ -110,10 +110,10 @@ class RemoteChannel(Channel[T]):
             return self._ports[reads]._stream.ring
 
     def _ask_again(self, reads: bool) -> tuple[bool, int]:
-        """Ask the owner for its current state before a call gives up. The core calls this.
+        """Ask the owner for its current state. The core calls this method before a call gives up.
 
         Returns:
-            Two values: whether the call may succeed now or the channel has ended, and the owner's total
+            Two values: True if the call may succeed now or the channel has ended, and the owner's total
             number of puts and gets.
         """
         connection, stream = self._connection, self._ports[reads]._stream
@@ -135,7 +135,7 @@ class RemoteChannel(Channel[T]):
     def _offer(self, most: int, got: int | None = None) -> tuple[int, bool, int]:
         """Make the owner send up to ``most`` of its items; see ``ClientSession``.
 
-        These include items that this process has put and that are still in transit to the owner.
+        The items may include some that this process has put and that are still in transit to the owner.
         """
         connection, ports = self._connection, self._ports
         number, put = 0, 0
@@ -192,7 +192,7 @@ class RemoteChannel(Channel[T]):
     # --- the channel ---
 
     def close(self) -> None:
-        """Close the channel once the owner has received all items of this process that it still accepts."""
+        """Close the channel, after the owner has received this process's items or rejected them."""
         with contextlib.suppress(Closed, Broken):
             self.flush()
         self._request("close")
@@ -200,7 +200,7 @@ class RemoteChannel(Channel[T]):
             port.close()
 
     def abort(self, cause: BaseException | None = None) -> None:
-        """Break the channel for all users, whose ``Broken`` errors get ``cause`` as their cause."""
+        """Break the channel for all users. Their calls raise ``Broken`` with ``cause`` as its cause."""
         if cause is not None and not isinstance(cause, BaseException):
             raise TypeError(f"abort: cause must be an exception or None, got {cause!r}")
         if (report := hears_aborts.get()) is not None:
@@ -274,7 +274,10 @@ class RemoteChannel(Channel[T]):
             return True
 
     def stats(self) -> ChannelStats:
-        """Return the owner's current counts. Items in transit to or from this process count as inside."""
+        """Return the owner's current counts.
+
+        Items in transit to or from this process count as items in the channel.
+        """
         return self._snapshot().stats
 
     @property
@@ -293,7 +296,7 @@ class RemoteChannel(Channel[T]):
     def item_done(self) -> None:
         """Tell the owner that this process has finished an item that contained the channel.
 
-        Until then, the owner keeps the channel for the item.
+        The owner keeps the channel for the item until this call.
         """
         self._connection.notify("item_done", self._number)
 
@@ -331,8 +334,8 @@ def unpickle_channel(
         secret: Secret of the channel.
         tls: True if the connection is encrypted.
         server_id: Id of the channel's server.
-        sent: Mark that counts the item at the owner, which keeps the channel until the item is finished;
-            False if not counted.
+        sent: Mark of an item that the owner counts; False if it does not count the item. The owner keeps the
+            channel until a counted item is finished.
 
     Returns:
         The channel; in its owner, the original object.
@@ -398,7 +401,7 @@ def make_remote(
         connection.register(number, made)
         return made
     except BaseException:
-        connection.notify("drop", number)  # until this notice, the owner keeps the new channel
+        connection.notify("drop", number)  # the owner has kept the new channel until now
         raise
 
 

@@ -1,4 +1,4 @@
-"""Define ports of remote channels: the user's ends, and the ring between the user and the link."""
+"""Define the ports of remote channels: the ends that users get, and the rings between users and the link."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ R = TypeVar("R")
 
 
 class RemotePort:
-    """Local side of a port that is open at the owner: a ring, the user's end and the link's end.
+    """Local side of a port that is open at the owner.
+
+    It consists of a ring, the user's end and the link's end.
 
     Args:
         number: Number of the stream.
         name: Name of the ring, for error messages.
         max_bytes: The channel's limit on the size of one item.
-        reads: Whether the user reads from the ring.
-        counted: Whether the user opened the port. Otherwise it serves this process's plain calls, and its
-            ring accepts only as many items as the owner allows.
+        reads: True if the user reads from the ring; False if the user writes.
+        counted: True if the user opened the port. Otherwise, the port serves this process's plain calls, and
+            its ring accepts only as many items as the owner allows.
     """
 
     def __init__(self, number: int, name: str, max_bytes: int | None, reads: bool, counted: bool) -> None:
@@ -60,7 +62,7 @@ class RemotePort:
 
 
 class OwnedElsewhere(Protocol):
-    """A remote channel, as seen by its ports."""
+    """Methods of a remote channel that its ports use."""
 
     @property
     def address(self) -> str:

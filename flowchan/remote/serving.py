@@ -1,4 +1,4 @@
-"""Serve all channels across hosts of this process, at the address set with ``serve``."""
+"""Serve this process's channels across hosts, at the address set with ``serve``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ class Hosted:
         return self.server.tls
 
     def reduced(self) -> tuple[Any, ...]:
-        """Return what pickle stores for the channel. If this is part of packing an item, count the item."""
+        """Return the value that pickle stores for the channel.
+
+        If the channel is packed as part of an item, count the item.
+        """
         parcel = descriptors.now.packing
         sent = parcel is not None and self.server.send(self.number)
         if parcel is not None and sent:
@@ -87,8 +90,7 @@ def serve(
             programs on this machine only).
         secret: At least 16 bytes that programs on other hosts need (default: 32 random bytes).
         tls: Encrypt and authenticate the traffic with TLS (default: False).
-        peer_timeout: Seconds without a sign of life from this program after which clients give up (default:
-            10).
+        peer_timeout: Seconds without a message from this program after which clients give up (default: 10).
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.

@@ -45,7 +45,7 @@ NO_STREAM = {"taken": 0, "used": 0, "ahead": 0, "standing": 0, "staged": 0}
 
 
 class SessionOwner(Protocol):
-    """The channel server, as seen by its sessions."""
+    """Methods of the channel server that its sessions use."""
 
     address: str
     peer_timeout: float
@@ -64,7 +64,7 @@ class SessionOwner(Protocol):
         """Count an item that contains the channel."""
 
     def entrance(self, channel: Channel[Any], number: int) -> Channel[Any]:
-        """Return the object of the channel whose ports clients put through."""
+        """Return the object of the channel through whose ports clients put."""
 
     def has_prefetched(self, channel: Channel[Any], other_than: ClientSession) -> bool:
         """Return whether another client has prefetched items of ``channel``."""
@@ -77,14 +77,14 @@ class ClientSession:
     """Session of one client process.
 
     In all methods, ``number`` is a channel's number. All methods except ``_watch`` run in the thread of the
-    server's event loop. If the client's process has ended, or has been silent for too long, the session
-    closes its ports like those of a process that died.
+    server's event loop. If the client's process has ended or has been silent too long, the session closes the
+    client's ports as if a local process had died.
 
     Args:
         server: The server.
         loop: The server's event loop.
         id: Client's id.
-        pid: Client's process id, which is part of the cause if its channel breaks.
+        pid: Client's process id, which the cause names if a channel breaks.
         process: Client's process, if it runs on this machine.
     """
 
@@ -99,7 +99,7 @@ class ClientSession:
         self.id, self.pid, self._process = id, pid, process
         self._server, self._loop = server, loop
         self._over = self._left = False
-        # set once the client has left; the client itself closes the connection
+        # set once the client has left; ends the session if the client does not close the connection
         self._end_timer: asyncio.TimerHandle | None = None
         self._open: dict[int, Channel[Any]] = {}  # channels kept because the client has them open
         self._opened: Counter[int] = Counter()  # how often the client has opened each channel
@@ -187,7 +187,7 @@ class ClientSession:
     def _cancel(self, number: int) -> None:
         """Cancel a call, which still gets a reply.
 
-        If the call's task has not started yet, it never will. A call has no task if the caller was
+        If the call's task has not started yet, it never starts. A call has no task if the caller was
         interrupted before it sent the request.
         """
         if number in self._answering:
@@ -229,7 +229,7 @@ class ClientSession:
         except Exception as error:
             await self._has_replied(
                 Reply(reply.number, error=describe_error(error))
-            )  # without any reply, the caller would wait forever
+            )  # without a reply, the caller would wait forever
         finally:
             self._answering.discard(reply.number)
 
@@ -279,7 +279,10 @@ class ClientSession:
         return number
 
     def _drop(self, number: int) -> None:
-        """Undo one opening. Openings are counted, because a drop may arrive after the next opening."""
+        """Undo one opening of a channel.
+
+        Openings are counted, because a drop may arrive after the next opening.
+        """
         self._opened[number] -= 1
         if self._opened[number] <= 0:
             del self._opened[number]
@@ -308,8 +311,8 @@ class ClientSession:
     ) -> tuple[int, bool, int]:
         """Send up to ``most`` of the next items now, once ``put`` items of stream ``writes`` have arrived.
 
-        If ``got`` is not None, the client has received ``got`` items, and its call will fail without another
-        one. In that case, also wait for items that other clients have prefetched and are returning.
+        If ``got`` is not None, the client has received ``got`` items, and its call will fail unless it gets
+        another item. In that case, also wait for items that other clients have prefetched and are returning.
 
         Returns:
             The total number of items sent to the client, whether the channel has ended, and its total number
@@ -322,11 +325,11 @@ class ClientSession:
         ):
             await asyncio.sleep(TRANSIT_POLL_S)
         while True:
-            # Also check before the offer: between the two steps, another client may return an item, which
-            # would then show up in neither place.
+            # Check before the offer as well: another client may return an item between the two steps, and
+            # neither step would then see that item.
             prefetched, moves = self._server.has_prefetched(channel, self), _moves(channel)
             offered = self.link.offer(stream, most)
-            # If it is None, the items that this client has prefetched are being returned.
+            # If it is None, the client is returning the items that it has prefetched.
             if offered is not None:
                 sent, ended = offered
                 if got is None or ended or sent > got:
@@ -417,7 +420,7 @@ class ClientSession:
         )
 
     async def notify_and_end(self, why: str) -> None:
-        """Tell the client that the server is closing, wait briefly for its end, and end the session."""
+        """Tell the client that the server is closing, wait briefly for it to disconnect, and end the session."""
         with contextlib.suppress(Closed, Broken, Full):
             self._replies.put_nowait(ServerClosed(why, self._ended()))
         give_up = self._loop.time() + GOODBYE_TIMEOUT_S
@@ -463,7 +466,7 @@ def _broken_by(channel: Channel[Any]) -> Broken | None:
         try:
             channel.put_nowait(None)  # raises, because the channel has ended
         except Broken as error:
-            # otherwise the error, its frames and the session would keep each other alive
+            # drop the traceback, because its frames and the session would keep each other alive
             return error.with_traceback(None)
         except Closed:
             pass

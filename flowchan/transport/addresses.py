@@ -1,4 +1,4 @@
-"""Find addresses of this machine that other hosts can reach, and addresses of channels."""
+"""Find the addresses at which other hosts can reach this machine, and handle addresses of channels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
 
 
 def channel_address(place: str, number: int) -> str:
-    """Return a channel's address: where its owner listens, and its number there."""
+    """Return a channel's address, which contains its owner's address and the channel's number."""
     return f"{place}/{number}"
 
 
@@ -64,9 +64,9 @@ def number_in(address: str) -> int:
 
 
 def mark_of(owner: str, number: int | str) -> str:
-    """Return the mark that an item contains for each channel that was sent in it.
+    """Return the mark that an item contains for each channel sent in the item.
 
-    An owner's id is random, so no other text equals the mark.
+    The mark contains the owner's random id, so no other text equals it.
     """
     return f"sent by {owner}/{number}"
 

@@ -8,11 +8,12 @@ Every message has a fixed size, so a peer cannot choose how much the other side 
     dialled   hello      4,096 bytes of JSON, padded with spaces; HMAC-SHA256(key, "dialled: hello" + these)
     listens   hello      the same with "listens"
 
-Replaying a handshake fails because the nonce is new. Reflecting messages fails because they contain the role
-of their sender. Changing a byte changes the key. A greeting is only compared with the expected bytes, and a
-peer's hello is parsed only after its proof; nothing is unpickled here. With TLS, hellos are already
-encrypted. The listener's greeting contains its certificate's fingerprint, so the proofs cover the
-certificate. The dialling side continues only if TLS presents that certificate.
+An attacker cannot replay a handshake, because each greeting contains a new nonce, or reflect a message,
+because each message contains its sender's role. Changing a byte of a greeting changes the key. A greeting is
+only compared with the expected bytes, and a hello is parsed only after its sender's proof. Nothing is
+unpickled. With TLS, hellos are already encrypted. The listener's greeting contains its certificate's
+fingerprint, so the proofs cover the certificate. The dialling side continues only if TLS presents that
+certificate.
 
 Without TLS, data after the handshake is unprotected: an attacker who can change packets can take over the
 connection.
@@ -51,14 +52,14 @@ Hello = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Encrypt:
-    """Step of a handshake where TLS begins, with our certificate or the fingerprint of the peer's."""
+    """Step of a handshake in which TLS begins, with our certificate or the peer's fingerprint."""
 
     ours: Certificate | None
     peer_greeting: bytes
 
 
 class Last(bytes):
-    """Last message from the listening side, which accepts the peer whose hello is ``peer_hello``."""
+    """Last message of the listening side, which accepts the peer with the hello ``peer_hello``."""
 
     peer_hello: Hello
 
@@ -111,9 +112,9 @@ def meet(
 
 
 class PendingHandshake:
-    """Connection whose peer has not proved its knowledge of the secret yet.
+    """Connection whose peer has not proved yet that it knows the secret.
 
-    It never blocks: ``receive_step()`` takes only data that has arrived.
+    No method blocks: ``receive_step()`` takes only data that has arrived.
     """
 
     def __init__(self, sock: socket.socket, steps: Handshake, timeout: float) -> None:
@@ -209,11 +210,11 @@ class PendingHandshake:
             self._refuse(str(refused))
 
     def knows_secret(self) -> bool:
-        """Return whether the peer knows the secret, because its greeting and proof were right."""
+        """Return whether the peer has proved that it knows the secret."""
         return self.messages >= 2
 
     def has_proved(self) -> bool:
-        """Return whether the peer is accepted. Completion may take another :meth:`receive_step`."""
+        """Return whether the peer is accepted. The handshake may still need another :meth:`receive_step`."""
         return self._last is not None
 
     def _end(self, last: Last) -> None:
@@ -245,7 +246,7 @@ class PendingHandshake:
 
 
 def handshake(secret: bytes, hello: Hello, *, dialled: bool, tls: bool = False) -> Handshake:
-    """Yield the steps of one side, without a socket. The module docstring explains them."""
+    """Yield the steps of one side, for any transport. The module docstring describes the messages."""
     us, them = (DIALLED, LISTENS) if dialled else (LISTENS, DIALLED)
     written_hello = written(hello)
     if len(secret) < SECRET:

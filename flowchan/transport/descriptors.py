@@ -1,9 +1,9 @@
 """Transfer descriptors of channels and shared memory to other processes.
 
-A child inherits descriptors when it starts. The kernel carries the descriptors in a channel's item next to
-the item (ring_fd_bundles.cpp). The sender may therefore end before the item is received. If the user pickles
-the object, the pickle refers to the sender's descriptors under ``/proc``. This works for processes of the
-same user while the sender is alive.
+There are three ways. A child inherits descriptors when it starts. If a channel's item contains descriptors,
+the kernel carries them next to the item (ring_fd_bundles.cpp), so the sender may end before the item is
+received. If the user pickles an object, the pickle refers to the sender's descriptors under ``/proc``. The
+last way works for processes of the same user while the sender is alive.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHORTAGES = {*_REMEDIES, errno.ENOBUFS}
 
 
 def lacks(error: BaseException) -> bool:
-    """Return whether the error is a temporary lack of memory or descriptors."""
+    """Return whether the error means that this process temporarily lacks memory or descriptors."""
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in SHORTAGES)
 
 
@@ -62,7 +62,7 @@ class Inherited(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Descriptors in the bundle of the item that is being pickled.
+    """Descriptors in the bundle that travels with an item.
 
     The values are the index of the first descriptor, the number of descriptors, and the memory's inode.
     """
@@ -80,7 +80,7 @@ class Beside(NamedTuple):
 
 
 class Borrowed(NamedTuple):
-    """Descriptors in the table of the process that has them open."""
+    """Descriptors that another process has open, by their numbers in that process."""
 
     pid: int
     memory: int
@@ -95,21 +95,21 @@ class Parcel:
     """Collects the descriptors of one item while it is pickled."""
 
     shares = True
-    """Whether shared memory stays shared; otherwise it is copied."""
+    """True if shared memory stays shared; otherwise, it is copied."""
     keeps_far = False
-    """Whether channels across hosts are sent next to the pickle; otherwise the pickle contains their
+    """True if channels across hosts are sent next to the pickle; otherwise, the pickle contains their
     addresses.
     """
     on_device = True
-    """Whether a tensor stays on its device; otherwise it is copied through host memory."""
+    """True if a tensor stays on its device; otherwise, it is copied through host memory."""
     leaves = False
-    """Whether the item goes to another host."""
+    """True if the item goes to another host."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
         self.kept: list[Any] = []  # keeps the descriptors open until they are sent
         self.id = 0
-        # undo each channel's count, for channels across hosts
+        # functions that undo the counts of channels across hosts
         self.counted: list[Callable[[], None]] = []
 
     def take_back(self) -> None:
@@ -127,7 +127,7 @@ class Parcel:
 
 
 class Leaving(Parcel):
-    """Collects the descriptors of an item for another host. The item is rejected if it has any."""
+    """Collects the descriptors of an item for another host. An item with descriptors is then rejected."""
 
     on_device = False
     leaves = True
@@ -155,18 +155,18 @@ class DuplicatedDescriptors(Companions):
 
 
 class Unopened(Companions):
-    """Collects the channels of a value that other processes will pass on without unpacking it.
+    """Collects the channels of a value that other processes forward without unpacking.
 
-    The value must not contain anything that requires these processes to act.
+    The value must not contain anything that these processes would have to handle.
     """
 
     keeps_far = False
 
 
 class OpenedDescriptors:
-    """Descriptors that arrived with an item, while the item is being unpickled.
+    """Descriptors that arrived with the item that is being unpickled.
 
-    ``missing`` is the errno that explains why some are missing, or 0.
+    ``missing`` is the errno that explains why some descriptors are missing, or 0.
     """
 
     def __init__(self, descriptors: list[int], missing: int) -> None:
@@ -189,10 +189,10 @@ class _Now(threading.local):
     packing: Parcel | None = None
     opened: OpenedDescriptors | None = None
     for_several: bool = False
-    """Whether several processes will get what this thread pickles."""
+    """True if several processes will get the values that this thread pickles."""
     beside: list[Any] | None = None
     for_host: bool = False
-    """Whether this thread pickles a stage that will run on another host."""
+    """True if this thread pickles a stage that will run on another host."""
 
 
 now = _Now()

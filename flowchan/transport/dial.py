@@ -21,8 +21,8 @@ _jitter = random.SystemRandom()  # does not affect the random numbers of user co
 class Backoff:
     """Pauses that double with each attempt, up to ``LONGEST`` seconds.
 
-    Each pause is shortened at random by up to one half. This keeps the peers of a listener from all dialling
-    at the same moment.
+    Each pause is randomly shortened by up to one half, so that the peers of a listener do not all dial at the
+    same moment.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class Backoff:
         """Wait before redialling after a broken connection.
 
         Args:
-            in_vain: Number of consecutive connections in which nothing arrived. The first one does not cause
-                a wait.
+            in_vain: Number of consecutive connections in which nothing arrived. The method does not wait
+                after the first one.
         """
         if in_vain > 1:
             threading.Event().wait(self.pause())
@@ -67,7 +67,7 @@ def reach(
         secret: Secret of both ends.
         hello: This side's hello.
         why: Beginning of the error message.
-        within: Seconds after which to stop retrying.
+        within: Seconds after which to give up.
         tls: Encrypt the connection.
         wanted: Function that returns False if the caller does not need the connection any more.
 
@@ -75,8 +75,7 @@ def reach(
         The connection, the peer's hello, and the IP address of this host in the connection.
 
     Raises:
-        OSError: No attempt succeeded in time. The cause is the last failure that the time limit did not cut
-            short.
+        OSError: No attempt succeeded in time. Its cause is the error of the last complete attempt.
     """
     give_up = time.monotonic() + within
     backoff, wait, absent = Backoff(), threading.Event(), False

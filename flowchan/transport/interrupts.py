@@ -1,8 +1,8 @@
 """Protect code from Ctrl-C and from signal handlers that raise.
 
 Python runs signal handlers between any two bytecodes of the main thread. Most programs have handlers that
-raise: ``KeyboardInterrupt`` for Ctrl-C, ``TimeoutError`` for a time limit. Such an exception may come at any
-point. All tools that keep code correct in that case are in this file:
+raise: ``KeyboardInterrupt`` for Ctrl-C, ``TimeoutError`` for a time limit. Such an exception may interrupt
+the code at any point. The tools in this file keep code correct nevertheless:
 
 - ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM do not interrupt. The signals take effect when
   the block ends.
@@ -14,16 +14,16 @@ point. All tools that keep code correct in that case are in this file:
 - ``InterruptWatch``: notices Ctrl-C and SIGTERM, and can replace the exception that they raise.
 - ``terminate_as_interrupt()``: a block in which SIGTERM acts like Ctrl-C.
 
-Algorithm. While a block defers signals or a watch is open, a ``_Layer`` handles the signal. It calls the
-handler below it, which is the program's own. All blocks and watches share one layer, so they can end in any
-order. If the program installs a handler later, that handler gets another layer on top, which is never
-removed.
+Algorithm. While a block defers signals or a watch is open, a ``_Layer`` is installed as the signal's handler.
+The layer calls the handler below it, which is the program's own. All blocks and watches share one layer, so
+they can end in any order. If the program installs another handler later, a second layer is installed above
+that handler, and the first layer is never removed.
 
-Invariants. A layer without blocks and watches only passes signals on. If an exception leaves it installed, it
-does no harm, and the next block removes it. A deferred signal is kept until it is delivered. If several
-signals are deferred, only the first is delivered, because all of them request the same end. The block counts
-the others. Blocks only work in the main thread, the only one that runs handlers; in other threads they do
-nothing.
+Invariants. A layer without blocks and watches only passes signals on. If an exception leaves such a layer
+installed, it does no harm, and the next block removes it. A deferred signal is kept until it is delivered. If
+several signals are deferred, only the first is delivered, because all of them ask the program to end. The
+block counts the others. Blocks have an effect only in the main thread, because Python runs handlers only
+there.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DEFERRED = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[DeferralBlock]:
-    """Defer Ctrl-C and SIGTERM until the block ends. Yield the block, which counts them."""
+    """Defer Ctrl-C and SIGTERM until the block ends. Yield the block, which counts the deferred signals."""
     block = DeferralBlock()
     if not _in_main_thread():
         yield block
@@ -91,9 +91,9 @@ def interrupts_allowed() -> Iterator[None]:
 def append_result(results: MutableSequence[T], call: Callable[..., T], *args: Any) -> None:
     """Call a native function and append its result, in a single step of the interpreter.
 
-    An interrupt takes effect either before the call, or once its result is in ``results``. Nothing that the
-    call received or sent is therefore lost. To acquire a lock, call this in a ``try`` block with
-    ``lock.acquire``. Its ``finally`` clause then releases the lock if the list contains True.
+    An interrupt takes effect either before the call, or once its result is in ``results``. The caller
+    therefore always knows what the call received or sent. To acquire a lock, call this in a ``try`` block
+    with ``lock.acquire``. Its ``finally`` clause then releases the lock if the list contains True.
     """
     results.extend(itertools.starmap(call, (args,)))
 
@@ -149,7 +149,7 @@ def _terminate(number: int, frame: Any) -> None:
 
 
 _terminating: list[int] = []
-"""Process id of each block and watch that makes SIGTERM raise ``Termination``."""
+"""One entry, the process id, for each block or watch that makes SIGTERM raise ``Termination``."""
 
 
 class _Forking(threading.local):
@@ -197,8 +197,7 @@ def unless_interrupted(*kinds: type[E]) -> tuple[type[E], ...]:
 def is_interrupt(error: BaseException) -> bool:
     """Return whether a signal handler of this process raised the error, or the error ends the program.
 
-    ``KeyboardInterrupt``, for example, ends the program. The call that such errors interrupt did not cause
-    them.
+    The interrupted call did not cause such an error. ``KeyboardInterrupt``, for example, ends the program.
     """
     if not isinstance(error, Exception):
         return True
@@ -244,12 +243,13 @@ def _code(handler: Any) -> CodeType | None:
 class InterruptWatch:
     """Notices Ctrl-C while the watch is open, and makes SIGTERM raise :class:`Termination`.
 
-    If a loop is interrupted, its generator is closed, and has no other means to notice the Ctrl-C. The watch
-    may be opened several times, and ends after as many closes.
+    A generator needs a watch, because an interrupted loop only closes its generator. The watch may be opened
+    several times, and ends after as many closes.
 
     Attributes:
         seen: Ctrl-C or SIGTERM has raised ``KeyboardInterrupt``.
-        handled: Ctrl-C was pressed, and the program's own handler dealt with it, as asyncio's does.
+        handled: Ctrl-C was pressed, but the program's own handler did not raise. The handler of asyncio is an
+            example.
     """
 
     def __init__(self, instead: Callable[[int], KeyboardInterrupt | None]) -> None:
@@ -318,7 +318,7 @@ class DeferralBlock:
 
 
 class _Layer:
-    """Handles a signal while any block or watch is in use. ``below`` is the previous handler."""
+    """Signal handler while any block or watch is in use. ``below`` is the previous handler."""
 
     def __init__(self, below: Callable[[int, Any], object]) -> None:
         self.below = below
@@ -350,7 +350,7 @@ class _Layer:
         try:
             raise instead
         finally:
-            # this frame is in the error's traceback; with this reference, the error would count as "still
+            # this frame is in the error's traceback, so this reference would make the error count as "still
             # raised"
             del instead
 
@@ -372,9 +372,9 @@ def _deliver() -> None:
 
 
 def _install(number: int) -> _Layer | None:
-    """Return the top layer among a signal's handlers.
+    """Return the top layer of a signal, and install one if necessary.
 
-    Return None if the handler is not a Python function.
+    Return None if the signal's handler is not a Python function.
     """
     handler = signal.getsignal(number)
     if isinstance(handler, _Layer):

@@ -1,4 +1,4 @@
-"""Define a link's events, and the loop in which each owner of a link handles them."""
+"""Define the events of a link, and the loop that waits for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PEER_TIMEOUT_S = 10.0
-"""Seconds without a message after which an agent gives up on the driver, or a process on a channel's owner.
+"""Seconds without a message after which an agent gives up on the driver, or a client on a channel's owner.
 """
 
 STUCK = "its connections broke for {:.1f} s before any item arrived ({})"
@@ -17,18 +17,19 @@ STUCK = "its connections broke for {:.1f} s before any item arrived ({})"
 AHEAD, BEHIND = 1 << 16, 1024
 """Capacities of an agent's rings.
 
-The first is for a worker's inputs and covers items sent ahead; the second is for its outputs.
+The first is for a worker's inputs, including items that the driver sends ahead. The second is for the
+worker's outputs.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LinkBroken:
-    """A connection has ended. This event comes once for each connection.
+    """A connection has ended. Each connection causes this event once.
 
     Attributes:
         why: Why it ended.
         stuck: Seconds since connections began to break before any of the items in transit arrived. The value
-            is 0 unless this has happened to at least two connections in a row. Parts of items and
+            is 0 unless at least two connections in a row broke in this way. Parts of items and
             acknowledgements count as arrivals.
         in_vain: Number of consecutive connections in which nothing arrived.
     """
@@ -89,8 +90,8 @@ class LinkIdle:
     """No event has occurred for some time.
 
     Attributes:
-        connected: True if the link was connected when that time began. If the link has broken since then, the
-            next event reports the break.
+        connected: True if the link was connected at the beginning of that time. If the link has broken since
+            then, the next event reports the break.
         silent: Seconds since the last byte arrived or, without a connection, since the connection broke.
     """
 
@@ -125,9 +126,9 @@ def watch(link: Any, wait: float, wait_unconnected: float | None = None) -> Iter
     Args:
         link: Native link.
         wait: Seconds without an event after which to yield :class:`LinkIdle`.
-        wait_unconnected: The same, while a link has just lost its connection or waits for its first one
-            (default: ``wait``). Without a connection, the pauses grow: each is a tenth of the time so far, up
-            to ``wait``.
+        wait_unconnected: The same, for a link that has just lost its connection or waits for its first one
+            (default: ``wait``). While the link has no connection, the pauses grow: each is a tenth of the
+            time so far, up to ``wait``.
     """
     connected_at = time.monotonic()
     while True:

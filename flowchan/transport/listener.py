@@ -1,10 +1,9 @@
 """Listen for connections, and accept only peers that know the secret.
 
-SECURITY.md says how far other peers can delay this.
-
-One thread runs all handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many, it rejects a
-peer from the address with the most handshakes. It picks a random one among those that have sent the fewest
-messages. A peer that has proved that it knows the secret is never rejected for this reason.
+SECURITY.md describes how far peers without the secret can delay accepted peers. One thread runs all
+handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many handshakes, it rejects a peer from
+the address with the most. Among these peers, it picks a random one of those that have sent the fewest
+messages. It never rejects a peer that has proved that it knows the secret.
 """
 
 from __future__ import annotations
@@ -68,8 +67,9 @@ class AuthenticatedListener:
 
         Args:
             timeout: Seconds to wait. Default: no limit.
-            take: Called with the connection and the hello before this call returns. If Ctrl-C comes before
-                that, the next call returns the same connection, and ``take`` may be called with it twice.
+            take: Function to call with the connection and the hello before this call returns. If Ctrl-C
+                interrupts the call first, the next call returns the same connection, and may call ``take``
+                with it a second time.
 
         Returns:
             The connection, and the peer's hello.
@@ -96,7 +96,7 @@ class AuthenticatedListener:
                 )
 
     def _next_event(self, now: float, give_up: float | None) -> float | None:
-        """Return the seconds until the next timer expires; None without a timer."""
+        """Return the seconds until the next timer expires, or None without a timer."""
         times = [give_up] if give_up is not None else []
         times += [pending.give_up for pending in self._pending[:1]]
         if self._closed_until:
@@ -148,20 +148,20 @@ class AuthenticatedListener:
     def _continue(self, pending: PendingHandshake) -> bool:
         """Continue a handshake, and return whether the peer has proved that it knows the secret."""
         sock = pending.sock
-        # rejected after it became ready, or still registered because Ctrl-C ended an earlier call
+        # the peer was rejected in the meantime, or Ctrl-C ended an earlier call before it was unregistered
         if pending not in self._pending:
             self._unregister_peer(pending, sock)
             pending.close()
             return False
         try:
-            # when TLS begins, this socket moves to another process; without this call, its events would still
-            # be reported here
+            # when TLS begins, this socket moves to another process, but its events would still be reported
+            # here
             self._unregister(sock)
             pending.receive_step()
             self._ready.register(pending.sock, selectors.EVENT_READ, pending)
         except BaseException as error:
             if pending.has_proved() and not isinstance(error, Exception):
-                raise  # the peer relies on being accepted, so the next call continues
+                raise  # the peer counts on being accepted, so the next call continues
             self._unregister_peer(pending, pending.sock)
             pending.close()
             if isinstance(error, OSError) and lacks(error):  # TLS needs more descriptors
@@ -191,7 +191,7 @@ class AuthenticatedListener:
             self._pending.remove(pending)
 
     def _unregister(self, sock: socket.socket) -> None:
-        # already unregistered: by a call that Ctrl-C ended, or before the socket was closed
+        # the socket is already unregistered, perhaps by a call that Ctrl-C ended
         with contextlib.suppress(KeyError, ValueError):
             self._ready.unregister(sock)
 
@@ -211,12 +211,12 @@ class AuthenticatedListener:
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when ``accept`` has work to do.
 
-        It does not cover the case that :meth:`has_proved_peer` reports.
+        The descriptor does not show a peer that :meth:`has_proved_peer` reports.
         """
         return self._ready.fileno()
 
     def has_proved_peer(self) -> bool:
-        """Return whether an authenticated peer still waits, because Ctrl-C ended the last ``accept``."""
+        """Return whether an authenticated peer still waits because Ctrl-C ended the last ``accept``."""
         return any(pending.has_proved() for pending in self._pending)
 
     def close(self) -> None:

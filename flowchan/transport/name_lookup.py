@@ -1,4 +1,4 @@
-"""Look up host names, with a time limit, so that interrupts can end the lookup."""
+"""Look up host names with a time limit, in a way that interrupts can end."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def resolve(host: str, port: int, requested: str, timeout: float | None = None) 
 def _looked_up(host: str, port: int, timeout: float | None) -> list[Resolved] | str:
     """Return the addresses of a name, or the reason why they are unknown.
 
-    The C library continues a lookup despite signals until it gives up by its own rules, often after 10 s or
-    more. A thread therefore makes the call. A daemon thread does not delay the end of the program.
+    The C library ignores signals during a lookup, which may take 10 s or more. A thread therefore makes the
+    call. It is a daemon thread, so it does not delay the end of the program.
     """
     found: queue.SimpleQueue[list[Resolved] | str] = queue.SimpleQueue()
 

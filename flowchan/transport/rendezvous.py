@@ -2,7 +2,8 @@
 
 The exchange works in rounds. Each participant sends a line of JSON, and when all lines have arrived, the
 coordinator sends all of them to everyone. If a participant leaves, the others learn that the rendezvous has
-ended. A participant may leave after it has received the last round, because the others get that round too.
+ended. After a participant has received the last round, it may leave, because the others will also receive
+that round.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from flowchan.transport.interrupts import unless_interrupted
 
 AT_ONCE = 1 << 16
 SETTLED = b'"settled"\n'
-"""Last line from a participant, which then stays connected. Once all have sent it, a leaving participant no
-longer ends the rendezvous."""
+"""Last line from a participant, which then stays connected.
+
+Once all participants have sent this line, one that leaves does not end the rendezvous any more.
+"""
 LATE = "some other members did not send anything in time during the rendezvous"
 Accept = Callable[[float], tuple[socket.socket, dict[str, Any]]]
 
@@ -52,7 +55,7 @@ class Coordinator:
         give_up: Monotonic time at which the rendezvous ends.
 
     Attributes:
-        over: Why the rendezvous has ended, or "".
+        over: Why the rendezvous has ended; empty if it continues.
         settled: True if the rendezvous is complete; participants stay connected to learn of its end.
     """
 
@@ -99,7 +102,7 @@ class Coordinator:
         return answer
 
     def tell(self, value: Any) -> None:
-        """Send a JSON value to all others before the first round."""
+        """Send a JSON value to all participants before the first round."""
         self._tell_all(json.dumps(value).encode() + b"\n")
 
     def end(self, why: str, refused: bool = False) -> None:
@@ -114,8 +117,8 @@ class Coordinator:
         Participants with the rank ``None`` get the remaining ranks in order of arrival.
 
         Args:
-            accept: Waits up to the given number of seconds. Returns a connection and a hello with ``rank``
-                and ``size``.
+            accept: Function that waits up to the given number of seconds for a connection. It returns the
+                connection and a hello with ``rank`` and ``size``.
 
         Raises:
             TimeoutError: Some ranks did not connect in time; the message lists them.
@@ -274,7 +277,10 @@ class Participant:
         return not self._has and not waiting.poll(0)
 
     def settle(self) -> None:
-        """Complete the last round, after which all stay connected. Raises the same errors as ``gather``."""
+        """Complete the last round; afterwards, all participants stay connected.
+
+        Raises the same errors as ``gather``.
+        """
         self._exchange(SETTLED)
         self._sock.settimeout(None)
 

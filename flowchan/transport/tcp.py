@@ -21,12 +21,17 @@ from flowchan.transport.interrupts import unless_interrupted
 from flowchan.transport.name_lookup import Resolved, resolve
 
 UNSENT = 256 * 1024
-"""Maximum unsent bytes in a connection. More would not fit into the CPU cache, and would delay small frames.
+"""Maximum number of unsent bytes in a connection.
+
+More bytes would not fit into the CPU cache, and would delay small frames.
 """
 UNREAD = 128 * 1024
-"""Bytes that the kernel buffers on a loopback connection: few, so that it reuses memory that the reader has
-just freed. To send 1 MB over a bare socket, each end needs 100 µs of CPU time; with 256 KB, sender and
-receiver need 190 and 120 µs. With 32 KB, less than one segment, each segment would wait for a timer."""
+"""Bytes that the kernel buffers on a loopback connection.
+
+The number is small, so that the kernel reuses memory that the reader has just freed. To send 1 MB over a bare
+socket, each end needs 100 µs of CPU time. With a buffer of 256 KB, the sender needs 190 µs and the receiver
+120 µs. With 32 KB, less than one segment, each segment would wait for a timer.
+"""
 UNHEARD = 15_000  # milliseconds after which unacknowledged bytes end a connection
 # macOS calls TCP_KEEPIDLE by another name, and lacks TCP_USER_TIMEOUT
 _TIMEOUTS = {
@@ -39,7 +44,7 @@ _TIMEOUTS = {
 TIMEOUTS = {getattr(socket, name): limit for name, limit in _TIMEOUTS.items() if hasattr(socket, name)}
 BACKLOG = 256
 HEAD_START_S = 0.25
-"""Seconds in which only one of several IP addresses of a host is tried."""
+"""Seconds to wait for one IP address of a host before the next one is also tried."""
 ENDED_EARLY = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM}
 """Errors of accept() for a connection that ended before it was accepted. The next call of ``accept`` may
 succeed."""
@@ -92,8 +97,8 @@ class Listener:
     def accept(self, timeout: float | None = None) -> socket.socket:
         """Return the next connection, whose peer is not authenticated yet.
 
-        :func:`flowchan.transport.authentication.meet` does that. Raise ``TimeoutError``, or ``OSError`` if
-        this process lacks descriptors.
+        The caller authenticates the peer with :func:`flowchan.transport.authentication.meet`. Raise
+        ``TimeoutError``, or ``OSError`` if this process lacks descriptors.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -120,7 +125,7 @@ class Listener:
         return sock
 
     def detach(self) -> int:
-        """Return the descriptor, through which the caller accepts connections from now on.
+        """Return the listening descriptor, from which the caller accepts connections from now on.
 
         These connections inherit the socket options that a link needs.
         """
@@ -229,9 +234,9 @@ def _begin(sock: socket.socket, name: tuple[str, int]) -> None:
 
 
 def _check(sock: socket.socket) -> None:
-    """Raise the error of a connection that could not be made."""
+    """Raise an error if the connection could not be made."""
     failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    # the socket may have connected to itself, at a free port on this host
+    # nothing listens there, and the kernel connected the socket to itself
     if not failed and sock.getsockname() == sock.getpeername():
         failed = errno.ECONNREFUSED
     if failed:
@@ -242,9 +247,9 @@ def _check(sock: socket.socket) -> None:
 def prepare(sock: socket.socket, peer: str) -> None:
     """Set the socket options that a link needs on its connection to ``peer``, an IP address.
 
-    Small frames are sent immediately, and a connection that breaks silently is noticed. Over loopback, sent
-    bytes have already arrived, so the whole buffer is small. Over a network, the buffer must hold the bytes
-    in flight. The kernel adapts it to bandwidth and delay, but only if no size is set.
+    The options make the kernel send small frames immediately, and notice a connection that breaks silently.
+    Over loopback, sent bytes arrive at once, so a small buffer is enough. Over a network, the buffer must
+    hold the bytes in flight. The kernel adapts its size to bandwidth and delay, but only if no size is set.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if peer == "::1" or peer.startswith("127."):
@@ -259,9 +264,9 @@ def prepare(sock: socket.socket, peer: str) -> None:
 def route_to(peer: str, timeout: float | None = None) -> str:
     """Return this host's source address for packets to ``peer``, without a port.
 
-    ``peer`` is the name or address of a host; the host can reach this host at the returned address. The
-    address follows from the kernel's routes; only the lookup of a name sends packets, and may take
-    ``timeout`` seconds (default: no limit). Raises ``OSError``.
+    ``peer`` is the name or address of a host, which can reach this host at the returned address. The kernel's
+    routes determine the address. Only the lookup of a name sends packets; it may take ``timeout`` seconds
+    (default: no limit). Raises ``OSError``.
     """
     family, _, _, _, name = resolve(peer, 9, peer, timeout)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:

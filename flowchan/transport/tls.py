@@ -1,8 +1,8 @@
 """Encrypt an authenticated connection with TLS 1.3, in a separate process.
 
-The connection's user gets a plain descriptor. Encryption therefore never waits for the GIL of a process that
-runs user code. The certificate is generated for this process and discarded with it. It needs no authority's
-signature, because the proofs in the handshake cover it.
+The connection's user gets a plain descriptor, and the other process encrypts. Encryption therefore never
+waits for the GIL of a process that runs user code. Each process generates its own certificate. No authority
+has to sign the certificate, because the proofs in the handshake cover it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class TlsProxy:
         assert process.stdin is not None
         assert process.stdout is not None
         self._reason_pipe = process.stdout
-        # if the proxy has died, this process notices the end of the connection
+        # the proxy has died; this process will notice the end of the connection
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(settings).encode() + b"\n")
             process.stdin.flush()
@@ -134,7 +134,7 @@ class TlsProxy:
         threading.Thread(target=process.wait, name="flowchan: end of a TLS proxy", daemon=True).start()
 
     def reason(self) -> str:
-        """Return why the proxy ended, once ``end`` reads as closed; empty if TLS had begun."""
+        """Return why the proxy ended; empty if TLS had begun. Call this once ``end`` reads as closed."""
         return self._reason_pipe.readline().decode().strip()
 
     def forget(self) -> None:

@@ -2,7 +2,7 @@
 
 This is a separate program that ``tls.py`` starts. It uses only the standard library, so it starts fast and
 never waits for user code. It ends when one side has ended and all remaining bytes have been passed on, or
-when its parent dies. Ctrl-C does not reach it, because the program may still need the connection.
+when its parent dies. It does not receive Ctrl-C, because the program may still need the connection.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ProxyFailed(Exception):
 def context(pem: str) -> ssl.SSLContext:
     """Return a TLS 1.3 context with the certificate in ``pem``; for the dialling end if ``pem`` is empty.
 
-    Certificates have no authority's signature. Instead, :func:`check_certificate` compares the peer's
+    No authority has signed the certificates. Instead, :func:`check_certificate` compares the peer's
     certificate with the fingerprint authenticated in the handshake.
     """
     if not pem:
@@ -129,8 +129,8 @@ class Encrypted:
 class Pump:
     """Passes bytes on in both directions until one side ends.
 
-    While bytes from one side wait to be sent to the other, the pump does not read from it. ``parent_fd`` is
-    the parent's pidfd; None if only its pid is known.
+    The pump does not read from a side while earlier bytes from it still wait to be sent. ``parent_fd`` is the
+    parent's pidfd, or None if only the parent's pid is known.
     """
 
     def __init__(self, local: socket.socket, net: Encrypted, parent: int, parent_fd: int | None) -> None:
@@ -142,7 +142,7 @@ class Pump:
         self._give_up: float | None = None  # set when the proxy is about to end
         self._plain = bytearray(AT_ONCE)
         self._to_net = memoryview(b"")
-        # bytes that came with the last TLS handshake message
+        # bytes that arrived together with the last TLS handshake message
         self._to_local, more = net.decrypt()
         self._send(more)
 
@@ -231,7 +231,7 @@ class Pump:
     def _send_farewell(self) -> None:
         """End the connection so that the peer gets all bytes sent so far.
 
-        Closing a socket with unread bytes would destroy bytes in flight.
+        To close a socket with unread bytes would destroy bytes in flight, so this method first reads them.
         """
         sock = self._net.sock
         with contextlib.suppress(OSError):

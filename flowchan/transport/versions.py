@@ -1,7 +1,7 @@
 """Define flowchan's version, and check that both ends of a connection have the same versions.
 
-The build reads the version from this file. Reading the installation's metadata would take a sixth of an
-agent's start time.
+The version is a constant in this file, which the build reads. To read it from the installation's metadata
+would take a sixth of an agent's start time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def versions() -> dict[str, Any]:
 
 
 def differs(peer_versions: Mapping[str, Any]) -> str:
-    """Return why a peer with these versions cannot work with this process; empty if it can."""
+    """Return why this process cannot communicate with a peer that has these versions; empty if it can."""
     ours = versions()
     if all(peer_versions.get(word) == version for word, version in ours.items()):
         return ""

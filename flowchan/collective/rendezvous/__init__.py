@@ -1,4 +1,4 @@
 """Form a group by rendezvous.
 
-Each module implements one method, which only needs a means to exchange a few short values.
+Each module implements one method of rendezvous, which only has to exchange a few short values.
 """

@@ -1,11 +1,11 @@
-"""Form a group at an address that all members know, and later let its survivors meet there again.
+"""Form a group at an address that all members know. After a failure, let the survivors meet there again.
 
 When a group across hosts shrinks, rank 0 decides which members remain. It listens on the address again, and
 waits for all members known to be alive. Each member that arrives reports which members on its host are alive,
 according to their shared memory. After ``REJOIN_TIMEOUT_S`` seconds, rank 0 tries to connect to the members
 that are still missing. A member that accepts the connection is merely late, so rank 0 waits longer for it.
 Finally, rank 0 sends the list of survivors to all that have arrived, and they form a group as usual. If
-another member dies before that, all of them start over.
+another member dies before the new group is complete, all survivors start over.
 
 In a partitioned network, only the part with rank 0 continues, because only rank 0 decides. A member that
 cannot reach rank 0 fails, and if rank 0 is gone, all members fail. While rank 0 is merely late, the others
@@ -146,7 +146,7 @@ class Place:
     def _meet_again(self, old: LinkedGroup, name: str, give_up: float) -> Group:
         """Return a group of the survivors of ``old``, which has failed."""
         number = self.number + 1
-        # a new secret rejects members that are still in another rendezvous
+        # the new secret keeps out members that are still in another rendezvous
         secret = hmac.digest(self.secret, f"again {number}".encode(), "sha256")
         meet = _lead if old.rank == 0 else _follow
         for _ in range(old.size):
@@ -267,7 +267,7 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
             if not late:
                 raise GroupError(f"{error}; {REMEDY}") from None
     with contextlib.closing(Participant(sock, "rank 0")) as participant:
-        # Rank 0 may wait for late members without limit; if it dies, the connection ends.
+        # Without a limit, rank 0 may wait for late members forever; if it dies, the connection ends.
         sock.settimeout(None if give_up == math.inf else max(0.001, give_up - time.monotonic()))
         try:
             survivors = participant.receive()

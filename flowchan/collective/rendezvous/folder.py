@@ -1,7 +1,7 @@
 """Form a group of processes through a folder that all their hosts share.
 
 Rank 0 listens on a free port, and writes its address and a new secret to a file that only its user can read.
-The others wait for the file. Once all have met, rank 0 removes it.
+The other members wait for the file. Once all members have met, rank 0 removes it.
 """
 
 from __future__ import annotations

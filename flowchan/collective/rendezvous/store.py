@@ -1,4 +1,4 @@
-"""Form a group through a key-value store from torch that all members can reach."""
+"""Form a group through a torch key-value store that all members can reach."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def recorded(name: str, start: Callable[[], Work]) -> Work:
 def done(result: Any) -> Work:
     """Return a completed torch ``Work`` object.
 
-    DDP's ``join`` passes it to C++ without keeping a reference in Python. A :class:`Work` from this module
-    would lose its Python part, and its C++ base would wait forever.
+    DDP's ``join`` passes the object to C++ without keeping a reference in Python. A :class:`Work` from this
+    module would then lose its Python part, and C++ would wait for it forever.
     """
     promise: torch.futures.Future[Any] = torch.futures.Future()
     promise.set_result(result)

@@ -1,1 +1,1 @@
-"""Train data-parallel with the members of a group."""
+"""Provide data-parallel training on the members of a group."""

@@ -94,7 +94,7 @@ class TopK:
         self._residual: Tensor | None = None
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the elements not sent so far to a tensor, and encode the largest elements of the sum.
+        """Add the unsent elements of earlier calls to a tensor, and encode the largest elements of the sum.
 
         Args:
             x: One-dimensional tensor.
@@ -234,7 +234,7 @@ _CODES: dict[str, Callable[[], Code]] = {"topk": TopK, "qsgd": QSGD}
 
 
 def _found(codes: Any, must_be: str) -> Callable[[], Code]:
-    """Return the function that creates a code, given the code's name or such a function."""
+    """Return the factory of a code. ``codes`` is the factory itself or the code's name."""
     made = _CODES.get(codes) if isinstance(codes, str) else codes
     if not callable(made):
         raise ValueError(f"{must_be.format(', '.join(map(repr, [*_TYPES, *_CODES])))}, got {shown(codes)}")
@@ -242,7 +242,7 @@ def _found(codes: Any, must_be: str) -> Callable[[], Code]:
 
 
 def code_maker(codes: Any) -> Callable[[], Code]:
-    """Return a function that creates a code, given such a function or the code's name."""
+    """Return the factory of a code, as ``_found`` does, but also accept ``"fp16"`` and ``"bf16"``."""
     if isinstance(codes, str) and codes in _TYPES:
         return lambda: HalfPrecision(_TYPES[codes])
     return _found(codes, "push: codes must be {}, a Code or a function that returns one")
@@ -270,7 +270,8 @@ def combine_by(op: str, compress: str | Callable[[], Code] | None, dtype: torch.
 def _mean_by(compress: str | Callable[[], Code], dtype: torch.dtype) -> Combine:
     """Return the function that averages a buffer with elements of this type.
 
-    It may run in the member's background thread while other members' operations wait for it.
+    That function may run in the member's background thread, while the operations of other members wait for
+    it.
     """
     if isinstance(compress, str) and compress in _TYPES:
         if dtype.is_complex:

@@ -32,12 +32,12 @@ HOOKS = (
     "on_end_epoch",
     "on_end",
 )
-"""Names of the hooks, in the order of their calls.
+"""Names of the hooks, in the order in which the engine calls them.
 
-``on_start`` runs before the first epoch, and ``on_start_epoch`` before each one. The next four run when the
-state has the sample, the output, the loss, and the gradients, averaged over all replicas. ``on_sample`` and
-``on_output`` may replace the sample and the output. ``on_update`` runs after the optimizer's step. The last
-two run after each epoch and after the last one.
+``on_start`` runs before the first epoch, and ``on_start_epoch`` before each one. The next three run when the
+state contains a new sample, output and loss; the fourth runs after ``backward``, with gradients that are
+averaged over all replicas. ``on_sample`` and ``on_output`` may replace the sample and the output.
+``on_update`` runs after the optimizer's step. The last two run after each epoch and after training.
 """
 
 Batches = Iterable[Any] | Stream[Any] | Callable[[int], Iterable[Any] | Stream[Any]]
@@ -181,8 +181,8 @@ class Engine:
     def test(self, batches: Batches) -> float:
         """Return the mean loss over the batches of all members, without training.
 
-        Hooks may call this during training, which is not affected. It calls ``on_sample``,
-        ``on_output`` and ``on_forward``.
+        Hooks may call this method during training without affecting the training. The method calls the hooks
+        ``on_sample``, ``on_output`` and ``on_forward``.
 
         Args:
             batches: Samples, as in :meth:`train`.
@@ -307,7 +307,7 @@ class Mean:
             value: Mean of the values: a number, or a tensor with one element.
             count: Number of values (default 1).
         """
-        # Keep only the number: the tensor would keep its whole computation graph alive.
+        # Store a number, because a tensor would keep its whole computation graph alive.
         self.total += (value.item() if isinstance(value, Tensor) else value) * count
         self.count += count
 

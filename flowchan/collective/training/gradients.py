@@ -104,7 +104,7 @@ def _digest(x: Tensor) -> bytes:
 def _raise_for_difference(own: list[tuple[Any, ...]], group: Group) -> None:
     """Raise ``Mismatch`` unless all members have equal entries.
 
-    A tensor's entry contains its name, type and shape, and optionally a digest.
+    The entry of a tensor contains its name, type and shape, and optionally a digest of its elements.
     """
     first, *others = group.allgather(own)
     found = [
@@ -423,7 +423,7 @@ class AllReduceSGD:
                 for parameter in buffer.views:
                     parameter.grad = None  # counts as zero
         self._overlap.wait()
-        # last, because a member without a batch learns only here whether this was a step
+        # last, because this call tells a member without a batch whether this was a step
         return int(self._group.allreduce(int(contributes)))
 
 

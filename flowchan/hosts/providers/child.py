@@ -13,10 +13,12 @@ from flowchan.hosts.providers.output import OutputRelay, ProcessOutput
 from flowchan.hosts.providers.provider import Launch
 
 Explain = Callable[[int, ProcessOutput], str | None]
-"""Returns why an agent ended, given the exit code (negative for a signal) and the output. ``None`` means that
-the exit code and output do not show that the agent has ended."""
+"""Function that returns why an agent ended, given the exit code (negative for a signal) and the output.
 
-GENTLY = 5.0  # seconds before SIGKILL for a process that must first end remote processes
+``None`` means that the agent may still be running, although the local process has ended.
+"""
+
+GENTLY = 5.0  # seconds that a process has to end its remote processes before SIGKILL
 UNKNOWN_EXIT = (
     "ended with an unknown exit code, because the program ignores SIGCHLD or reaps its child processes"
 )
@@ -25,9 +27,9 @@ UNKNOWN_EXIT = (
 class AgentProcess:
     """Child process through which an agent runs.
 
-    The child runs in a new session, so that Ctrl-C in a terminal does not end it; the driver decides when it
-    ends. Its output is relayed line by line, prefixed with the host's name. On the signal ``kill_by``, it
-    ends the agent.
+    The child runs in a new session, so Ctrl-C in a terminal does not end it; the driver decides when to end
+    it. Its output is relayed line by line, prefixed with the host's name. The signal ``kill_by`` makes the
+    child end the agent.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Start agents on this machine, on the program's side.
+"""Start agents on this machine: the program's side of the fork server.
 
-Their fork server (:mod:`flowchan.hosts.fork_server`) has imported flowchan for all of them. A fork takes a
-tenth of the time of a new Python process.
+The fork server (:mod:`flowchan.hosts.fork_server`) has already imported flowchan and forks each agent. A fork
+takes a tenth of the time of a new Python process.
 
 The first agent starts the fork server, which always ends with the program. Some settings take effect only
-when a process starts or imports modules. For these, agents have the fork server's values. If the program has
-changed such a setting, the next agent starts another server.
+when a process starts or imports modules, so agents have the fork server's values of these settings. If the
+program has changed one of them, the next agent starts another server.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("
 
 
 def _inherited() -> tuple[Any, ...]:
-    """Return the state that a process started now would inherit from this one and keep."""
+    """Return the settings that a new child would inherit from this process and could not change later."""
     folder = os.stat(".")  # works even if the folder was removed
     return (
         sys.executable,
@@ -141,12 +141,10 @@ class _Seed:
 
 
 class Forked:
-    """Agent on this machine; this process always notices when it ends.
+    """Agent on this machine. This process always notices when the agent ends.
 
-    Killing it also kills all processes that it started.
-
-    To kill the agent, shut down this end of its socket instead of closing it. Closing may have no effect,
-    because a process forked in the meantime may have a copy.
+    Killing the agent also kills all processes that it started. To kill it, shut down this end of its socket.
+    Closing this end may have no effect, because a process forked in the meantime may have a copy of it.
     """
 
     def __init__(self, host: str, launch: Launch) -> None:
@@ -208,7 +206,7 @@ class Forked:
         return word != ""
 
     def _lose(self) -> None:
-        """Handle an agent whose server died, or had too few descriptors to start it.
+        """Handle the loss of an agent whose server died, or had too few descriptors to start it.
 
         When the server dies, the kernel ends the agent and its workers, but processes that the workers
         started may survive.
@@ -312,7 +310,7 @@ def end_seeds() -> None:
 
 
 def _end_at_exit() -> None:
-    abort_unfinished()  # otherwise runs would take their agents for lost and start new ones
+    abort_unfinished()  # otherwise, runs would replace their lost agents
     end_seeds()
 
 

@@ -1,4 +1,4 @@
-"""Provide agents on this machine, for tests and to try out a graph meant for several hosts."""
+"""Provide agents on this machine, to test graphs before they run on several hosts."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from typing import IO
 LAST = 20
 LONGEST = 64 * 1024  # maximum bytes in a line; a longer line is relayed in pieces of about this size
 MARK = "flowchan-agent "
-"""Marks text in a line that is meant for the provider rather than for the user."""
+"""Mark in a line; the text after it is meant for the provider, not for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessOutput:
-    """Last lines of a process, and the texts after its last marks."""
+    """Last lines of a process's output, and the texts that followed its last marks."""
 
     lines: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class OutputRelay:
         try:
             # a single call, so that lines from different hosts do not mix
             os.write(2, self._prefix + line + b"\n")
-        except OSError:  # standard error has no reader; the host must not wait for one
+        except OSError:  # standard error has no reader; drop the line, so that the host never waits
             pass
 
     def finish(self) -> ProcessOutput:

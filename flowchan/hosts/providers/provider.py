@@ -1,8 +1,8 @@
 """Define the interface of a provider, which starts agents, and the values that it takes and returns.
 
 A provider is a value. Declaring, comparing, pickling or printing it opens no connection; only ``listen_at``
-and ``start`` do. An agent dials the driver and authenticates itself, so a provider only needs to run a
-command on a host. It opens no ports and copies no files there.
+and ``start`` do. An agent dials the driver and authenticates itself. A provider therefore only runs a command
+on a host; it opens no ports and copies no files there.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ class StartedAgent(Protocol):
     def ended(self) -> str | None:
         """Return why the agent has ended, or ``None`` if it may still run.
 
-        The reason is one line that contains the host's name. This does not wait. If the provider can only
-        guess, the reason says so, and the agent ends when its own peer timeout expires.
+        The method does not wait. The reason is one line that contains the host's name. If the provider can
+        only guess that the agent has ended, the reason says so; the agent then ends when its own peer timeout
+        expires.
         """
 
     def waits(self) -> bool:
-        """Return whether the agent has not been placed on a host yet. Do not wait."""
+        """Return whether the agent still waits for a host, without blocking."""
 
     def kill(self) -> None:
-        """End the agent and release its resources, as far as this machine can. Do not wait."""
+        """End the agent and release its resources, as far as this machine can, without blocking."""
 
     def close(self) -> None:
-        """Kill the agent, and release everything in this process. It may be called twice."""
+        """Kill the agent, and release everything in this process. A second call does nothing."""
 
 
 class Provider(Protocol):

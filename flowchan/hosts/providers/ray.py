@@ -26,8 +26,10 @@ from flowchan.items.text import shown
 from flowchan.transport.addresses import address_towards
 
 WARN_AFTER_S = 10.0
-"""Seconds until a warning lists the resources that agents wait for. The cluster may have to grow, or other
-jobs to end."""
+"""Seconds until a warning lists the resources that agents wait for.
+
+Longer waits are normal if the cluster has to grow or other jobs have to end.
+"""
 
 REMEDY = "install the same environment for Ray's workers"
 
@@ -123,9 +125,9 @@ _lock = threading.Lock()
 
 
 class HeldByRay:
-    """Agent held by a Ray actor.
+    """Agent that a Ray actor runs.
 
-    Ray may report an actor as dead because its node is unreachable. The agent may then still run there until
+    Ray may report an actor as dead because its node is unreachable. The agent may then continue to run until
     its ``peer_timeout`` expires, but its messages are ignored.
     """
 
@@ -225,7 +227,7 @@ class HeldByRay:
 def _amounts(resources: Mapping[str, float]) -> str:
     """Format resources, without Ray's internal ones.
 
-    These are bundles of placement groups, node names, and bytes of memory, which are rarely requested.
+    Ray's internal resources are bundles of placement groups, node names, and bytes of memory.
     """
     own = {
         name: amount
@@ -245,8 +247,8 @@ def _gist(message: str) -> str:
 def _holder() -> type:
     """Define and return the actor's class.
 
-    A class defined here is pickled by value, so the actor starts even on a node without flowchan, and can
-    report that it is missing.
+    A class defined in a function is pickled by value. The actor therefore starts even on a node without
+    flowchan, and can report that flowchan is missing.
     """
     most = LAST
 

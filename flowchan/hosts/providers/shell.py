@@ -1,8 +1,9 @@
 """Explain the end of an agent that was started with a command such as ``ssh``.
 
-The end of the command does not show whether the agent has ended. A broken connection ends the command but not
-the agent. In that case ``ssh`` exits with 255, just as it does if the agent was killed. A small shell script
-on the host therefore runs the agent, and prints one line when it starts and another when it ends.
+The exit of the command does not show whether the agent has ended. If the connection breaks, the command exits
+but the agent continues. In that case, ``ssh`` exits with 255, just as it does if the agent was killed. A
+small shell script on the host therefore runs the agent, and prints one line when it starts and another when
+it ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ RAISED = 1  # Python's exit code after an exception, which the last line shows
 
 
 def around(python: str, arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the arguments that run the script with the agent's command."""
+    """Return the command that runs the script, which in turn runs the agent."""
     return ("sh", "-c", SCRIPT, "sh", python, *arguments)
 
 
@@ -54,8 +55,8 @@ def explainer(
         python: Python executable on the host.
         remedy: Advice if Python is missing or lacks flowchan.
         unreached: Explains why the script did not run at all.
-        cut_off: Returns the reason if something else has certainly ended the agent, otherwise None. Its
-            second argument tells whether the script reported the agent's end.
+        cut_off: Returns the reason if something outside the script has certainly ended the agent, otherwise
+            None. Its second argument is true if the script reported the agent's end.
 
     Returns:
         The function.

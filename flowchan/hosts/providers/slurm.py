@@ -35,17 +35,15 @@ GROUP_OF_NODES = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # 8(x3): three nodes with 
 CPUS = rf"{GROUP_OF_NODES.pattern}(?:,{GROUP_OF_NODES.pattern})*"
 CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED ")
 OVER = re.compile(rf"{CANCELLED.pattern}|: task 0: ")
-"""Matches a line in which the node reports to ``srun`` that the step has ended, directly or as the end of its
-only task."""
+"""Matches a line in which the node reports to ``srun`` that the step or its only task has ended."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Slurm:
     """One agent on each node of the current allocation.
 
-    The value does not contain the allocation, which is looked up whenever it is needed. The agents run this
-    program's Python by its path, because a cluster's nodes share their files. Killing an agent ends its job
-    step.
+    The value does not contain the allocation; each method looks it up again. The nodes of a cluster share
+    their files, so agents run this program's Python by its path. Killing an agent ends its job step.
     """
 
     address: str | None = None
@@ -114,10 +112,10 @@ def _unstarted(host: str, code: int, output: ProcessOutput) -> str:
 
 
 def _ended_by_slurm(host: str, output: ProcessOutput, has_ended: bool) -> str | None:
-    """Return Slurm's message that it ended the step, and so the agent, or None.
+    """Return Slurm's message that it ended the step, and therefore the agent; None without such a message.
 
     If the agent had already ended, the message that its task is over does not count, because the agent caused
-    it.
+    that message.
     """
     over = CANCELLED if has_ended else OVER
     line = next((line.strip(" *") for line in output.lines if over.search(line)), None)

@@ -1,9 +1,10 @@
-"""Manage device memory that other processes can open: arenas exported once, and blocks lent from them.
+"""Manage device memory that other processes can open.
 
-A block returns when its last reference is dropped, possibly by the garbage collector in any thread. Returning
-it is therefore a single append, and the next ``take`` does the bookkeeping. A block is lent again only after
-the device has finished the last write to it. Arenas live as long as the process: freeing device memory waits
-for the whole device, and another process may be reading the arena.
+An arena is exported once, and blocks of it are lent. A block returns when its last reference is dropped,
+possibly by the garbage collector in any thread. The return is therefore a single append, and the next
+``take`` does the bookkeeping. A block is lent again only after the device has finished the last write to it.
+Arenas live as long as the process: freeing device memory waits for the whole device, and another process may
+be reading the arena.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ ARENA = 64 << 20
 """Size of an arena in bytes. A larger tensor gets an arena of its size."""
 
 EVENTS = 512
-"""Maximum number of events that a process shares. CUDA allows a few thousand per machine. Without an event,
-the writer waits for the device."""
+"""Maximum number of events that a process shares, because CUDA allows only a few thousand per machine.
+
+Without an event, the writer waits for the device.
+"""
 
 # number of events made at once: drivers before 460 may deadlock if an event is made while others are in use
 AT_ONCE = 16
 
-# handles refer to whole pages of this size, so an arena must not share a page with other memory
+# a handle exports whole pages of this size, so an arena must not share a page with other memory
 PAGE = 2 << 20
 UNIT = 512
 
@@ -33,9 +36,9 @@ class ArenaFull(Exception):
 
 
 class Device(Protocol):
-    """A kind of device memory.
+    """A kind of device, such as CUDA.
 
-    A device is identified by a text that is the same in every process. Copies and events are enqueued on the
+    A text that is the same in every process identifies each device. Copies and events are enqueued on the
     calling thread's current stream of that device. Only ``finish`` waits for the device.
     """
 
@@ -66,10 +69,10 @@ class Device(Protocol):
         """Enqueue a copy from the memory into a new tensor of the given form, and return the tensor."""
 
     def share_event(self, device: str) -> tuple[Any, bytes]:
-        """Make an event for which other processes can wait, and return it with its handle."""
+        """Create an event that other processes can wait for, and return it with its handle."""
 
     def open_event(self, device: str, handle: bytes) -> Any:
-        """Open an event for which this process can wait, by a handle that another process exported."""
+        """Open an event of another process by its handle, so that this process can wait for the event."""
 
     def event(self, device: str) -> Any:
         """Make an event for this process alone."""
@@ -94,7 +97,7 @@ class Device(Protocol):
 
 
 class Arena:
-    """One allocation, with its free ranges (offset, size) in order. No two ranges touch."""
+    """One allocation, with its free ranges (offset, size) in order. Adjacent ranges are merged."""
 
     def __init__(self, number: int, device: str, size: int, memory: Any, handle: bytes) -> None:
         self.number, self.device, self.size, self.memory, self.handle = number, device, size, memory, handle
@@ -120,7 +123,7 @@ class Arena:
 
 
 class SharedEvent:
-    """An event of this process for which other processes can wait."""
+    """Event of this process that other processes can wait for."""
 
     def __init__(self, event: Any, handle: bytes) -> None:
         self.event, self.handle = event, handle

@@ -1,9 +1,9 @@
 """Handle torch's CUDA tensors for ``transfer.py``.
 
 Copies, streams and events use torch. Shared memory uses the driver directly, with functions that every driver
-since CUDA 9 has. The allocator of torch is not used for this, because its memory may have no handle, as in
-expandable segments. Nor is torch's sharing of storages, because it keeps its reference counts in files. Each
-call uses the device's primary context, like torch.
+since CUDA 9 has. Memory from torch's allocator would not do, because some of it, such as expandable segments,
+has no handle. Torch's own sharing of storages is not used either, because it keeps its reference counts in
+files. Like torch, each call uses the device's primary context.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class DriverMemory:
 
 
 def write(tensor: Any, memory: Any, offset: int, size: int) -> None:
-    """Copy a dense tensor into bytes, in its own order of dimensions."""
+    """Copy the elements of a dense tensor into bytes, in the order in which they are in memory."""
     with torch.no_grad():
         part = memory[offset : offset + size].view(tensor.dtype)
         part.as_strided(tensor.shape, tensor.stride()).copy_(tensor, non_blocking=True)

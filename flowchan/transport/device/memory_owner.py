@@ -12,7 +12,7 @@ from flowchan.transport.pidfd import open_pidfd
 
 
 class Owner:
-    """Another process, and its memory and events that this process has opened."""
+    """Another process, with the memory and events that this process has opened of it."""
 
     def __init__(self, pid: int) -> None:
         self.arenas: dict[tuple[str, int], tuple[Device, str, Any]] = {}
@@ -24,7 +24,7 @@ class Owner:
             self._fd = open_pidfd(pid)
             if self._fd is not None:
                 self._poll.register(self._fd, select.POLLIN)
-        # the process has ended, or its pid is from another namespace; in both cases, opening its memory fails
+        # the process has ended or has another pid namespace; opening its memory will fail
         except OSError:
             pass
 

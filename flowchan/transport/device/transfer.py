@@ -1,22 +1,21 @@
 """Transfer tensors between processes on one host without leaving the device.
 
-*Put.* The contents are copied, on the device and in the current stream, into a block from a pool of shared
-memory. The item contains a handle of the allocation, an offset, and an event that marks the end of the copy.
-Neither the sender nor the receiver waits: only the receiver's stream waits for the event. *Get.* The receiver
-opens the allocation once, and closes it only when its owner has ended. It copies the contents into new
-memory. An item is therefore a copy, as always between processes, and the sender may write to its tensor
-immediately. The receiver owns the received tensor: it may write to the tensor and keep it, even after the
-sender has ended. An item that returns to the channel because a worker died is intact, even if that worker
-changed its copy. The cost is two copies at the speed of device memory, and memory for the contents of all
-items in flight.
+*Put.* The sender copies the contents, on the device and in the current stream, into a block from a pool of
+shared memory. The item contains a handle of the allocation, an offset, and an event that marks the end of the
+copy. Neither the sender nor the receiver waits: only the receiver's stream waits for the event. *Get.* The
+receiver opens the allocation once, and closes it only when its owner has ended. It copies the contents into
+new memory. An item is therefore a copy, as always between processes, and the sender may write to its tensor
+immediately. The receiver may write to the received tensor, and keep it after the sender has ended. If a
+worker dies, its item returns to the channel unchanged, even if the worker wrote to its copy. The cost is two
+copies at the speed of device memory, and memory for the contents of all items in flight.
 
 *Lifetime of a block.* A block is kept until its item has ended and the receiver's copy is complete. The item
-is PINNED (frame.hpp): it has an id, and the channel knows which ids exist. A receiver holds the item by a
-view (``keep``) until its copy is complete. This works even if a receiver is killed, because the channel
-detects the death. A process that exits waits until it keeps no more blocks, or until no process can read
-them. If nothing is read for ``FLOWCHAN_CUDA_EXIT_WAIT`` seconds (60), it prints a message and gives up. If a
-process is killed or calls ``os._exit``, the contents of its items are lost, and getting them raises
-``ChannelError``.
+is PINNED (frame.hpp): it has an id, and the channel knows which ids exist. A receiver keeps the item alive
+through a view (``keep``) until its copy is complete. If a receiver is killed, the channel detects the death
+and releases the item. A process does not exit before all its blocks are released or no process can read them
+any more. If nothing is read for ``FLOWCHAN_CUDA_EXIT_WAIT`` seconds (60), the process prints a message and
+gives up. If a process is killed or calls ``os._exit``, the contents of its items are lost, and getting them
+raises ``ChannelError``.
 
 *Host memory instead.* These tensors are copied through host memory:
 
@@ -52,13 +51,13 @@ from flowchan.transport.device.memory_owner import Owner
 SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
 MAGIC = b"flowchan device memory\0"
-EVERY_FEW = 16  # number of items to keep before the first check of which still exist
-# seconds between checks for running copies; checks stop after this many in a row have found none
+EVERY_FEW = 16  # number of items after which to check which items still exist
+# seconds between checks for running copies, and number of checks in a row without one that ends the checks
 POLL_INTERVAL_S, IDLE_POLLS = 0.02, 25
 
 
 class DeviceKind(NamedTuple):
-    """Location of an item's contents: the kind of device, the device, the memory, and the memory's owner."""
+    """Location of an item's contents: the device and its kind, the memory, and the memory's owner."""
 
     kind: str
     device: str
@@ -73,7 +72,7 @@ class DeviceKind(NamedTuple):
 
 
 class Ticket(bytes):
-    """Buffer with a pickled :class:`DeviceKind`. At the sender, it also has the block."""
+    """Buffer with a pickled :class:`DeviceKind`. At the sender, it also refers to the block."""
 
     block: Block
 
@@ -88,7 +87,7 @@ class Arrived(bytes):
 
 
 class DeviceParcel:
-    """Blocks of one item. The core calls this object with the channel once the channel contains the item."""
+    """Blocks of one item. Once the item is in a channel, the core calls this object with the channel."""
 
     def __init__(self, id: int, blocks: list[Block]) -> None:
         self.id, self.blocks = id, blocks
@@ -140,7 +139,7 @@ class TransferState:
 
     def pool(self, device: Device) -> ArenaPool:
         if device.name not in self.pools:
-            # a negative priority runs after children are joined, because they may be the receivers
+            # negative, so that it runs after the children are joined, which may be the receivers
             if not self.pools:
                 util.Finalize(None, _wait_at_exit, exitpriority=-100)
             self.pools[device.name] = ArenaPool(device, self.sweep)
@@ -172,7 +171,7 @@ def use(device: Device) -> None:
 def reduce(tensor: Any, form: Any, size: int, kind: str) -> tuple[Any, ...]:
     """Pickle a dense tensor of ``size`` bytes on a device of the kind ``kind``.
 
-    ``form`` has everything else that is needed to rebuild the tensor.
+    ``form`` contains everything else that a receiver needs to rebuild the tensor.
     """
     device = _state.device(kind)
     identity = device.identity(tensor)
@@ -278,7 +277,7 @@ def _rebuild_from_host(kind: str, identity: str, pid: int, host: Any, form: Any)
 
 
 def _rebuild_from_host_memory(kind: str, identity: str, number: int, host: Any, form: Any) -> Any:
-    """Make the tensor on the same device if it is visible; otherwise on the device with the same number."""
+    """Make the tensor on the same device if it is visible, otherwise on the device with the same number."""
     device = _state.device(kind)
     seen = device.visible()
     if identity in seen:
@@ -429,7 +428,8 @@ def _wait_at_exit() -> None:
 def only_ports_read(channels: Iterable[Any]) -> None:
     """Declare that these channels are read only through ports.
 
-    At exit, this process then drops items of such a channel if it has no reading port left.
+    If such a channel has no reading port left when this process exits, the process drops the items instead of
+    waiting.
     """
     _state.ported.update(channels)
 
@@ -454,7 +454,7 @@ def _is_open_in_other_process(channel: Any) -> bool:
                 found = os.stat(f"/proc/{pid}/fd/{number}")
                 if (found.st_dev, found.st_ino) == (memory.st_dev, memory.st_ino):
                     return True
-        except OSError:  # the process has just ended, or belongs to another user
+        except OSError:  # the process has just ended, or runs as another user
             continue
     return False
 
