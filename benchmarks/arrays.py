@@ -103,7 +103,7 @@ def _move(make: Callable[[], Ends], items: Callable[[int], Iterable[Any]], count
     for _ in range(count):
         int(ends.get()[::PAGE].sum())
     took = time.perf_counter() - began
-    end.wait()  # when its producer exits, torch's queue loses the items that it still holds
+    end.wait()  # if the producer exits, torch's queue loses the items that are still in it
     child.join()
     return took
 

@@ -62,7 +62,7 @@ def measure(effort: Effort) -> Report:
 
 
 class _Graph:
-    """A graph to iterate over. Each stage has ``workers`` workers; if None, the run chooses the number."""
+    """A graph to iterate over. Each stage has ``workers`` workers; None lets the run choose the number."""
 
     def __init__(self, workers: int | None) -> None:
         self._workers = workers

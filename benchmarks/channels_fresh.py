@@ -1,5 +1,4 @@
-"""Measure ints between 20 fresh pairs of processes, to see how much the result depends on the cores of a
-pair."""
+"""Measure ints between two processes, for 20 new pairs, to see how much the result depends on their cores."""
 
 from __future__ import annotations
 

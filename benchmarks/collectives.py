@@ -42,7 +42,7 @@ ISOLATES = (
 ENVIRONMENT = Path(sys.executable).parent
 KB, MB = 1 << 10, 1 << 20
 PIECE = 16 * KB
-"""Number of elements that threads combine at a time. This many elements stay in a cache until they are
+"""Number of elements that threads combine at a time, so that they are still in a CPU cache when they are
 copied."""
 ALLREDUCES = (8, KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB)
 
@@ -144,7 +144,7 @@ def measure(effort: Effort) -> Report:
 
 
 def in_place(report: Report, job: Ranks, effort: Effort) -> None:
-    """Compare with two threads that access the memory of both ranks and run the same combining code."""
+    """Compare with two threads that combine the same values in the same way, but share memory."""
     size = 64 * MB
     both = np.ones((2, size // 4), np.float32)
 
@@ -248,7 +248,7 @@ def timed(job: Ranks, operation: str, size: int, effort: Effort) -> Case:
     """Time an operation, repeated for about one round.
 
     A run that takes less than half of that time is repeated. On a busy machine, some runs complete within one
-    time slice of each rank. Others must wait until other processes have used up their time slices.
+    time slice of each rank, while others wait for the time slices of other processes.
     """
     once = partial(job.run, operation, size)
     count = 2

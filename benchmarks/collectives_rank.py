@@ -56,7 +56,7 @@ class Flowchan:
 
 
 class Linked(Flowchan):
-    """Rank that acts as if it were on its own host, and is connected to the others over loopback."""
+    """Rank that acts as if it were alone on a host. Loopback connects it to the other ranks."""
 
     def made(self) -> Any:
         from flowchan.collective.rendezvous.address import meet_at

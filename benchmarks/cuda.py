@@ -68,7 +68,7 @@ def _move(make: Callable[[], Any], size: int, switch: str, count: int) -> float:
         total += queue.get()[0]
     torch.cuda.synchronize()
     took = time.perf_counter() - began
-    end.set()  # when torch's producer exits, the tensors that it still owns are lost
+    end.set()  # if torch's producer exits, the tensors that it still owns are lost
     child.join()
     return took
 

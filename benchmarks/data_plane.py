@@ -1,6 +1,7 @@
 """Measure a chain of two stages across hosts with limited bandwidth. Needs root, ``ip`` and ``tc``.
 
-Run it with ``python -m benchmarks.data_plane``; the size of the machine limits the number of hosts.
+Run it with ``python -m benchmarks.data_plane``. The hosts are simulated, so the size of the machine limits
+their number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Compare ``Sequential`` with default options, except ``parts=2, on="process"``, with the plain module."""
+"""Compare ``Sequential(parts=2, on="process")``, with all other options at their defaults, with the plain
+module."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def measure(effort: Effort) -> Report:
 
 
 def _compare(report: Report, pairs: int, rows: int, effort: Effort) -> None:
-    """Compare flowchan's defaults with the plain module, by the median and by the speed that 9 of 10 runs
+    """Compare flowchan's defaults with the plain module: the medians, and the speeds that 9 of 10 runs
     reach."""
     count = (100_000 if effort.full else 8_000) // (pairs * rows // 4) // 2 * 2
     count = max(24, count)  # at least 24 batches, far more than fit in flight

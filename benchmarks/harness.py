@@ -1,10 +1,10 @@
 """Measure and compare systems, for all benchmarks.
 
 A benchmark runs its cases alternately and compares their medians. A :class:`Case` does its work once per
-round and reports its samples. :meth:`Report.interleave` runs several rounds over all cases, so that a slow
-minute on the machine affects flowchan and its peers alike. CPU seconds include this process and all children
-that ended during the work (``resource.getrusage``), so every case must join its children. A :class:`Row` is
-one line of the published table.
+round and reports its samples. :meth:`Report.interleave` runs all cases in each of several rounds, so that a
+slow minute on the machine affects flowchan and its peers alike. CPU seconds include this process and all
+children that ended during the work (``resource.getrusage``), so every case must join its children. A
+:class:`Row` is one line of the published table.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Result:
     cpu_seconds_per_million_items: list[float] = field(default_factory=list)
 
     def figure(self, quantile: float | None = None) -> float:
-        """Return the median of all samples, or the sample at ``quantile``."""
+        """Return the median of all samples, or another quantile."""
         if quantile is None:
             return statistics.median(self.samples)
         ordered = sorted(self.samples)
@@ -105,9 +105,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: the work, the target, both results, their ratio, and whether the target was met.
+    """One line of the table: the work, the target, both results, their ratio, and whether the result meets
+    the target.
 
-    If the ratio is above 1, flowchan is faster. ``peer`` and ``ratio`` are empty for a row without a peer.
+    A ratio above 1 means that flowchan is faster. ``peer`` and ``ratio`` are empty for a row without a peer.
     """
 
     work: str
@@ -194,7 +195,7 @@ def calibrate(move: Callable[[int], float], seconds: float) -> int:
     The number is at least 100, and a multiple of 4, so that threads can share the items equally.
     """
     count = 100
-    while (took := move(count)) < seconds / 2:  # long enough that the start-up cost is negligible
+    while (took := move(count)) < seconds / 2:  # until the start-up cost is negligible
         count = 4 * count if took < seconds / 10 else 2 * count
     return max(100, int(count * seconds / took) // 4 * 4)
 
@@ -251,9 +252,8 @@ def in_words(value: float, unit: str) -> str:
 
 
 def machine() -> dict[str, object]:
-    """Describe everything besides the code that affects the results.
-
-    The description contains the processor, the cores that this process may use, the kernel and the versions.
+    """Describe the environment that affects the results: the processor, the cores that this process may use,
+    the kernel, and the versions.
     """
     return {
         "processor": _processor(),

@@ -233,7 +233,7 @@ def _stream(function: Callable[[int], Any], count: int) -> float:
 def _from_first_to_last(graph: Graph, outputs: Any, count: int) -> float:
     """Return how many seconds all outputs would take if the workers started instantly.
 
-    The time after the first output is extrapolated to all outputs.
+    The result is extrapolated from the time between the first and the last output.
     """
     with graph.start() as run:
         coming = run.iter(outputs)

@@ -56,7 +56,7 @@ ROOM = 1024
 class Wire:
     """One communication system, with a function for each end of the connection.
 
-    Each function takes a connected socket. It returns three functions: to put, to get, and to close the end.
+    Each function takes a connected socket, and returns three functions: to put, to get, and to close the end.
     """
 
     near: Callable[[socket.socket], tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], None]]]
@@ -92,7 +92,7 @@ def _unlink(link: Any, kept: object) -> None:
 
 
 def _unlink_after(link: Any, kept: object) -> None:
-    """Close the link after the other side has closed it. The last items have then been sent."""
+    """Close the link after the other side has closed it, because the last items have been sent by then."""
     while not isinstance(next_event(link), LinkBroken):
         pass
     link.close()

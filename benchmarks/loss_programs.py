@@ -1,4 +1,4 @@
-"""Do the same work with each system, as its documentation suggests, for :mod:`benchmarks.losses`.
+"""Do the same work with each system, in the way its documentation recommends, for :mod:`benchmarks.losses`.
 
 ``python -m benchmarks.loss_programs SYSTEM ITEMS`` sends the numbers below ITEMS to three workers, and
 prints one line for each result: the number, and the pid of the worker.
@@ -21,7 +21,10 @@ from typing import Any
 WORKERS = 3
 WORK_S = 1e-3
 CAPACITY = 100_000
-"""Room in queues whose size the user chooses: enough for all items, so that no system drops any by design."""
+"""Capacity of queues whose size the user chooses.
+
+It is enough for all items, so that no system drops items by design.
+"""
 
 Result = tuple[int, int]
 

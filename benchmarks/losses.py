@@ -1,8 +1,8 @@
 """Count what each system loses when one of its workers is killed with ``kill -9``.
 
 Run it with ``python -m benchmarks.losses [ITEMS]``. The program of each system sends numbers to three worker
-processes, which spend 1 ms on each number. After a third of the results, the worker of the latest result is
-killed. This process counts the results and kills the worker, so no system counts its own losses.
+processes, which spend 1 ms on each number. After a third of the results, this process kills the worker that
+sent the latest result. It also counts the results, so no system counts its own losses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SYSTEMS = {
     "pyzmq": ("zmq", "pyzmq PUSH and PULL"),
     "dora": ("dora", "dora-rs dataflow"),
 }
-"""Module that the system needs and its name in the table, by the name of its program."""
+"""For each program, the module that the system needs and the system's name in the table."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def _run(stages: int, viewers: int | None, seconds: float) -> float:
 
 
 def _beside_workers() -> float:
-    """Return the CPU seconds of all threads other than workers, whose names contain a slash."""
+    """Return the CPU seconds of all threads except the workers. Names of worker threads contain a slash."""
     return sum(
         time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
         for thread in threading.enumerate()

@@ -30,7 +30,7 @@ SIZE = 64 << 20
 PUSH, QUEUED, PULL = "push of 64 MB", "queued pushes of 64 MB", "pull of 64 MB"
 
 Calls = dict[str, Callable[[int], object]]
-"""Functions that run a workload ``n`` times, by workload."""
+"""For each workload, a function that runs it ``n`` times."""
 
 
 def measure(effort: Effort) -> Report:

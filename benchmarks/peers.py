@@ -66,8 +66,10 @@ def fast_fifo(capacity: int = 1024) -> Ends:
 
 
 def os_pipe(capacity: int = 0) -> Ends:
-    """Create an OS pipe with the standard library's framing and pickling. The kernel limits the number of
-    bytes in it."""
+    """Create an OS pipe with the standard library's framing and pickling.
+
+    The kernel limits its size in bytes.
+    """
     reader, writer = CONTEXT.Pipe(duplex=False)
     return Ends(writer.send, reader.recv, (reader, writer))
 

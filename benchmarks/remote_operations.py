@@ -1,7 +1,7 @@
 """Programs of the benchmark ``remote_tensors``: each measures one system in a new process.
 
 ``python -m benchmarks.remote_operations SYSTEM COUNT`` prints the results as JSON, which maps the name of
-each measurement to seconds. Only the programs that measure flowchan import it, because Monarch may need
+each measurement to seconds. Only the programs that measure flowchan import flowchan, because Monarch may need
 another Python.
 """
 

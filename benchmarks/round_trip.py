@@ -59,9 +59,9 @@ def _trips(make: Callable[[], Ends], count: int) -> float:
 
 
 def _blocked(seconds: float) -> Row:
-    """Measure the CPU time of a child that is blocked in a get for ``seconds`` seconds.
+    """Measure the CPU time of children that are blocked in a get for ``seconds`` seconds.
 
-    flowchan and the peer wait at the same time.
+    The children of flowchan and of the peer wait at the same time.
     """
     used: dict[str, float] = {}
     names = ("flowchan", "multiprocessing.Queue")

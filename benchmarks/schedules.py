@@ -1,8 +1,8 @@
 """Measure the cost of a pipe and the idle time of its workers.
 
-The first part measures how long a micro-batch takes through a part without work, compared with a plain call
-of the layer. The second part compares the bubble of each schedule on two workers with the simulator's
-forecast.
+The first part measures the time that a micro-batch takes to pass through a part without work, compared with a
+plain call of the layer. The second part compares the bubble of each schedule on two workers with the
+simulator's forecast.
 """
 
 from __future__ import annotations

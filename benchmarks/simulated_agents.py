@@ -28,7 +28,10 @@ from flowchan.run.worker.worker import work
 
 AGENTS_PER_PROCESS = 250
 PEER_TIMEOUT_S = 60.0
-"""Longer than the default, because the agents of a process take turns and may start slowly."""
+"""Peer timeout of simulated agents.
+
+It exceeds the default, because the agents of a process take turns and may start slowly.
+"""
 
 
 @dataclass(frozen=True)

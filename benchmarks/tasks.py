@@ -1,5 +1,7 @@
-"""Functions that the maps apply to an item. They have their own module, so that peers' workers import nothing
-else."""
+"""Functions that ``map`` benchmarks apply to each item.
+
+They have their own module, so that the peers' workers import nothing else.
+"""
 
 from __future__ import annotations
 

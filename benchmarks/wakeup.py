@@ -1,4 +1,4 @@
-"""Measure how fast a sleeping reader wakes, from just before the put until just after the get."""
+"""Measure how fast a sleeping reader wakes: the time from just before the put until just after the get."""
 
 from __future__ import annotations
 

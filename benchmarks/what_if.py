@@ -101,7 +101,7 @@ class Trial:
 def steps(chance: random.Random, kinds: Sequence[Kind]) -> list[Step]:
     """Return a random chain of 2 to 5 stages.
 
-    At least one item leaves the graph for every ``MOST_MERGED`` source items. This gives each window enough
+    At least one item leaves the graph for every ``MOST_MERGED`` source items, so each window contains enough
     items.
     """
     while True:

@@ -1,6 +1,7 @@
-"""Create a connection with a long delay that TCP itself observes: acknowledgements take as long as data.
+"""Create a connection with a long delay below TCP, so that acknowledgements are delayed like data.
 
-There are two network namespaces, each with a TUN device. A process between them delays every packet.
+The two ends are in two network namespaces, each with a TUN device. A process between them delays every
+packet.
 """
 
 from __future__ import annotations

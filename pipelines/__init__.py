@@ -17,8 +17,8 @@
 
 - :class:`RemoteNodes`: torch devices whose operations run in other processes or on other hosts.
 
-Only ``dataset``, ``Sequential`` and its companions, these four algorithms and ``RemoteNodes`` need torch.
-They are imported on first use.
+``dataset``, ``Sequential``, ``Stash``, ``Pop``, ``Training``, the four training algorithms and
+``RemoteNodes`` need torch. These names are imported on first use.
 """
 
 from __future__ import annotations

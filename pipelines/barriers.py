@@ -1,9 +1,9 @@
 """Barrier, event and condition for threads in several processes.
 
-If ``across`` is ``"hosts"``, they also work across machines, while the process that created them is alive.
-All three make threads wait at a gate, a channel that is almost always empty. A :class:`SharedDict` holds the
-current gate. Closing the gate releases all waiting and later threads; putting an item releases one thread.
-Each phase has its own gate, so a late thread cannot take an item that was meant for another phase. If
+If ``across`` is ``"hosts"``, all three also work across machines, as long as the process that created them is
+alive. All three make threads wait at a gate, a channel that is almost always empty. A :class:`SharedDict`
+holds the current gate. Closing the gate releases all waiting and later threads; putting an item releases one
+thread. Each phase has its own gate, so a late thread cannot take an item that was meant for another phase. If
 ``across`` is ``"hosts"``, the process that created the first gate owns all gates, so gates survive the exits
 of other processes.
 """
@@ -32,7 +32,8 @@ class _Generation:
 
     arrivals: Channel[None]
     gates: tuple[Channel[None], Channel[None]]
-    """Used alternately, so that a thread that is early for the next phase can't pass this phase's gate."""
+    """Gates of alternate phases, so that a thread that is early for the next phase can't pass this phase's
+    gate."""
 
     @classmethod
     def of(cls, parties: int, make: Callable[[int], Channel[None]]) -> _Generation:
@@ -431,7 +432,7 @@ class Condition(Held):
     def _wake(self, ticket: int) -> bool:
         """Wake a waiting thread, and return False if it had stopped waiting.
 
-        The steps are ordered so that every waiting thread can still be woken if a notifier dies between them.
+        If a notifier dies between two steps, the next notifier can still wake every waiting thread.
         """
         try:
             self._waiting[ticket].put_nowait(None)

@@ -19,14 +19,17 @@ Among = Literal["processes", "hosts"]
 
 
 def check_among(pattern: str, across: object) -> None:
-    """Raise ``ValueError`` unless ``across`` is a scope that patterns support; threads are not."""
+    """Raise ``ValueError`` unless ``across`` is ``"processes"`` or ``"hosts"``."""
     if across not in get_args(Among):
         allowed = " or ".join(map(repr, get_args(Among)))
         raise ValueError(f"{pattern}: across must be {allowed}, got {across!r}")
 
 
 class Shared(abc.ABC):
-    """Base class of objects made of ``channels``; only these channels are sent to other processes."""
+    """Base class of objects that consist of ``channels``.
+
+    A pickle of the object contains only these channels.
+    """
 
     channels: tuple[Channel[Any], ...]
 
@@ -94,7 +97,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class _NotDone(Exception):
-    """Raised inside a reading port's ``with`` block to make the port return its leased items."""
+    """Raised inside a reading port's ``with`` block, so that the port returns its leased items."""
 
 
 def give_back(port: In[Any]) -> None:

@@ -45,8 +45,8 @@ class Workers:
         )
         graph._address(frozenset({"items"}))  # so each worker gets its own number
         done.errors.sink(self._failures.put, name="failures")
-        # Do not use a method here: the run would then refer to this handle, in a cycle that only the garbage
-        # collector can free.
+        # Do not use a method: the run would then refer to this handle, and only the garbage collector could
+        # free the cycle.
         done.sink(functools.partial(_keep, self._results), name="results")
         self._run = graph.start()
 

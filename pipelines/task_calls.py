@@ -73,7 +73,7 @@ class CallTable:
             del future
 
     def begin(self, number: int) -> list[Any]:
-        """Return the item to send to a process, in a list; the list is empty if the task cannot be sent."""
+        """Return a list with the item to send to a process. The list is empty if the task cannot be sent."""
         task = self._begun(number)
         if task is None:
             return []
@@ -208,5 +208,5 @@ def _answer(packed: Any) -> Any:
             )
         raise
     if isinstance(packed, list):
-        packed.clear()  # If the call fails, the item is sent back; it should not contain the arrays then.
+        packed.clear()  # If the call fails, the item is sent back, so drop the arrays from it.
     return pack(fn(*args, **kwargs))

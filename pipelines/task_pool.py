@@ -53,8 +53,8 @@ class TaskPool(Executor):
     block, ``close()`` and the interpreter's exit all wait for the tasks.
 
     Args:
-        workers: Number of workers. Default: one process per core; or four threads more than the number of
-            cores, but at most 32. Required for hosts.
+        workers: Number of workers. Default for processes: one per core. Default for threads: four more than
+            the number of cores, but at most 32. Required for hosts.
         on: ``"thread"`` (default), ``"process"``, or a pool from ``flowchan.hosts``. The hosts must be able
             to import the tasks' functions, unless the main script defines them.
         name: Name of the pool in reports (default: ``"tasks"``).

@@ -17,7 +17,7 @@ class ExitRequested(Exception):
 
 
 def call(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Return ``fn(*args, **kwargs)``, but raise ``ExitRequested`` instead of, say, ``SystemExit``."""
+    """Return ``fn(*args, **kwargs)``, but wrap exceptions such as ``SystemExit`` in ``ExitRequested``."""
     try:
         return fn(*args, **kwargs)
     except Exception:

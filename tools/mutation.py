@@ -1,8 +1,8 @@
 """Change a module in many small ways, one at a time, and count the changes that its tests notice.
 
 Usage: ``python tools/mutation.py MODULE TEST... [--sample N] [--seed S]``. The changes are those of
-cosmic-ray, for example ``<`` instead of ``<=``. A change survives if all tests still pass. The module's file
-is changed during the run and restored after each change, so run this in a clone.
+cosmic-ray, for example ``<`` instead of ``<=``. A change survives if all tests still pass. The script
+modifies the module's file and restores it after each change, so run it in a clone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 from cosmic_ray.work_item import MutationSpec, TestOutcome
 
 LIMIT_S = 120.0
-"""Seconds after which the tests of a change count as failed: the change has made them hang."""
+"""Seconds after which the tests of a change count as failed, because the change makes them hang."""
 
 
 def main() -> None:
@@ -48,7 +48,10 @@ def main() -> None:
 
 
 def changes_of(module: Path) -> Iterator[MutationSpec]:
-    """Yield the changes of a module that cosmic-ray knows, except in annotations: nothing evaluates them."""
+    """Yield the changes that cosmic-ray can make in a module.
+
+    Annotations are left out, because nothing evaluates them.
+    """
     spans = [*annotation_spans(ast.parse(module.read_text()))]
     tree = get_ast_from_path(module)
     for name in operator_names():

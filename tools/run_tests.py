@@ -7,8 +7,8 @@ process thus collects only its own files, and its forks copy little memory. A gr
 load large libraries with others. Groups become smaller towards the end, so that all processes end together.
 
 After all groups have ended, each failed test runs once more in its own pytest process. A test that fails in
-both runs fails the whole run. A test that passes alone does not, but it is listed with its duration and the
-load average. Either the test or the product then depends on the machine's load.
+both runs fails the whole run. A test that passes alone does not fail the run, but is listed with its duration
+and the load average. Either the test or the product depends on the machine's load.
 
 The whole run also fails if some tests have not run. Examples are a crashed process, a file that cannot be
 collected, and a run that selects no tests.
@@ -50,7 +50,7 @@ SIDE_BY_SIDE = 5
 LEAST_BYTES = 80_000
 """Size of the last groups. The size of a file is a rough measure of the time that its tests take."""
 MOST = 20
-"""Largest number of failed tests that are run again; more failures come from a change, not from load."""
+"""Maximum number of failed tests to run again. More failures are due to a change, not to load."""
 END_WITHIN_S = 20.0
 """Seconds that interrupted pytest processes have for their teardown."""
 PASSED, FAILED, NO_TESTS = 0, 1, 5
@@ -212,7 +212,7 @@ def pytest_run(*arguments: str) -> tuple[int, dict[str, Any] | None, str]:
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "outcomes"
         command = [sys.executable, "-m", "pytest", f"--outcomes={kept}", *arguments]
-        output = Path(folder) / "output"  # not a pipe, which a process that a test has left would keep open
+        output = Path(folder) / "output"  # a leftover process of a test would keep a pipe open
         with output.open("wb") as file:
             status = processes.call(command, file)
         outcomes = json.loads(kept.read_text()) if kept.exists() else None
@@ -223,7 +223,7 @@ def run_alone(test: Test, options: list[str]) -> None:
     """Run a test in its own process."""
     print(f"running once more, alone: {test.name}", flush=True)
     load = os.getloadavg()[0]
-    # pytest decides from all parameters of a test which ones are longer, and here it collects only one
+    # pytest needs all parameters of a test to decide which ones are longer, but collects only one here
     options = [option for option in options if option != "--only-long"]
     status, outcomes, output = pytest_run(*options, test.name)
     print(output, end="", flush=True)
@@ -238,7 +238,7 @@ def main() -> int:
     parser.add_argument("--ignore", action="append", default=[])
     parser.add_argument("--files", nargs="*", default=["tests"])
     known, options = parser.parse_known_args()
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs without SIGINT
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore SIGINT
         signal.signal(number, interrupt)
     ignored = known.ignore if "--hosts" in options else [*known.ignore, str(TESTS / "hosts_real")]
     files = list(test_files(known.files, ignored))

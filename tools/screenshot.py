@@ -3,7 +3,7 @@
 usage: screenshot.py FOLDER [NAME…]    (NAME is part of a picture's name, such as 35, dark or failed)
 
 The pictures show graphs with 5, 35 and 150 stages in light and dark mode, in a wide and in a narrow window.
-The runs are active, failed, ended or disconnected. The figures are made up.
+The runs are active, failed, ended or disconnected. The numbers in the pictures are invented.
 """
 
 from __future__ import annotations

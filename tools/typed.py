@@ -1,8 +1,8 @@
 """Check ``tests/typed`` with mypy and pyright, against the package in its installed layout.
 
 Neither checker may find an error in the correct program. In the file of mistakes, both must find exactly the
-errors that its comments announce: ``# wrong: its code by mypy, its rule by pyright``. Run the script in the
-folder with that layout.
+errors that its comments announce: ``# wrong: code of mypy, rule of pyright``. Run the script in the folder
+that has the installed layout.
 """
 
 from __future__ import annotations

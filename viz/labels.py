@@ -1,7 +1,7 @@
 """Choose the texts, roles, colours and positions in a picture, for all picture formats.
 
-A picture shows only settings that differ from their defaults. For a channel, these are the item type and the
-capacity. For a stage, these are its number of items, retries, order and hosts.
+A picture shows only settings that differ from their defaults. A channel's label may show the item type and
+the capacity. A stage's label may show its number of items, retries, order and hosts.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _decompressed(path: Path) -> bytes:
-    """Decompress a gzip file whose last member may be incomplete, which ``gzip.decompress`` refuses."""
+    """Decompress a gzip file. Unlike ``gzip.decompress``, accept a file whose last member is incomplete."""
     pieces: list[bytes] = []
     with gzip.open(path) as file, contextlib.suppress(EOFError):
         while piece := file.read1(1 << 20):

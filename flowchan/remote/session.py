@@ -420,7 +420,7 @@ class ClientSession:
         )
 
     async def notify_and_end(self, why: str) -> None:
-        """Tell the client that the server is closing, wait briefly for it to disconnect, and end the session."""
+        """Tell the client that the server is closing, wait briefly for its end, and end the session."""
         with contextlib.suppress(Closed, Broken, Full):
             self._replies.put_nowait(ServerClosed(why, self._ended()))
         give_up = self._loop.time() + GOODBYE_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""C++ files of remote tensors, which are compiled against the installed torch on first use.
+"""Compile the C++ files of remote tensors against the installed torch, on first use.
 
 The compiled files are stored in torch's extension folder: ``TORCH_EXTENSIONS_DIR``, or
 ``~/.cache/torch_extensions`` by default. Their names depend on the source and on the versions of torch and
@@ -130,8 +130,8 @@ def _compiled(source: Path) -> Path:
 def start_engine() -> None:
     """Start torch's autograd engine, unless it has already started.
 
-    When it starts, the engine creates a thread for each known device. If a process has such threads, its
-    forked children cannot run backward passes. The engine therefore starts before the device type of the
+    The engine starts a thread for each device that is known at that moment. The forked children of a process
+    with such threads cannot run backward passes. The engine therefore starts before the device type of the
     nodes is registered.
     """
     # use a new thread, because it has none of torch's modes, such as no_grad

@@ -39,7 +39,7 @@ class Alive:
         if next(self._ends) == self._count:
             self._reports.close()
             self._reports = released()
-        with self._replacing:  # otherwise two children that end at once could lose a latch
+        with self._replacing:  # so that two exits at the same time set two different latches
             ended, self._next_end = self._next_end, Latch()
         ended.set()
 
@@ -170,7 +170,7 @@ class ChildState:
         return self._unread.popleft() if self._unread else self.links.up.get(remaining(until))
 
     def give_back(self, value: Any) -> None:
-        """Let the next call return this value, because the call that received it has failed."""
+        """Keep a value for the next call, because the call that received it has failed."""
         self._unread.appendleft(value)
 
     # --- rendezvous ---

@@ -10,7 +10,10 @@ from flowchan.hosts.code import lacking, own_modules, pack_stage
 
 
 class CodeForHosts:
-    """Wrapper that unpickles as the function: by reference if the host has its module, otherwise by value."""
+    """Wrapper for a function.
+
+    Unpickling it returns the function: by reference if the host has the module, otherwise by value.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._by_reference = pack_stage(function, ())

@@ -214,7 +214,8 @@ _parent: Parent | None = None
 def child_main(links: ChildLinks) -> tuple[int, Any]:
     """Run the function of a child. The child's worker calls ``child_main``.
 
-    If the child has already died or was closed, this process runs nothing and only lets the stage finish.
+    If the child has already died or was closed, return without running a function, so that the stage can
+    finish.
     """
     global _parent
     if links.down.closed:

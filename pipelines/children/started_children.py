@@ -105,7 +105,7 @@ class StartedChildren:
             return
         for child in self.states.values():
             child.begin_close()
-        run.abort()  # first, so that no child is replaced
+        run.abort()  # before the kill, so that the supervisor replaces no child
         for number in self.states:
             run._supervisor.ask(EndWorker(WorkerId(STAGE, number), force=True))
 
@@ -136,7 +136,7 @@ class StartedChildren:
         with contextlib.suppress(RunError):  # calls to the children raise this error
             if not abort:
                 with contextlib.suppress(TimeoutError):
-                    run.wait(GRACE)  # wait, because the supervisor may be replacing a dead child
+                    run.wait(GRACE)  # the supervisor may still be replacing a dead child
             run.abort()
             run.wait()
         self._reports.end()

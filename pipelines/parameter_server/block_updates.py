@@ -1,8 +1,8 @@
 """Apply pushes to the shadow block of a shard.
 
-A block holds the shard's tensors and the slots of the shard's optimizers. The two blocks differ only in the
-*changes* of the last push. For each push, the worker first copies these changes into the shadow block, and
-then applies the rule.
+A shard has two blocks, the current one and the shadow. Each block contains the shard's tensors and the slots
+of its optimizers. The two blocks differ only in the *changes* of the last push. For each push, the worker
+first copies these changes into the shadow block, and then applies the push's rule there.
 """
 
 from __future__ import annotations

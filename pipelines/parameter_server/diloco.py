@@ -83,16 +83,14 @@ class DiLoCo(Replica):
             same function.
         workers: Number of replicas. A group counts as one replica.
         quorum: Number of contributions after which the ``grace`` period starts, from 1 to ``workers``
-            (default:
-            ``workers``).
+            (default: ``workers``).
         grace: Seconds to wait for the remaining contributions after the quorum is reached (default: no
             limit).
         **options: Options that all algorithms accept:
             group (Group): Group whose members have identical replicas and average their gradients (default:
                 None). Only rank 0 of the group uses ``client``.
             timeout (float): Maximum seconds to wait for the end of a round and for each other server
-                operation
-                (default: no limit).
+                operation (default: no limit).
 
     Raises:
         ValueError: An argument is out of range, ``grace`` is missing, the server was not created with
@@ -159,8 +157,7 @@ class DiLoCo(Replica):
 
         Raises:
             TypeError: The model is not an ``nn.Module``, or the optimizer's state contains values other than
-                tensors
-                and numbers.
+                tensors and numbers.
             ValueError: The model has no parameters that require gradients.
 
         Example:

@@ -35,13 +35,11 @@ class Downpour(Replica):
         lr: Learning rate, greater than 0.
         push_every: Number of steps between pushes, at least 1 (default 1).
         pull_every: Number of steps after which the replica adopts the server's parameters, at least 1
-            (default
-            10).
+            (default 10).
         prefetch: Number of steps between the start of a pull and the use of its result, less than
             ``pull_every`` (default 0).
         start: Number of steps before the first interval begins (default 0). The first push includes the
-            updates
-            from these steps.
+            updates from these steps.
         momentum: Nesterov momentum of the local updates, at least 0 and less than 1 (default 0).
         **options: Options that all algorithms accept:
             group (Group): Group whose members have identical replicas and average their gradients (default:

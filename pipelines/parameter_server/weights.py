@@ -163,7 +163,7 @@ class Weights:
             return self._version
 
     def reader(self) -> WeightsReader:
-        """Return a reader for this process or any other one.
+        """Return a reader for this or any other process.
 
         Send the reader to a process or host as an item or an argument, or use it in the trainer's process.
 
@@ -304,8 +304,7 @@ class WeightsReader:
             model: The ``nn.Module`` or mapping to overwrite, on any device. Its names, dtypes and shapes must
                 match the weights (default: :attr:`values`).
             timeout: Maximum seconds to wait for ``at_least`` and for a trainer on another machine (default:
-                no
-                limit).
+                no limit).
             at_least: Lowest version to wait for (default: do not wait for a version).
 
         Returns:

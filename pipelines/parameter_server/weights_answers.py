@@ -73,10 +73,15 @@ class WeightsAnswers:
         self._memory = memory
         self._base: PinnedVersion | None = None
         self._comparisons: list[tuple[int, Any]] = []
-        """Old version and bits of each comparison, without gaps between the comparisons."""
+        """Old version and bits of each comparison.
+
+        The new version of a comparison is the old version of the next.
+        """
         self._last: tuple[int, WeightsAnswer] | None = None
-        """Last delta and the version that it updates, for readers that send requests at about the same
-        time."""
+        """Latest delta and the version that it updates.
+
+        Readers that send requests at about the same time get the same delta.
+        """
         self._requests: Channel[WeightsRequest] | None = requests
         self._thread = threading.Thread(
             target=self._run, args=(requests,), name="flowchan weights", daemon=True

@@ -1,7 +1,7 @@
 """Run backward passes in the calling thread if the C++ device guard is missing.
 
 torch runs the backward operations of a device on a separate thread. The autograd engine starts the threads
-for all devices at its first backward pass. It therefore aborts if a node starts later. It also aborts for
+for all devices at its first backward pass, so it aborts if a node starts later. The engine also aborts for
 ``remote:1``, because torch's guard for Python devices knows only one device. The C++ guard keeps backward
 passes in the calling thread. Without a compiler, this module has the same effect.
 """

@@ -12,7 +12,10 @@ from flowchan.pipelines.remote_tensors.node_client import NodeClient
 
 
 class CurrentDevice(threading.local):
-    """Device index that ``device="remote"`` means in each thread, if the C++ part is missing."""
+    """Current device index of each thread, for ``device="remote"`` without a number.
+
+    Used if the C++ part is missing.
+    """
 
     index = 0
 
@@ -76,10 +79,10 @@ def is_free(device: torch.device) -> bool:
 
 
 def clients() -> list[NodeClient]:
-    """Return the clients of all devices of this process. A fork has none."""
+    """Return the clients of all devices of this process. A forked child has none."""
     return [one for one in _clients if one is not None and one.pid == os.getpid()]
 
 
 def device_count() -> int:
-    """Return the number of device indices in use or free."""
+    """Return the number of device indices, including free ones."""
     return len(_clients)

@@ -12,13 +12,13 @@ from flowchan.pipelines.remote_tensors import device_table
 from flowchan.pipelines.remote_tensors.remote_errors import RemoteError
 
 EXIT_WAIT_S = 2.0
-"""Seconds that the exit of the program waits for nodes that have not run all commands."""
+"""Seconds that an exiting program waits for nodes that have not run all commands."""
 LEAST_WAIT_S = 0.1
-"""Seconds for each further node once a busy node has used up the time."""
+"""Seconds to wait for each further node after a busy node has used up ``EXIT_WAIT_S``."""
 
 
 def report_at_exit() -> None:
-    """Report the failures before all functions that are registered with ``atexit`` now.
+    """Report the failures at exit, before the functions that are already registered with ``atexit`` run.
 
     Some of these functions end the nodes.
     """

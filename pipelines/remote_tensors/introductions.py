@@ -10,7 +10,9 @@ from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteErro
 
 
 def introduce(sender: NodeClient, receiver: NodeClient) -> None:
-    """Send the inbox of one node to another node, once. The program keeps it to report the sender's death.
+    """Tell ``sender`` the inbox of ``receiver``, once.
+
+    The program also keeps the inbox, to report the sender's death.
 
     If one of the nodes is on another host, the call waits until the sender has connected to the inbox.
     """

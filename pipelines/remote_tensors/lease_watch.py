@@ -1,8 +1,9 @@
 """Watch the leases of remote tensors in the program that started the nodes.
 
-All users of a lease share one open file description of its memory. This includes the kernel, on behalf of an
-item. A lock on the file shows whether the description is still open (``flowchan/remote/orphans.py``). If the
-nodes run on other hosts, this program owns the lease, and its server keeps the lease for remote users.
+All users of a lease share one open file description of its memory. While an item contains the lease, the
+kernel also refers to this description. A lock on the file shows whether the description is still open
+(``flowchan/remote/orphans.py``). If the nodes run on other hosts, this program owns the lease, and its server
+keeps the lease for remote users.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flowchan.remote.orphans import OrphanMemory, Orphans
 CHECK_INTERVAL_S = 0.05
 """Seconds between checks for leases that have ended."""
 WAITING = 64
-"""Maximum number of messages in a channel; then the sender blocks."""
+"""Maximum number of messages in a channel. If the channel is full, the sender blocks."""
 
 
 class LeaseWatch:

@@ -28,7 +28,7 @@ from flowchan.transport.interrupts import append_result
 MAX_TEMPLATES = 20_000
 """Maximum number of templates for one node. When it is reached, the client discards all of them."""
 LIMIT = 512
-"""Length of the command buffer, in numbers, that makes the client send it."""
+"""Length of the command buffer, in numbers, at which the client sends the buffer."""
 POLL_INTERVAL_S = 0.1
 """Seconds between checks whether the node is alive, while the client waits for an answer."""
 NO_OPERATION = 0, ""
@@ -39,14 +39,17 @@ _by_id: weakref.WeakValueDictionary[str, NodeClient] = weakref.WeakValueDictiona
 
 
 class TensorHandle:
-    """Entry in a node's table. When the last reference is gone, the next batch frees the id."""
+    """Handle of an entry in a node's table.
+
+    When the last reference to the handle is gone, the next batch frees the id.
+    """
 
     __slots__ = ("__weakref__", "id")
     id: int
 
 
 class HandleRef(weakref.ref[Any]):
-    """Weak reference that joins its client's frees when its handle or template dies.
+    """Weak reference that is appended to its client's ``frees`` when its handle or template dies.
 
     The callback is the C method ``list.append``. With a ``__del__`` method, Python would sometimes swallow a
     Ctrl-C, because it ignores exceptions that signal handlers raise in finalisers.
@@ -143,7 +146,7 @@ class NodeClient:
         return handle
 
     def free_with(self, template: Any, id: int) -> None:
-        """Let the node drop a template when its copy here is gone."""
+        """Let the node drop a template when this process no longer refers to the template."""
         ref = self.refs[id] = HandleRef(template, self.freed)
         ref.id = id
 

@@ -28,7 +28,7 @@ from flowchan.remote.channel_server import ChannelServer
 from flowchan.transport.tcp import joined, route_to
 
 WAITING = 64
-"""Maximum number of tensors in an inbox; then a put blocks."""
+"""Maximum number of tensors in an inbox. A put into a full inbox blocks."""
 NODE_DIED = ""
 """Key of a message that reports a dead node. The value is the node's place and failure."""
 log = logging.getLogger("flowchan.remote_tensors")
@@ -126,7 +126,9 @@ class Inbox:
 
 
 class Outbox:
-    """Puts into a channel that never wait. While the channel is full, a thread puts the items in order.
+    """Writer of a channel whose ``put`` never waits.
+
+    While the channel is full, a thread puts the items in order.
 
     Args:
         channel: The channel.
@@ -141,7 +143,7 @@ class Outbox:
     def put(self, item: Any, copied: Callable[[Any], Any] = lambda item: item) -> None:
         """Put an item. If it has to wait, put the result of ``copied(item)`` later.
 
-        If the receiver has exited, this has no effect, because the client finds out.
+        If the receiver has exited, this has no effect, because the client notices the exit.
         """
         with self._lock:
             if not self._waiting:

@@ -39,7 +39,7 @@ from flowchan.pipelines.remote_tensors.templates import only_strided
 MAX_UNFETCHED = 1000
 """Number of failures that a node keeps for ``sync``."""
 LSTM_LAYER = "aten::mkldnn_rnn_layer"
-"""This operator's kernel depends on the grad mode. The client sends the mode as the last argument."""
+"""Operator whose kernel depends on the grad mode, which the client sends as the last argument."""
 
 
 class Compiled:
@@ -115,7 +115,7 @@ def _fail(error: Exception, values: Sequence[Any]) -> Any:
 
 
 class ClientTable:
-    """Tensors, templates and failures of one client, which has a number on this node."""
+    """Tensors, templates and failures of one client of this node."""
 
     def __init__(self, replies: Channel[Any], number: int) -> None:
         self.replies, self.number = replies, number

@@ -3,8 +3,8 @@
 torch decomposes these operations differently for each device type. For devices other than the CPU, it picks
 fused cells, which CPU nodes lack. For these devices, its dropout and attention kernels also give results that
 differ in the last bits. The functions here issue the same operations in the same order as torch does for CPU
-tensors. Forward and backward values are therefore equal bit for bit. On a node with another device, torch
-makes its usual choice for devices.
+tensors. Forward and backward values are therefore equal bit for bit. If a node runs its kernels on another
+device, torch decomposes the operations as usual.
 
 Sources: the cell equations come from ``torch.nn.LSTM``, ``torch.nn.GRU`` and ``torch.nn.RNN``.
 """
@@ -327,7 +327,7 @@ def register() -> None:
     for op, function in COMPOSITES.items():
         chosen = _for_cpu_nodes(op, function)
         library.impl(op.name().removeprefix("aten::"), chosen, "AutogradPrivateUse1")
-        handlers[op.name()] = _below_autograd(chosen)  # torch uses this one in inference mode
+        handlers[op.name()] = _below_autograd(chosen)  # torch calls this handler in inference mode
     for name in CAST:
         library.impl(name, _refuse_autocast, "AutocastPrivateUse1")
     _libraries.append(library)  # torch drops the kernels of a library that is garbage-collected

@@ -32,7 +32,7 @@ from flowchan.run.crew.at_exit import before_exit
 from flowchan.transport.interrupts import interrupts_deferred
 
 WAITING = 64
-"""Maximum number of messages in a command channel; then the client blocks."""
+"""Maximum number of messages in a command channel. If the channel is full, the client blocks."""
 GRACE_S = 2.0
 """Maximum seconds for the last commands after an exception has left the ``with`` block."""
 
@@ -208,7 +208,7 @@ class RemoteNodes(Sequence[torch.device]):
         return found
 
     def strict(self, mode: str) -> None:
-        """Choose the effect of a hidden wait: ``item()``, ``bool()``, printing, data-dependent operations.
+        """Choose the effect of hidden waits, such as ``item()``, ``bool()`` and printing.
 
         Args:
             mode: ``"off"`` (the wait is silent), ``"warn"`` or ``"error"``.
@@ -281,7 +281,7 @@ class RemoteNodes(Sequence[torch.device]):
         _raise_first([one for one in failures if not (isinstance(one, NodeDied) and one.node in known)])
 
     def _end(self, kill: bool) -> None:
-        """End the nodes. ``kill`` ends them in the middle of a command, otherwise they end after it."""
+        """End the nodes. If ``kill`` is true, do not wait for the running commands."""
         if kill:
             for client in self._clients:
                 client.closed = True  # so that the watching thread does not record a death

@@ -40,7 +40,7 @@ RUN_FOR_METADATA = (
 on zeros."""
 
 VIEW_AS_DTYPE = "aten::view.dtype"
-"""Operator whose result is an inference tensor if it is made in inference mode, unlike other views."""
+"""Operator whose result, unlike other views, is an inference tensor if the call is made in inference mode."""
 NUMBERS = frozenset((int, float, bool, complex))
 """Types of the scalars that commands carry."""
 VALUES_IN_KEY = ("aten::arange", "aten::range")
@@ -62,7 +62,7 @@ TRACKED = "ADInplaceOrView"
 
 
 def _composed(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Let torch compose an operation from others, and track the views and versions of these."""
+    """Let torch compose an operation from other operations, and track their views and versions."""
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
     with torch._C._ForceDispatchKeyGuard(included, excluded):
@@ -75,10 +75,11 @@ def _composed_view(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 class TensorMeta:
-    """Metadata of remote tensors. Equal metadata of a node is one object, so keys compare identities.
+    """Metadata of remote tensors.
 
-    ``conj`` and ``neg`` are the conjugate and the negative bit. They are resolved by torch in this process. A
-    node gets a tensor with such a bit only for operations that do not need resolved tensors.
+    Equal metadata of one node is the same object, so keys compare identities. ``conj`` and ``neg`` are the
+    conjugate and the negative bit, which torch resolves in this process. A node gets a tensor with such a bit
+    only for operations that do not need resolved tensors.
     """
 
     __slots__ = ("client", "conj", "device", "dtype", "make", "neg", "offset", "shape", "stride")

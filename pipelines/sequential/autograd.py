@@ -14,7 +14,7 @@ the whole batch, hooks on parameters, wrappers that reduce gradients, and gradie
 until the program drops the output.
 
 Only one call or backward pass runs at a time. If a layer changes, later calls use new :class:`_Workers`. The
-old ones exist until all outputs that they computed have been released.
+old workers exist until all outputs that they computed have been released.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure the costs of layers on a sample, and find the cut with the cheapest most expensive part.
+"""Measure the costs of layers on a sample, and find the cut whose most expensive part costs least.
 
 A pipeline is as fast as its slowest part, and needs as much memory as its largest. Dynamic programming over
 the numbers of parts and layers finds the exact optimum: it minimises the largest sum of consecutive costs.
@@ -33,8 +33,8 @@ def best_split(costs: Sequence[float], parts: int) -> list[int]:
     """
     upto = list(accumulate(costs, initial=0.0))
     layers = len(costs)
-    # least[n] is the smallest possible cost of the largest part if the first n layers are cut. last[k][n] is
-    # the index of the last part's first layer if they are cut into k + 1 parts.
+    # Cut only the first n layers: ``least[n]`` is the smallest possible cost of the most expensive part. Cut
+    # them into k + 1 parts: ``last[k][n]`` is the index of the last part's first layer.
     least = upto[:]
     last: list[list[int]] = [[0] * (layers + 1)]
     for count in range(2, parts + 1):

@@ -1,6 +1,6 @@
 """Choose a module's parts and the number of micro-batches.
 
-Unless the user has chosen them, the choice is made with the first batch.
+The first batch determines whatever the user has not chosen.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ class Cut:
         parameters = sum(one.numel() for one in self.module.parameters() if one.requires_grad)
         if not back or not parameters:
             return chunks
-        # with fewer than two micro-batches per part, idle time would cost more than fewer gradient additions
-        # save
+        # with fewer than two micro-batches per part, workers would lose more time idle than they save in
+        # gradient additions
         return min(chunks, max(int(work / (ADDS * parameters)), 2 * len(self.parts)))
 
     def measure(self, piece: Any) -> None:

@@ -108,8 +108,11 @@ class Batch:
     values: list[Any]
     missing: set[int]
     outcome: Channel[list[Any] | BaseException] = field(default_factory=lambda: Channel(1))
-    """Receives one item: all values, or the exception that ended the batch. A ``concurrent.futures.Future``
-    would not do: Ctrl-C in a waiting thread could leave it locked and block the thread that sets it."""
+    """Channel that receives one item: all values, or the exception that ended the batch.
+
+    A ``concurrent.futures.Future`` is not safe here: Ctrl-C in a waiting thread could leave its lock acquired
+    and block the thread that sets the result.
+    """
 
 
 class InferenceRun(PipelineRun):
@@ -306,7 +309,7 @@ class Inference:
     def _send(self, value: Any, fresh: bool, whole: bool) -> tuple[int, Batch]:
         """Send a batch, either ``whole`` or in micro-batches, and register it.
 
-        ``fresh`` means that the stream has no batch in flight, so the processes may get a new state.
+        ``fresh`` means that the stream has no batch in flight, so the processes may be given a new state.
         """
         self._raise_if_closed()
         pieces = self.cut.pieces(mapped(torch.Tensor.detach, value), whole)

@@ -158,7 +158,7 @@ def divided(
 def compute_threads(processes: int, forked: bool | None = None) -> int:
     """Return the number of compute threads for each of several processes.
 
-    Together, the processes use each core once.
+    Together, the processes have about one compute thread per core.
 
     OpenMP threads do not survive a fork. A process that was ``forked`` after torch had been loaded therefore
     computes with one thread.

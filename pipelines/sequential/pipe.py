@@ -154,7 +154,7 @@ class Sequential(nn.Module):
         dim: int,
         join: Callable[[list[Any]], Any] | None,
     ) -> None:
-        """Create the attributes that every copy of a pipe needs for itself."""
+        """Create the attributes that copies of a pipe must not share."""
         name, numbers = type(self).__name__, itertools.count()
         self._events: deque[TimelineEvent] = deque(maxlen=REMEMBERED)
         on = placement_argument(name, self.on)

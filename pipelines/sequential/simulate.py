@@ -1,4 +1,6 @@
-"""Simulate schedules, without the model: waiting times and memory use. This module does not use torch.
+"""Simulate the waiting times and the memory use of schedules, without a model.
+
+This module does not use torch.
 
 Each worker runs its steps in order. Before a step, it receives the step's inputs from other workers. After
 ``F``, it sends the output to the worker of the next part. After ``B`` or ``I``, it sends the gradient to the
@@ -7,8 +9,8 @@ worker of the previous part. Outputs and gradients use separate channels, which 
 which it needs a message, and stores messages that arrive early.
 
 Workers that read and write channels in a fixed order, and block, form a Kahn process network. Whether they
-deadlock depends on that order and on the capacity, but not on durations. A single simulation therefore
-settles the question.
+deadlock depends on that order and on the capacity, but not on durations. A single simulation therefore shows
+whether they can deadlock.
 """
 
 from __future__ import annotations
@@ -232,7 +234,7 @@ class _Network:
     def _receive(
         self, worker: int, step: Step, needed: Step, done: set[Step], now: float
     ) -> Generator[str, None, float]:
-        """Return when ``worker`` received ``needed``, an input of ``step``."""
+        """Return the time at which ``worker`` received ``needed``, an input of ``step``."""
         name = replace(needed, op="B") if (step.op, needed.op) == ("B", "I") else needed
         owner = self._owners.get(needed.part)
         if owner is None:

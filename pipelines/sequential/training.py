@@ -447,7 +447,7 @@ class Training:
             raise
 
     def _placed(self, doing: str, chunks: int, plan: list[list[Step]]) -> BaseException:
-        """Return the run's error, with a message that names the place of the first failure."""
+        """Return the run's error, with a message that says where the first failure happened."""
         self._run.end(at_once=True)
         if (error := self._run.failure) is None:
             return RuntimeError(

@@ -1,7 +1,7 @@
 """Drive a headless Chromium through the DevTools protocol, over a pair of pipes.
 
-Pipes need no port or extra package. The browser reads commands from descriptor 3, and writes answers and
-events to descriptor 4. Each message is JSON text that ends with a zero byte.
+Pipes make a port and an extra package unnecessary. The browser reads commands from descriptor 3, and writes
+answers and events to descriptor 4. Each message is JSON text that ends with a zero byte.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Browser:
             self._events.append(answer)
 
     def events(self, session: str) -> list[dict[str, Any]]:
-        """Return the events of a tab that have arrived so far together with the answers."""
+        """Return the events of a tab that have arrived so far. Events arrive along with answers."""
         return [event for event in self._events if event.get("sessionId") == session]
 
     def _receive(self, deadline: float, method: str) -> dict[str, Any]:
@@ -218,6 +218,6 @@ class Tab:
 
     def _events(self) -> list[dict[str, Any]]:
         """Return all events of the tab so far."""
-        # the answer arrives after all earlier events
+        # all earlier events arrive before this answer
         self.evaluate("new Promise((resolve) => setTimeout(resolve))")
         return self._browser.events(self._session)

@@ -1,4 +1,4 @@
-"""List the descendants of this process without a scan of all processes."""
+"""List the descendants of this process without scanning all processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def descendants() -> set[int]:
     """Return the process ids of all children of this process and of their descendants."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # one system call detects the usual case of no children
+    except ChildProcessError:  # the usual case: no children, detected by one system call
         return set()
     # this kernel does not provide such lists
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):

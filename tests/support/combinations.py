@@ -4,9 +4,9 @@ A test with the marker ``each_pair`` keeps enough combinations to cover each pai
 parameters. A test with the marker ``each_value``, or with several parameters and more than ``MOST``
 combinations, keeps enough combinations to cover each value of each parameter. A test that runs under every
 start method of processes keeps either ``forkserver`` or ``spawn``, because each takes seconds. Parameters can
-have the marker ``alternative(value)``. For each test, one of these values is drawn, and parameters that are
-marked with another value do not run. The choice depends only on the names of the test and its parameters, so
-all processes of a run agree.
+have the marker ``alternative(value)``. One of these values is drawn for each test, and parameters with
+another value do not run. The choice depends only on the names of the test and its parameters, so all
+processes of a run make the same choice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MARKERS = {"each_value": 1, "each_pair": 2}
 ALTERNATIVE = "alternative"
 COSTLY = ("forkserver", "spawn")
 MOST = 6
-"""Maximum number of combinations for which unmarked tests with several parameters run all of them."""
+"""Unmarked tests with several parameters run all their combinations if there are at most this many."""
 
 
 def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
@@ -63,8 +63,11 @@ def not_needed(name: str, combinations: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def beyond(combinations: list[pytest.Item], together: int) -> list[pytest.Item]:
-    """Repeatedly choose the combination that adds most until each value or pair is covered, and return the
-    remaining combinations."""
+    """Choose combinations until each value or pair is covered, and return the combinations that were not
+    chosen.
+
+    Each choice is the combination that covers most new values or pairs.
+    """
     missing = all_values(combinations, together)
     while missing:
         best = max(combinations, key=lambda item: len(missing & values(item, together)))

@@ -143,8 +143,10 @@ def is_shown(name: str, known: dict[str, Documented]) -> bool:
 
 
 def exception(name: str) -> Any:
-    """Return the exception with this name in a docstring: a builtin, one of flowchan's, or one with its
-    module."""
+    """Return the exception that a docstring calls ``name``.
+
+    The name must include the module unless the exception is builtin or from flowchan.
+    """
     for module in (builtins, flowchan, importlib.import_module("flowchan.viz")):
         if hasattr(module, name):
             return getattr(module, name)

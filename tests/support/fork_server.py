@@ -28,9 +28,10 @@ def started(file: str, given: socket.socket, *arguments: str, **environment: str
 
 
 class ForkingProgram:
-    """A running program: ``file`` from this folder. Its first argument is the descriptor for orders.
+    """A running program: ``file`` from this folder.
 
-    ``close()`` ends it after all its children have ended.
+    Its first argument is the descriptor for orders. ``close()`` waits for all its children to end, and then
+    ends the program.
     """
 
     def __init__(self, file: str, *arguments: str, **environment: str) -> None:

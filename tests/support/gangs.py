@@ -33,7 +33,7 @@ def few(items: In[Any]) -> None:
 
 
 def check_each_once(found: list[tuple[int, int, int]]) -> list[int]:
-    """Check that no item is missing or repeated. Return each worker's number of processes, sorted.
+    """Check that no item is missing or repeated. Return how many processes each worker had, sorted.
 
     Each entry of ``found`` is an item, the worker's number, and its process.
     """

@@ -54,7 +54,7 @@ def rules(graph: Blueprint) -> list[str]:
 
 
 def by_hand(graph: Blueprint, name: str, *inputs: Stream, capacity: Any = 64) -> None:
-    """Declare a stage that the operators would not declare."""
+    """Declare a stage directly, because no operator would declare it."""
     ports = tuple(str(port) for port in range(len(inputs)))
     output = Output(name, "out", None, capacity)
     read = origins(graph, *inputs)

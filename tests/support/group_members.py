@@ -30,7 +30,7 @@ def in_threads(size: int, body: Body, *arguments: Any) -> list[Any]:
 
 
 def over_hosts(size: int, body: Body, *arguments: Any) -> list[Any]:
-    """Run members like ``in_threads``, but as if on two alternating hosts, or on three if ``size`` is odd."""
+    """Run members like ``in_threads``, but as if on two alternating hosts, or three if ``size`` is odd."""
     at, hosts = free_address(), 2 + size % 2
 
     def member(rank: int) -> collective.Group:
@@ -49,7 +49,7 @@ def raised(found: list[Any]) -> list[Any]:
 
 
 def refused(run: Callable[..., list[Any]], call: Callable[[Any], Any], said: str) -> None:
-    """Require that both members get a ``ValueError`` with this text, and that the group continues."""
+    """Check that both members get a ``ValueError`` with this text, and that the group stays usable."""
 
     def body(g: Any) -> Any:
         with pytest.raises(ValueError, match=said):

@@ -1,4 +1,4 @@
-"""Look up the tests that a list cites as proof of its entries."""
+"""Look up the tests that a list names as evidence for its entries."""
 
 from __future__ import annotations
 

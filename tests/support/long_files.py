@@ -1,7 +1,7 @@
 """Names of the test files that take the longest time.
 
-They run first, one in each process, so that no process works alone at the end of a run.
-``--durations`` shows when to change the list.
+They run first, one in each process. If they ran last, the other processes would have nothing left to do. Use
+``--durations`` to find out whether the list is still right.
 """
 
 LONG_FILES = frozenset(

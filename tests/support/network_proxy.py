@@ -1,4 +1,4 @@
-"""Agents on this machine whose connections are slow, silent for a while, or reset."""
+"""Run agents on this machine whose connections are slow, silent for a while, or reset."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from flowchan.hosts.providers.provider import Launch, StartedAgent
 CHUNK = 64 << 10
 LONG = 3600.0
 NOWHERE = bytes(16)
-"""Address that disconnects a socket."""
+"""Address with which ``connect`` dissolves a connection."""
 
 
 class Wire:
-    """Connection that delays each byte by ``delay`` seconds and passes at most ``rate`` bytes/s in each
-    direction.
+    """Proxy that delays each byte by ``delay`` seconds and passes at most ``rate`` bytes/s in each direction.
 
     If ``limit`` is set, the wire resets each connection once ``limit`` bytes have passed in one direction.
 
@@ -59,9 +58,10 @@ class Wire:
         self._silent_until = time.monotonic() + seconds
 
     def reset(self) -> None:
-        """Reset all connections, like a host that does not know them.
+        """Reset all connections, like a host that has restarted.
 
-        ``close`` with a linger of 0 has the same effect, but not while another thread polls.
+        ``close`` with a linger of 0 would do the same, but has no effect while another thread polls the
+        socket.
         """
         self._reset(*self._socks)
 
@@ -146,8 +146,10 @@ class Wire:
 
 @dataclass(frozen=True)
 class Wired(Local):
-    """Provider like ``local``, with a wire for each host. If there are more hosts than wires, wires are
-    reused."""
+    """Provider like ``local``, with a wire for each host.
+
+    If there are more hosts than wires, several hosts share a wire.
+    """
 
     wires: tuple[Wire, ...]
 

@@ -1,7 +1,7 @@
-"""Packages that some Python versions lack, and large packages.
+"""Handle packages that some Python versions lack, and large packages.
 
-torch supports new Python versions late. After a large package has been loaded, every fork costs four times as
-much.
+New Python versions lack torch for some months. After a process has loaded a large package, each fork takes
+four times as long.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ LOADS = re.compile(
     rf"^\s*(?:import|from) (?:{NAMES})\b|(?:importorskip|optional)\(.(?:{NAMES})\b|one_compute_thread",
     re.MULTILINE,
 )
-"""Lines with which a file loads a large library into the process that runs the file."""
+"""Lines by which a file loads a large library into its process."""
 PROGRAM = re.compile(r'"""(?:[^"\\]|"(?!"")|\\.)*"""', re.DOTALL)
-"""A string of several lines. It may be a program, which runs its imports in another process."""
+"""String of several lines.
+
+Such a string may be a program for another process, so its imports do not count.
+"""
 
 
 def loads_large(file: Path) -> bool:

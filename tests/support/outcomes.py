@@ -13,8 +13,8 @@ import pytest
 class Outcomes:
     """Collect the reports of one run, and write them to ``file`` when the session ends.
 
-    A file that cannot be collected makes the run ``broken``. In that case some tests have not run, and
-    repeating a test would not show more about them.
+    If a file cannot be collected, the run is ``broken``: some tests have not run, and repeating a failed test
+    would not change that.
     """
 
     def __init__(self, file: Path) -> None:

@@ -1,8 +1,9 @@
-"""Separate program for peers, which inherits nothing from the test, like a program on another host.
+"""Separate program for peers.
 
-It imports the modules that tests need once, and forks a child for each requested function. The imports do not
-start threads or open files, so a child behaves like a new program, even when it exits. A child gets the gates
-of the tests, and a pipe for the result or error of the function.
+Like a program on another host, it inherits nothing from the test. It imports the modules that tests need
+once, and forks a child for each requested function. The imports do not start threads or open files, so a
+child behaves like a new program, even when it exits. A child gets the gates of the tests, and a pipe for the
+result or error of the function.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ kept: list[tuple[Callable[..., object], tuple[object, ...]]] = []
 
 def main() -> None:
     die_with_parent()
-    sys.path[0] = os.path.dirname(sys.path[0])  # the parent of the support folder
+    sys.path[0] = os.path.dirname(sys.path[0])  # the tests folder
     importlib.import_module("support.peers")  # functions in tests refer to this module
     orders = Connection(int(sys.argv[1]))
     while (order := orders.recv()) is not None:
@@ -72,7 +73,7 @@ def received(orders: Connection, count: int) -> list[int]:
 
 
 def renumber(descriptors: list[int], numbers: list[int]) -> None:
-    """Give descriptors the numbers that they have in the test, because the function uses these numbers."""
+    """Give descriptors the same numbers as in the test, because the function uses these numbers."""
     above = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in descriptors]
     for fd in descriptors:
         os.close(fd)

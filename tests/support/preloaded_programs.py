@@ -1,7 +1,7 @@
 """Programs that run in forks of a template process, which has imported torch for all of them.
 
-Each program starts seconds sooner than a new Python process (program_server.py). There is only one other
-difference: a forgotten import is not noticed.
+Such a program starts seconds sooner than a new Python process (program_server.py). There is one other
+difference: a missing import of a loaded module goes unnoticed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from support.fork_server import ForkingProgram, started
 
 TORCH = ("torch", "torch._dynamo", "sklearn.datasets", "flowchan.pipelines.sequential")
-"""Modules to import. ``torch._dynamo`` is among them because the first optimizer of a process imports it."""
+"""Modules to import, including ``torch._dynamo``, which the first optimizer of a process would import."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Settings that stop OpenBLAS from starting threads during its import. ``torch.set_num_threads`` does not
 affect gloo's threads, and sums over several threads sometimes round differently."""
@@ -104,7 +104,7 @@ class _Program(subprocess.Popen[Any]):
         streams = [number if end == -1 else end for number, end in enumerate(ends)]
         arguments, cwd, env, session = (told[name] for name in ("args", "cwd", "env", "start_new_session"))
         self.pid = self._template.start(arguments[1:], cwd, env, session, streams)
-        self._handle = os.pidfd_open(self.pid)  # no other process can reap it earlier
+        self._handle = os.pidfd_open(self.pid)  # valid, because no other process reaps this one
         self._close_pipe_fds(*(told[f"{pipe}{end}"] for pipe, end in PIPE_ENDS))
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:

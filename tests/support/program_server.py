@@ -4,8 +4,8 @@ Usage: ``python program_server.py DESCRIPTOR MODULE …``. The descriptor is a c
 listening socket. If a socket is given, each connecting process gets its own child of the server, which
 executes its orders. Except for the imports, a program behaves as in a fresh Python interpreter. It has the
 arguments, folder, environment, streams and session that the caller has chosen, a separate ``__main__``, and
-the interpreter's usual shutdown. A program without a needed import does not fail here. For example, a program
-that does not import ``flowchan.pipelines`` still finds it as an attribute of its package.
+the interpreter's usual shutdown. A program that lacks a necessary import may not fail here. For example, a
+program that does not import ``flowchan.pipelines`` still finds it as an attribute of its package.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def carry_out(orders: Connection) -> None:
 
 
 def become(order: Order, streams: Sequence[int]) -> None:
-    """Turn this process into the program, and run the program."""
+    """Make this process look like the program's own process, and run the program."""
     for number, fd in enumerate(streams):
         os.dup2(fd, number)
         os.close(fd)

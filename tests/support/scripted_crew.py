@@ -41,9 +41,9 @@ class ScriptedCrew(CrewPart):
     Attributes:
         calls: The supervisor's calls, each with its name and arguments.
         report: The run's report, once the run has started.
-        refuses: The error of all starts of workers, if they should fail.
+        refuses: Error that every start of workers raises; None if workers start.
         all_heard: True if all reports of workers have arrived.
-        answer: Waiting workers that no channel knows.
+        answer: Value that ``waits`` returns (default: no worker waits).
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class ScriptedCrew(CrewPart):
         self.record("end group", stage)
 
     def cancel_tasks(self, all_of_them: bool) -> None:
-        """Do nothing and record nothing, because the supervisor calls this in every turn."""
+        """Record nothing, because the supervisor calls this method in every turn."""
 
     def cancel_request(self, question: int) -> None:
         self.record("cancel request", question)
@@ -174,7 +174,7 @@ class ScriptedChannels(RunChannels):
         self._crew.record("drop queued")
 
     def close_unwanted(self) -> None:
-        """Record nothing: the supervisor calls this at times that a test cannot predict."""
+        """Record nothing, because the supervisor calls this method at times that a test cannot predict."""
 
     def break_all(self, cause: BaseException | None) -> None:
         self._crew.record("break", cause)

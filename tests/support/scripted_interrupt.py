@@ -1,4 +1,4 @@
-"""Ctrl-C at a given point of a call, without a signal."""
+"""Simulate a Ctrl-C at a given point of a call, without a signal."""
 
 from __future__ import annotations
 

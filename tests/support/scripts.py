@@ -39,9 +39,9 @@ def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
 
 @contextmanager
 def forked(*modules: str) -> Iterator[None]:
-    """Within the block, fork all programs from a program that has imported these modules and flowchan.
+    """Within the block, fork all programs from a process that has imported these modules and flowchan.
 
-    The programs still import every module that those imports do not load.
+    The programs import all other modules themselves.
     """
     global _template
     _template = Template("flowchan", *modules)

@@ -15,5 +15,5 @@ def histories(longer: bool, quick: int, long: int) -> settings:
         # Shrinking a failing history could exceed the time limit of the test, and the history would be lost.
         phases=[Phase.generate],
         report_multiple_bugs=False,
-        suppress_health_check=[HealthCheck.too_slow],  # depends on the machine, not on the test
+        suppress_health_check=[HealthCheck.too_slow],  # the speed depends on the machine, not on the test
     )

@@ -17,7 +17,7 @@ def on_terminal(
     """Run a program on a terminal of 80 columns, and return its lines and its exit code.
 
     Cursor movements are removed from the lines. The program gets Ctrl-C once it has written all texts in
-    ``until``. When it has written ``then``, a file named "seen" is created in the folder.
+    ``until``. Once the program has written ``then``, this function creates a file named "seen" in the folder.
     """
     controller, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "30"}

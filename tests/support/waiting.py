@@ -1,7 +1,7 @@
 """Helpers that wait for a state in a test. They poll until the state is reached instead of sleeping.
 
-``WAIT_LIMIT_S`` promises nothing about speed. It ends a wait that would otherwise last forever, so that a
-broken promise fails one test and not the whole suite.
+``WAIT_LIMIT_S`` is not a promise about speed. It ends a wait that would otherwise last forever, so that a
+defect fails one test and does not hang the whole suite.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def wait_until(
             raise AssertionError(
                 f"waited {peer_timeout:g} s in vain; last seen: {what() if what else condition}"
             )
-        # lets other threads and processes run; a condition that takes long is checked less often
+        # lets other threads and processes run; slow conditions are checked less often
         tick.wait(max(min(0.001 + waited / 10, 0.01), 4 * (now - checked)))
 
 
@@ -54,8 +54,8 @@ def wait_freed(reference: weakref.ref[Any]) -> None:
 def merge_counts() -> None:
     """Free objects that lost their last reference in a thread other than their creator.
 
-    A free-threaded interpreter frees such objects late: in the garbage collector, or when the thread that
-    created them next runs Python code.
+    A free-threaded interpreter frees such objects late: during a garbage collection, or when the thread that
+    created them runs Python code again.
     """
     if not GIL:
         gc.collect()

@@ -1,6 +1,7 @@
 """Watch all tests of a process with one thread, which ends a hanging test.
 
-A thread per test would cost a millisecond of processor time and, on a busy machine, several of waiting.
+A thread per test would cost a millisecond of CPU time per test, and several milliseconds of waiting on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import time
 from collections.abc import Callable
 
 GRACE_S = 20.0
-"""Seconds from a test's limit until faulthandler ends the process, and the accuracy of that time."""
+"""Minimum seconds from a test's limit until faulthandler ends the process. The maximum is twice as long."""
 
 
 class Watchdog:
-    """Call ``end`` when a test reaches its limit, and let faulthandler end the process after that.
+    """Calls ``end`` when a test reaches its limit, and lets faulthandler end the process if the test still
+    hangs.
 
     Faulthandler's own thread runs even if native code never releases the GIL. It restarts only if its
     remaining time is shorter or much longer than a test's limit.
@@ -51,7 +53,10 @@ class Watchdog:
             self._deadline, self._end = float("inf"), None
 
     def close(self) -> None:
-        """Let the process exit within the limit of the last test; faulthandler ends it otherwise."""
+        """Stop watching.
+
+        If the process does not exit within the limit of the last test, faulthandler ends it.
+        """
         self.pause()
         self._backstop = 0.0
         faulthandler.cancel_dump_traceback_later()

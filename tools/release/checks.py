@@ -18,7 +18,8 @@ from tools.release.targets import Target
 
 BIN = Path(sys.executable).parent
 IGNORED = "W004,W009"
-"""Accepted findings of check-wheel-contents: modules that only run as files, and two top-level packages."""
+"""Findings of check-wheel-contents that are accepted: modules that only run as files, and two top-level
+packages."""
 
 OLDER_LIBCS = {
     "manylinux_2_28": ("manylinux_2_17", "manylinux2014", "manylinux2010"),

@@ -37,9 +37,9 @@ def command(*words: str | Path, env: Mapping[str, str] | None = None) -> str:
 
 
 class System:
-    """Files of a system in ``folder``, whose programs run in namespaces of their own.
+    """System whose files are in ``folder`` and whose programs run in separate namespaces.
 
-    ``mounts`` are folders of this machine that its programs see under the same names, but cannot change.
+    ``mounts`` are folders of this machine, which the programs see under the same names but cannot change.
     """
 
     def __init__(self, folder: Path, mounts: Sequence[Path] = ()) -> None:
@@ -127,7 +127,7 @@ def local(version: str) -> Local:
     """Return the CPython on this machine's ``PATH``; the version is ``3.12`` or, if free-threaded, ``3.14t``.
 
     Raises:
-        NotHere: It is not installed here, or without its headers.
+        NotHere: The CPython or its headers are not installed here.
     """
     ours = sysconfig.get_python_version() + sys.abiflags
     executable = sys.executable if ours == version else f"python{version}"

@@ -54,7 +54,7 @@ def wheel(target: Target, source: Path, headers: Path, folder: Path, zig_cache: 
         **compilers,
         "CXXFLAGS": " ".join(flags),
         "LDFLAGS": "-s",
-        "CMAKE_BUILD_PARALLEL_LEVEL": "1",  # parallel zig processes corrupt their common cache
+        "CMAKE_BUILD_PARALLEL_LEVEL": "1",  # parallel zig processes corrupt the cache that they share
         "ZIG_GLOBAL_CACHE_DIR": str(zig_cache),
         "ZIG_LOCAL_CACHE_DIR": str(zig_cache),
         "SETUPTOOLS_EXT_SUFFIX": target.suffix,

@@ -1,6 +1,6 @@
-"""Answer the buttons of the live page with worker stacks and predictions.
+"""Handle the buttons of the live page, which request worker stacks and predictions.
 
-Each action receives the query parameters and returns a JSON value. An action without an answer raises
+Each action receives the query parameters and returns a JSON value. An action that has no answer raises
 ``LookupError``, ``RuntimeError`` or ``ValueError``, and the page shows the error message.
 """
 

@@ -142,7 +142,7 @@ def _decision(ids: ElementIds, decision: ScalingDecision) -> Json:
 
 
 def _progress(progress: Progress, now: RunStats) -> Json:
-    """Return the progress of that end of the graph which has the largest fraction of items left."""
+    """Return the progress at the end of the graph that has the largest fraction of its items left."""
     shown = progress.bars(now)
     known = [bar for bar in shown if bar.total is not None]
     if not known:
@@ -171,7 +171,7 @@ def _stage(id: str, stage: StageStats, before: StageStats | None) -> Json:
 
 
 def _workers(stage: StageStats, before: StageStats | None) -> Iterator[Json]:
-    """Yield what each live worker has done for most of the time since ``before``."""
+    """Yield the activity that took most of each live worker's time since ``before``."""
     earlier = {} if before is None else {worker.number: worker.seconds for worker in before.per_worker}
     for worker in stage.per_worker:
         if worker.working:

@@ -13,7 +13,10 @@ PLAIN_EVERY = 5.0
 
 
 class Lines:
-    """Writer of lines that ``words`` creates from a run's statistics. ``clock`` times the lines."""
+    """Writes lines about a run.
+
+    ``words`` makes a line from the statistics, and ``clock`` returns the time.
+    """
 
     def __init__(
         self, stream: TextIO, words: Callable[[RunStats], str], clock: Callable[[], float] = time.monotonic

@@ -2,8 +2,8 @@
 
 While the drawing is shown, other output must appear above it. The program, its threads, C libraries, worker
 processes and their children must not write into the table. The standard streams are therefore redirected to a
-pseudoterminal, which a thread reads. Because it is a terminal, all of these writers still write line by line
-and in colour.
+pseudoterminal, which a thread reads. A pseudoterminal counts as a terminal, so all these writers still write
+line by line and in colour.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ AROUND = 9
 _GRACE_MS = 50
 """Milliseconds to wait for the last output."""
 _LAST = 1.0
-"""Maximum seconds to keep reading from a process that still prints after the table has closed."""
+"""Maximum seconds to read output that a process still prints after the table has closed."""
 
 
 _PRINTS_ONLY = ("dumb", "unknown")
-"""Values of TERM for terminals that make rich draw only at the end."""
+"""Values of TERM with which rich draws only at the end."""
 
 
 _drawing = threading.Lock()

@@ -1,8 +1,8 @@
 """Messages between the program and the workers of a pipe: commands, micro-batches and answers.
 
-A worker sends one answer to each command. For the workers, the program acts as a part before the first part
-and after the last one. It sends micro-batches along with the commands, and receives results along with the
-answers.
+A worker sends one answer to each command. To the workers, the program looks like a part before the first part
+and after the last one. The program sends micro-batches along with the commands, and receives results along
+with the answers.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Command to compute the gradients of a call; if ``keep``, another backward pass may follow."""
+    """Command to compute the gradients of a call. If ``keep`` is true, another backward pass may follow."""
 
     number: int
     chunks: int
