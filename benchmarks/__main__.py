@@ -56,7 +56,7 @@ def main() -> None:
         module = importlib.import_module(f"benchmarks.{name}")
         report = module.measure(effort)
         harness.show(name, module.ISOLATES, report)
-        # a benchmark that can't run on this machine must not erase its stored results
+        # Keep the stored results of a benchmark that can't run on this machine.
         if effort.full and report.results:
             store(name, module.ISOLATES, report)
 

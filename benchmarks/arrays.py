@@ -103,7 +103,7 @@ def _move(make: Callable[[], Ends], items: Callable[[int], Iterable[Any]], count
     for _ in range(count):
         int(ends.get()[::PAGE].sum())
     took = time.perf_counter() - began
-    end.wait()  # if the producer exits, torch's queue loses the items that are still in it
+    end.wait()  # let the producer exit only now, because torch's queue then loses its items
     child.join()
     return took
 

@@ -61,8 +61,8 @@ def _compare_big(report: Report, effort: Effort) -> None:
 
 
 def _copy(count: int) -> float:
-    # Not zeros: the kernel would map untouched memory to one shared page, which always stays in the nearest
-    # cache.
+    # Write to the memory. The kernel maps untouched memory to a single zero page, which would stay in the
+    # nearest cache.
     source, target = bytearray(b"x") * (BIG * SLOTS), bytearray(BIG * SLOTS)
     places = [slice(BIG * slot, BIG * (slot + 1)) for slot in range(SLOTS)]
     pairs = [(memoryview(target)[place], memoryview(source)[place]) for place in places]

@@ -150,7 +150,7 @@ class Backend(Gloo):
 
 
 def main(kind: str, address: str) -> None:
-    warnings.simplefilter("ignore", FutureWarning)  # torch has renamed these functions
+    warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch rename these functions
     side = {"flowchan": Flowchan, LINKED: Linked, BACKEND: Backend, "gloo": Gloo}.get(kind, Mpi)()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(f"\0{address}")

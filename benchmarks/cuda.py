@@ -60,7 +60,7 @@ def _move(make: Callable[[], Any], size: int, switch: str, count: int) -> float:
     child = SPAWN.Process(target=_produce, args=(queue, size, count, start, end))
     child.start()
     del os.environ["FLOWCHAN_CUDA_IPC"]
-    total = queue.get()[0].long()  # now both processes have their CUDA contexts and handles
+    total = queue.get()[0].long()  # both processes now have CUDA contexts and handles
     torch.cuda.synchronize()
     start.set()
     began = time.perf_counter()
@@ -68,7 +68,7 @@ def _move(make: Callable[[], Any], size: int, switch: str, count: int) -> float:
         total += queue.get()[0]
     torch.cuda.synchronize()
     took = time.perf_counter() - began
-    end.set()  # if torch's producer exits, the tensors that it still owns are lost
+    end.set()  # let the producer exit only now, because the tensors that it still owns are then lost
     child.join()
     return took
 

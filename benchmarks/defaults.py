@@ -61,7 +61,7 @@ def _stream(pairs: int, rows: int, count: int) -> float:
     module = _model(pairs)
     with Sequential(module, parts=2, on="process") as pipe:
         outputs = pipe.stream(repeat(x))
-        for _ in range(8):  # after these batches, all parts run at full speed
+        for _ in range(8):  # skip the first batches, during which the parts do not run at full speed
             torch.testing.assert_close(next(outputs), module(x).detach())
         return timed(partial(next, outputs), count)
 

@@ -35,7 +35,7 @@ ISOLATES = (
 
 def measure(effort: Effort) -> Report:
     report = Report()
-    # longer, because the clock includes the start of the workers
+    # Measure longer rounds, because the time includes the start of the workers.
     longer = replace(effort, seconds=5 * effort.seconds)
     _beside_processes(report, longer)
     _beside_a_direct_path(report, longer)
@@ -125,7 +125,7 @@ def _remote_puts(report: Report, effort: Effort) -> None:
 def _receive_remote_puts(with_port: bool, count: int) -> float:
     numbers = Channel(1024, across="hosts")
     arguments = numbers.address, numbers.secret, with_port, count + 1
-    # use spawn: a forked process would inherit the owner's object instead of opening the channel remotely
+    # Spawn the program: a forked process would inherit the owner's channel instead of opening it remotely.
     program = multiprocessing.get_context("spawn").Process(target=_put_remotely, args=arguments)
     program.start()
     numbers.get()

@@ -168,7 +168,7 @@ def measure(effort: Effort) -> Report:
 
 
 def _far(report: Report, effort: Effort) -> None:
-    # long, because the flow-control window grows slowly
+    # Measure long rounds, because the flow-control window grows slowly.
     long = replace(effort, seconds=4 * effort.seconds)
     for name, items, scale, unit, factor, peers in (
         ("int", range, 1, "items/s", 3.0, ZMQ),

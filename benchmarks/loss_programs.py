@@ -168,7 +168,7 @@ def run_dora(items: int) -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "dataflow.yml"
-        file.write_text(json.dumps({"nodes": nodes}))  # JSON is YAML
+        file.write_text(json.dumps({"nodes": nodes}))  # dora reads YAML, of which JSON is a subset
         environment = {**os.environ, "LOSSES_STDOUT": f"/proc/{os.getpid()}/fd/1"}
         sys.exit(
             subprocess.run(["dora", "run", str(file)], stdout=subprocess.DEVNULL, env=environment).returncode

@@ -113,7 +113,7 @@ def _results(process: subprocess.Popen[bytes]) -> Iterator[tuple[int, int]]:
             return
         *lines, rest = (rest + read).split(b"\n")
         for line in lines:
-            if found := RESULT.fullmatch(line):  # some systems also log to stdout
+            if found := RESULT.fullmatch(line):  # other lines are log messages of the system
                 yield int(found[1]), int(found[2])
 
 

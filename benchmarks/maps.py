@@ -120,7 +120,7 @@ def _joblib(function: Callable[[int], int], item: int, chunk: int | str, count: 
         parallel(joblib.delayed(function)(item) for _ in range(WORKERS))
         began = time.perf_counter()
         took = _checked(list(parallel(joblib.delayed(function)(item) for _ in range(count))), count, began)
-    # joblib's workers outlive the block, but a child's CPU time counts only after the child has exited
+    # End joblib's workers, because a child's CPU time counts only after the child has exited.
     get_reusable_executor().shutdown(wait=True)
     return took
 

@@ -48,7 +48,7 @@ def measure(effort: Effort) -> Report:
             )
             results = dict(zip(able, found, strict=True))
             own = results["flowchan"]
-            if work != PUSH:  # if the client waits for each push, only one process works at a time
+            if work != PUSH:  # for PUSH, the client waits each time, so only one process works at a time
                 report.rows.append(at_most(1.5, own, results["memcpy"]))
             for peer, least in (("torch.distributed.rpc", 3), ("Ray actor", 5)):
                 if peer in results:
@@ -92,7 +92,7 @@ class _State:
     """State of a peer's server."""
 
     def __init__(self, values: Any) -> None:
-        self.values = copy.deepcopy(values)  # Ray passes a read-only array
+        self.values = copy.deepcopy(values)  # copied, because Ray passes a read-only array
 
     def push(self, given: Any) -> None:
         self.values += given

@@ -59,8 +59,7 @@ def multiprocessing_queue(capacity: int = 1024) -> Ends:
 
 
 def fast_fifo(capacity: int = 1024) -> Ends:
-    # The size is sufficient for items of 64 KB. After the default timeout of 10 s, a get that still waits
-    # would fail.
+    # The queue has room for items of 64 KB. ``get`` needs a longer timeout than the default, 10 s.
     peer = faster_fifo.Queue(max_size_bytes=64 << 20, maxsize=capacity)
     return Ends(peer.put, partial(peer.get, timeout=1e6), peer)
 

@@ -53,7 +53,7 @@ def _descendants(pid: int) -> list[int]:
 
 def _clocks(workers: list[int]) -> tuple[float, float, float]:
     """Return the CPU seconds of this thread, of this process, and of the worker processes."""
-    # clock id of another process, see clock_getcpuclockid(3)
+    # The number is the id of another process's CPU clock; see clock_getcpuclockid(3).
     theirs = sum(time.clock_gettime((~pid << 3) | 2) for pid in workers)
     return time.thread_time(), time.process_time(), theirs
 

@@ -36,7 +36,8 @@ MAKERS = {
     "faster-fifo": fast_fifo,
     "os pipe": os_pipe,
 }
-# Lower CPU times are not measurable: reading the clock and one wake-up take a few tens of microseconds.
+# CPU times below this value cannot be measured, because reading the clock and one wake-up take some of this
+# time.
 NOT_MEASURABLE = 1e-3
 
 

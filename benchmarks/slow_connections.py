@@ -43,7 +43,7 @@ def _pass_on(source: socket.socket, target: socket.socket, delay: float) -> None
     while data:
         due, data = coming.get()
         time.sleep(max(0.0, due - time.perf_counter()))
-        with contextlib.suppress(OSError):  # the other end is closed
+        with contextlib.suppress(OSError):  # the other end may be closed
             target.sendall(data) if data else target.shutdown(socket.SHUT_WR)
     receiving.join()
 
@@ -52,7 +52,7 @@ def cut() -> int:
     """Shut down every loopback connection of this process, and return their number."""
     found = 0
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor was closed in the meantime
+        with contextlib.suppress(OSError):  # the descriptor may have been closed in the meantime
             if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(number))) as sock:

@@ -27,7 +27,7 @@ ISOLATES = (
 
 QUANTILES = (0.5, 0.99, 0.999)
 PAUSE = 0.002
-# The first put may start a thread, as in multiprocessing.Queue. Starting a thread is not part of a wake-up.
+# Unmeasured wake-ups, because the first put of a multiprocessing.Queue starts a thread.
 WARM_UP = 10
 
 
@@ -53,7 +53,7 @@ def measure(effort: Effort) -> Report:
     report = Report()
     count = 2000 if effort.full else 20
     for transport, makers in MAKERS.items():
-        # The queues are kept for all rounds, because creating one is not part of a wake-up.
+        # Use the same queues in all rounds, because creating a queue is not part of a wake-up.
         cases = [_wakes(name, make(), transport, count) for name, make in makers.items()]
         mine, *peers = report.interleave(f"wake-up, {transport}", cases, effort.rounds)
         report.rows += [at_most(1, mine, peer, quantile) for peer in peers for quantile in QUANTILES]

@@ -49,7 +49,7 @@ def measure(effort: Effort) -> Report:
     with Weights(trained) as weights:
         process = CONTEXT.Process(target=_refresh, args=(weights.reader(), go_on, refreshed))
         process.start()
-        for _ in range(2):  # access all memory before timing
+        for _ in range(2):  # touch all memory before the measurement
             publish()
             copy()
         cases = [Case("flowchan", "s", publish), Case("copy of the tensors", "s", copy)]

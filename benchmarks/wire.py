@@ -99,7 +99,7 @@ def within(network: int, work: Callable[[], float]) -> float:
     process.start()
     tell.close()
     try:
-        found: float = told.recv()  # raises EOFError if the process failed; it has printed its traceback
+        found: float = told.recv()  # raises EOFError if the process failed and printed its traceback
     finally:
         process.join()
     return found
@@ -139,7 +139,7 @@ def _relay(one: int, other: int, delay: float) -> None:
         now = time.perf_counter()
         while under_way and under_way[0][0] <= now:
             _, to, packet = under_way.popleft()
-            with contextlib.suppress(BlockingIOError):  # a full device drops the packet, like a wire
+            with contextlib.suppress(BlockingIOError):  # if the device is full, drop the packet
                 os.write(to, packet)
         wait = max(0.0, under_way[0][0] - now) if under_way else None
         ready, _, _ = select.select((one, other), (), (), wait)

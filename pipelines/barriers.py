@@ -114,14 +114,14 @@ class Barrier:
                     return index
             gate.get(timeout)
         except ChannelError as error:
-            generation.abort()  # the thread that began to break the barrier may have died before it finished
+            generation.abort()  # break it completely: the thread that began to do so may have died
             raise threading.BrokenBarrierError from error
         return index
 
     def _now(self) -> _Generation:
         """Return the current generation. If this process only knows a broken one, fetch the newest."""
         if self._generation.arrivals.broken:
-            # the process that created the barrier has exited, so the barrier stays broken
+            # If the process that created the barrier has exited, the barrier stays broken.
             with contextlib.suppress(Broken):
                 self._generation = self._generations["now"]
         return self._generation
@@ -361,7 +361,7 @@ class Condition(Held):
         """
         self._check("wait")
         ticket, gate = secrets.randbits(62), self._waiting._another(1)
-        with gate.reader() as port:  # If this process dies, the port closes, and notifiers skip it.
+        with gate.reader() as port:  # if this process dies, the port closes, and notifiers skip it
             self._waiting[ticket] = gate
             depth = self._lock._release_save()
             try:
@@ -372,7 +372,7 @@ class Condition(Held):
             finally:
                 self._lock._acquire_restore(depth)
                 self._waiting.pop(ticket, None)
-            # true if the notification came after the timeout, but before this thread acquired the lock
+            # A notification may have come after the timeout, but before this thread acquired the lock.
             return gate.stats().items_in > 0
 
     def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object:
@@ -437,7 +437,7 @@ class Condition(Held):
         try:
             self._waiting[ticket].put_nowait(None)
             woken = True
-        except (Closed, Full):  # the waiting thread has died, or another notifier woke it and then died
+        except (Closed, Full):  # the thread has died, or a notifier woke it and then died
             woken = False
         del self._waiting[ticket]
         return woken

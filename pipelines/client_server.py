@@ -267,7 +267,7 @@ class Server:
         flag("Server", "tls", tls)
         self._lock = threading.Lock()
         self._all: list[ServedClient] = []
-        # one channel for each call that is waiting; each new client puts an item into it
+        # One channel for each waiting call. The arrival of a client puts an item into all of them.
         self._wakeups: list[Channel[None]] = []
         self._clients = Clients(address, secret, tls, CAPACITY, self._add_client)
         self.address, self.secret = self._clients.address, self._clients.secret
@@ -280,7 +280,7 @@ class Server:
             self._all.append(ServedClient(member))
             waiting = list(self._wakeups)
         for wakeup in waiting:
-            with contextlib.suppress(Exception):  # the channel already has an item
+            with contextlib.suppress(Exception):  # the channel may already contain an item
                 wakeup.put_nowait(None)
 
     def clients(

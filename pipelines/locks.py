@@ -46,7 +46,7 @@ class Lock(Held, Shared):
         check_among("Lock", across)
         channel: Channel[None] = Channel(1, across=across)
         channel.put_nowait(None)
-        channel.close()  # no second token can be added
+        channel.close()  # from now on, no second token can be added
         self._open((channel,))
 
     def _renew(self) -> None:
@@ -90,7 +90,7 @@ class Lock(Held, Shared):
                     token.get(timeout=max(0.0, timeout - (time.monotonic() - began)))
             except BaseException as error:
                 if token is not None:
-                    give_back(token)  # the token may have arrived just before a Ctrl-C
+                    give_back(token)  # Ctrl-C may have come just after the token
                 self._turn.release()
                 if isinstance(error, Empty):
                     return False
@@ -168,7 +168,7 @@ class Semaphore(Held, Shared):
         whole("Semaphore", "value", value, 1)
         permits: Channel[None] = Channel(value, across=across)
         permits.put_many([None] * value)
-        permits.close()  # no further permits can be added
+        permits.close()  # from now on, no permit can be added
         self._open((permits,))
 
     def _renew(self) -> None:
@@ -195,7 +195,7 @@ class Semaphore(Held, Shared):
         try:
             permit.get(timeout if blocking else 0)
         except BaseException as error:
-            give_back(permit)  # the permit may have arrived just before a Ctrl-C
+            give_back(permit)  # Ctrl-C may have come just after the permit
             if isinstance(error, Empty):
                 return False
             raise

@@ -36,14 +36,14 @@ class Workers:
         self._n = n
         self._name = name_of(fn)
         self._results: dict[int, Any] = {}
-        self._failures: Channel[Failed[Any]] = Channel(n)  # an item is removed when its error is raised
+        self._failures: Channel[Failed[Any]] = Channel(n)  # errors that have not been raised yet
         graph = Graph(self._name)
         numbers = graph.source(_numbers, n)
         # If a worker dies, its call fails. A retry might repeat side effects.
         done = numbers.map(
             _Call(fn, args), name=self._name, on=on, workers=n, ordered=False, max_deaths=1, restarts=2 * n
         )
-        graph._address(frozenset({"items"}))  # so each worker gets its own number
+        graph._address(frozenset({"items"}))  # so that each worker gets its own number
         done.errors.sink(self._failures.put, name="failures")
         # Do not use a method: the run would then refer to this handle, and only the garbage collector could
         # free the cycle.

@@ -39,7 +39,7 @@ class Claim(ExitStack):
 
     def close(self) -> None:
         """Release the name; further calls have no effect."""
-        with naming:  # otherwise a forked child could inherit a half-closed claim
+        with naming:  # no fork may happen here, because the child would inherit a half-closed claim
             super().close()
 
 

@@ -56,7 +56,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
         cell.put({key: _packed(value) for key, value in dict(items).items()})
         self.lock = Lock(across=across)
         self._open((cell, *self.lock.channels))
-        cell.reader()._remain()  # otherwise the channel would close when its last reader exits
+        cell.reader()._remain()  # keeps the channel open when its last reader exits
 
     def _renew(self) -> None:
         self._cell, token = self.channels
@@ -65,8 +65,8 @@ class SharedDict(Shared, MutableMapping[K, V]):
     def _read(self) -> dict[K, Any]:
         with self.lock:
             while len(self._cell) == 2:
-                # the old dictionary: a process appended its replacement, but died or was interrupted before
-                # removing it
+                # Remove the old dictionary: a process appended the new one, but was killed or interrupted
+                # before this step.
                 self._cell.get_nowait()
             port = self._cell.reader()
             try:

@@ -69,7 +69,7 @@ class CallTable:
             del task
             self._finish(number, future.set_result, value)
         finally:
-            # breaks a reference cycle: the future refers to the exception, which refers to this frame
+            # Break a reference cycle: the future refers to the exception, which refers to this frame.
             del future
 
     def begin(self, number: int) -> list[Any]:

@@ -120,7 +120,7 @@ class TaskPool(Executor):
             target=_watch, args=(run, self._tasks), name=f"{name} watcher", daemon=True
         )
         self._watcher.start()
-        # a pool without references finishes its tasks and then ends
+        # A pool to which nothing refers finishes its tasks and then ends.
         weakref.finalize(self, self._submitted.close)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -298,7 +298,7 @@ def _one_by_one(chunks: Iterator[list[T]]) -> Iterator[T]:
     for chunk in chunks:
         chunk.reverse()
         while chunk:
-            yield chunk.pop()  # yields each result without keeping a reference to it
+            yield chunk.pop()  # yields the result without keeping a reference to it
 
 
 def _watch(run: Run, tasks: dict[int, Task]) -> None:

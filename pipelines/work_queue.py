@@ -214,7 +214,7 @@ class _SharedQueue(Shared):
 
     def _renew(self) -> None:
         self._worker = threading.local()
-        self._kept: deque[Any] = deque()  # answers that drain received, not yet read by the owner
+        self._kept: deque[Any] = deque()  # answers that drain() received and the owner has not read
         self._requested = self._received = 0
 
     def claim_name(self, name: str) -> bool:
@@ -251,7 +251,7 @@ class _SharedQueue(Shared):
         deadline = _deadline(timeout)
         while True:
             remaining = _remaining(deadline)
-            if questions.closed:  # the last worker may leave without sending anything
+            if questions.closed:  # the last worker may leave without an answer
                 if questions.drained and len(answers) == 0:
                     answers.close()
                 remaining = POLL_INTERVAL_S if remaining is None else min(remaining, POLL_INTERVAL_S)

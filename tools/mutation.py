@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of the sample (default: 1)")
     args = parser.parse_args()
     command = f"{sys.executable} -m pytest -q -x -p no:xdist {' '.join(args.tests)}"
-    # the tests must pass before any change
+    # The tests must pass with the unchanged module.
     subprocess.run(command.split(), check=True, stdout=subprocess.DEVNULL)
     changes = list(changes_of(args.module))
     tried = random.Random(args.seed).sample(changes, min(args.sample or len(changes), len(changes)))

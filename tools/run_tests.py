@@ -168,7 +168,7 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                process_group=0,  # Ctrl-C reaches it through end(), and only once
+                process_group=0,  # Ctrl-C must reach it only once, through end()
             )
             self._running.append(process)
         status = process.wait()
@@ -223,7 +223,8 @@ def run_alone(test: Test, options: list[str]) -> None:
     """Run a test in its own process."""
     print(f"running once more, alone: {test.name}", flush=True)
     load = os.getloadavg()[0]
-    # pytest needs all parameters of a test to decide which ones are longer, but collects only one here
+    # Drop --only-long: pytest needs all parameters of a test to find the longer ones, but collects only one
+    # here.
     options = [option for option in options if option != "--only-long"]
     status, outcomes, output = pytest_run(*options, test.name)
     print(output, end="", flush=True)

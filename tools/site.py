@@ -65,7 +65,7 @@ def on_startup(**_: Any) -> None:
             text = EXAMPLE.sub(r"\1Examples:", ROLE.sub(r"`\1`", text))
             text = text.replace(".collective.group import", ".collective._group import")
             to.write_text(DEFAULT.sub(lambda match: numbers.get(match[0], match[0]), text))
-    # otherwise griffe would show this module instead of the function with the same name
+    # Rename the module. Otherwise, griffe would show it instead of the function with the same name.
     (REFERENCE / "flowchan/collective/group.py").rename(REFERENCE / "flowchan/collective/_group.py")
 
 

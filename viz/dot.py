@@ -206,7 +206,7 @@ def _arrow(edge: Edge, picture: Picture, vertical: bool) -> dict[str, Any]:
     item, rest = labels.channel_text(edge, picture.captions)
     if item or rest:
         lines = "<BR/>".join(filter(None, (item and f"<B>{escape(item)}</B>", escape(rest))))
-        # a table adds padding around the text
+        # Use a table, because it adds padding around the text.
         cells = f"<TD>{lines}</TD>"
         if vertical:
             # Graphviz centres the label on a vertical arrow, so an empty cell moves the text to the right of
@@ -218,9 +218,9 @@ def _arrow(edge: Edge, picture: Picture, vertical: bool) -> dict[str, Any]:
         attributes |= {"penwidth": "2.2"}
     if edge.feedback:
         attributes |= {"style": "dashed"}
-        if not picture.wraps:  # a feedback arrow points backwards, and must not affect the layout
+        if not picture.wraps:  # an arrow that points back must not affect the layout
             attributes |= {"constraint": "false"}
-    elif picture.wraps:  # this weight keeps the invisible arrows between rows from bending the rows
+    elif picture.wraps:  # outweighs the invisible arrows between rows, which would bend the rows
         attributes |= {"weight": "20"}
     if edge.errors:
         attributes |= {"color": RED, "fontcolor": RED, "style": "dashed"}
@@ -235,7 +235,7 @@ def _legend(picture: Picture) -> str:
     used = {*picture.roles, *ends} - {"stage"}
     boxes = [_swatch(STYLES[role][0], "#ffffff", labels.MEANING[role]) for role in STYLES if role in used]
     boxes += [_swatch(FAINT, *GROUNDS[kind]) for kind in GROUNDS if kind in picture.grounds]
-    # Renderers' small fonts contain these characters, but not dashed or heavy arrows.
+    # Use only characters that the small fonts of renderers contain. They lack dashed and heavy arrows.
     arrows = []
     if {edge.transport.copies for _, _, edge in picture.arrows} == {True, False}:
         arrows += [_line("→", BLUE, "within the program"), _line("▬►", BLUE, "between processes")]

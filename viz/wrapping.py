@@ -54,7 +54,7 @@ def _places(length: int, crossing: Sequence[int], width: int) -> list[tuple[int,
     """Return the row and the column for each depth."""
     if length <= width:
         return [(0, depth) for depth in range(length)]
-    # lowest cost of a row and all rows below it, and how many depths the row holds
+    # For each state, the lowest cost of this row and all rows below it, and the number of depths in this row.
     best = {(length, column, right): (0.0, 0) for column in range(width) for right in (True, False)}
     for first in reversed(range(length)):
         for column, right in itertools.product(range(width), (True, False)):

@@ -112,7 +112,7 @@ class AlgorithmChoice:
             self._chosen_backends.pop(doing, None)
         else:
             self._chosen_backends[doing] = backend
-        # while a backend is selected, the core leaves all calls to Python
+        # A selected backend counts as an unfinished operation, so the core passes all calls to Python.
         self._queue(bool(self._chosen_backends) - before)
 
     def _backend_for(self, doing: int, x: Any) -> str | None:
@@ -160,7 +160,7 @@ def check_combined(x: Any) -> None:
     one = array_access.contiguous(x[(*[slice(1)] * x.ndim, ...)])
     try:
         _core._combine(one, [], "min")
-    except TypeError:  # complex numbers, for example, are not ordered
+    except TypeError:  # min is not defined for complex numbers, for example, but sum is
         _core._combine(one, [], "sum")
 
 

@@ -86,7 +86,7 @@ class Connector:
             try:
                 within = min(TRY_S, remaining)
                 return meet(sock, self.secret, dialled=True, hello=hello, timeout=within, tls=self.tls)[0]
-            # The peer is gone or rejected us, or another program uses its port.
+            # The peer is gone, has rejected this member, or another program uses its port.
             except unless_interrupted(OSError) as error:
                 is_quick = isinstance(error, Refused) and time.monotonic() - begun < REFUSED_QUICKLY_S
                 refused_since = min(refused_since, begun) if is_quick else math.inf

@@ -85,7 +85,7 @@ class Group(Collectives):
     _membership: ClassVar[Callable[..., Any]]
     """Create one membership in a new group across hosts; graphs do this for gangs."""
 
-    if TYPE_CHECKING:  # SharedGroup and LinkedGroup implement these
+    if TYPE_CHECKING:  # methods and attributes that SharedGroup and LinkedGroup define
         _messages: Messages
 
         def close(self) -> None:
@@ -174,7 +174,7 @@ class Group(Collectives):
         """
         self._check_receive(source, out)
         self._take_slot()
-        rank = self.rank  # so that a handle does not keep this member alive
+        rank = self.rank  # a local variable, so that a handle does not keep this member alive
 
         def use(x: Any) -> Any:
             return received(x, source, out, rank)
@@ -185,7 +185,7 @@ class Group(Collectives):
                     f"receive: timeout must be None with wait=False, got {timeout}; pass it to handle.wait()"
                 )
             return self._messages.start(source, use)
-        # Nothing may follow this call: if a statement came after it, Ctrl-C could lose the message.
+        # Return the result directly: between two statements, Ctrl-C could lose the message.
         return self._messages.receive(source, timeout, use)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:

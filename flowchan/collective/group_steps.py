@@ -48,7 +48,7 @@ class GroupSteps(Moving, Starting):
     name: str
     _failure: BaseException | None
 
-    if TYPE_CHECKING:  # SharedGroup and LinkedGroup implement these
+    if TYPE_CHECKING:  # methods and attributes that SharedGroup and LinkedGroup define
 
         def _give_up_all(self) -> None: ...
         def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any: ...

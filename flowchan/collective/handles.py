@@ -147,7 +147,7 @@ class Starting:
 
     _later: Later | None
 
-    if TYPE_CHECKING:  # the core and each kind of group implement these
+    if TYPE_CHECKING:  # methods and attributes that the core and each kind of group define
 
         def _queue(self, change: int) -> None: ...
         def close(self) -> None: ...

@@ -224,7 +224,7 @@ class Links(Connections):
         operation.
         """
         if self._leaving:
-            return  # another message tells the others that this member is leaving
+            return  # a separate message tells the others that this member is leaving
         word = dumps(error)
         peers = {host: LeaderPeer(call, [word], FAILED) for host in self.sockets}
         if goes_on:
@@ -265,7 +265,7 @@ class Links(Connections):
         word = LeaderPeer(step.call, [dumps(error)], FAILED)
         for host, peer in step.peers.items():
             if not peer.is_partially_sent:
-                with contextlib.suppress(OSError):  # that leader is gone as well
+                with contextlib.suppress(OSError):  # that leader may also be gone
                     self.sockets[host].sendmsg(word.out)
         self.close()
 
@@ -303,7 +303,7 @@ class Links(Connections):
     def interrupt(self) -> None:
         """Interrupt the step that another thread is running; call this before :meth:`leave`."""
         self._leaving = True
-        with contextlib.suppress(ValueError, OSError):  # that step failed and closed the event
+        with contextlib.suppress(ValueError, OSError):  # if the step has failed, the event is closed
             os.eventfd_write(self.leaves.fileno(), 1)
 
     def cut(self) -> None:
@@ -312,7 +312,7 @@ class Links(Connections):
         All these steps raise :class:`MemberDied`.
         """
         for sock in self.sockets.values():
-            with contextlib.suppress(OSError):  # the socket is closed
+            with contextlib.suppress(OSError):  # the socket may be closed
                 sock.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:

@@ -77,7 +77,7 @@ class LinkedGroup(Group):
             return local.peer(ours.index(rank)) if rank in ours else remote.peer(rank)
 
         self._messages = Messages(self._rank, self._size, peer)
-        weakref.finalize(self, remote.drop).atexit = False  # a finalizer closes an unused member at once
+        weakref.finalize(self, remote.drop).atexit = False  # close an unused member at once, but not at exit
 
     @property
     def rank(self) -> int:
@@ -105,7 +105,7 @@ class LinkedGroup(Group):
             self.leaders.close()
         if self._links is not None:
             self._links.interrupt()
-        self._node._leave()  # ends started operations that are still waiting
+        self._node._leave()  # end the started operations that are still waiting
         if self._later is not None:
             self._later.close()
             self._later = None
@@ -289,7 +289,7 @@ class LinkedGroup(Group):
                 parts, other_sizes = pickle.loads(received)
                 found |= parts
                 all_sizes |= other_sizes
-            # all leaders know all sizes, so either all of them raise, or none
+            # All leaders know all sizes, so either all of them raise, or none.
             if why := sizes_differ(call[0], all_sizes):
                 raise Mismatch(f"members of {self._title()} made calls that do not match: {why}")
             return pickle.dumps(found, 5)
@@ -345,7 +345,7 @@ class LinkedGroup(Group):
         if own:
             local = self._hosts[source].index(root)
             self._on_node(call, lambda: self._node._spread(x, local, remaining()), first=True)
-        # checks that all members on this host make the same call, before any data arrives
+        # Before any data arrives, check that all members on this host make the same call.
         elif self._node.size > 1:
             self._first(call, b"", 0, remaining, (x, root))
 

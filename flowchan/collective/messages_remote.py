@@ -32,8 +32,8 @@ from flowchan.transport.interrupts import is_interrupt
 from flowchan.transport.listener import AuthenticatedListener
 
 SIZE = struct.Struct("<q")
-LEFT_WORD = -1  # sent in place of a message's size when the sender leaves
-# up to this size in bytes, the caller sends a message itself if no other is waiting
+LEFT_WORD = -1  # a sender that leaves sends this number in place of a size
+# The calling thread sends messages up to this size in bytes itself, if no other message is waiting.
 SENT_AT_ONCE = 16 * 1024
 READ_AHEAD = 8  # number of messages that the receiving thread reads ahead
 BUFFER = 1 << 16
@@ -62,7 +62,7 @@ class RemotePeers:
         self._listener = listener
         self._peers: dict[int, RemotePeer] = {}
         self._watchers: list[socket.socket] = []  # connections over which other members watch this one
-        # reentrant, because garbage collection may drop instances while the lock is held
+        # Reentrant, because the garbage collector may drop instances in a thread that holds the lock.
         self._lock = threading.RLock()
         self._wake = os.fdopen(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", 0)
         self._thread = start("listener", self._serve)
@@ -129,7 +129,7 @@ class RemotePeers:
                     self._listener.accept(0.0, self.adopt)
             for peer in peers:
                 peer.begin_watch()
-            for peer in ended:  # all connections that these peers opened before have been accepted by now
+            for peer in ended:  # at this point, all their earlier connections have been accepted
                 peer.receive_end()
         for sock in self._watchers:
             with contextlib.suppress(OSError), sock:
@@ -186,7 +186,7 @@ class RemotePeer:
         self.was_refused = False  # an attempt to watch this peer was refused
         self._owner, self._rank = owner, rank
         self._in: Channel[bytearray] = Channel(READ_AHEAD)
-        self._again: list[bytearray] = []  # messages returned by interrupted calls
+        self._again: list[bytearray] = []  # messages that interrupted calls have put back
         self._out: tuple[Channel[Framed], Out[Framed], threading.Thread] | None = None
         self._waiting = 0  # messages that the thread still has to send
         self._incoming: socket.socket | None = None
@@ -195,7 +195,7 @@ class RemotePeer:
         self.wants_watch = self._is_watched = self._sends_no_more = self._is_abandoned = (
             self._receives_no_more
         ) = False
-        # guards the flags, so that there is at most one connection in each direction
+        # Guards the flags, so that there is at most one connection in each direction.
         self._lock = threading.Lock()
 
     # --- sending ---
@@ -232,7 +232,7 @@ class RemotePeer:
         """
         if self._sock is None or self._out is None:
             return False
-        # Ctrl-C is raised either before the bytes are sent or after their count is stored
+        # Ctrl-C takes effect either before the bytes are sent or after their count is in this list.
         sent: list[int] = []
         try:
             sent.extend(map(self._sock.send, (data,), (socket.MSG_DONTWAIT,)))
@@ -241,7 +241,7 @@ class RemotePeer:
                 self._out[0].put((b"", rest), 0.0)
         except BaseException as error:
             if sent and sent[0] < len(data):
-                _shut_down(self._sock)  # the peer has only a part of the message, so end the connection
+                _shut_down(self._sock)  # the peer has got only a part of the message
             if sent or not isinstance(error, OSError) or is_interrupt(error):
                 raise
         return bool(sent)
@@ -341,7 +341,7 @@ class RemotePeer:
                 self.was_refused = True
                 self._owner.wake_thread()
                 return
-            except OSError:  # the network may be down
+            except OSError:  # for example, the network is down
                 time.sleep(LISTENER_INTERVAL_S)
 
     def receive_end(self) -> None:
@@ -365,7 +365,7 @@ class RemotePeer:
         with contextlib.suppress(OSError, EOFError), sock, sock.makefile("rb", BUFFER) as stream:
             while (size := SIZE.unpack(_exactly(stream, SIZE.size))[0]) != LEFT_WORD:
                 message = _exactly(stream, size)
-                with contextlib.suppress(ChannelError):  # this member no longer receives
+                with contextlib.suppress(ChannelError):  # this member may have stopped receiving
                     self._in.put(message)
             how = LEFT
         self._end(how)

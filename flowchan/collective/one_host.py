@@ -236,7 +236,7 @@ class SharedGroup(_core.Group, Group):
             return
         if self._join():
             raise GroupError(f"{self!r} is already used by another process; give each process its own member")
-        # a forked process inherits the other members' descriptors as well
+        # Replace the descriptors of other members, which a forked process has also inherited.
         if self._maker not in (None, os.getpid()):
             for other in list(_unused):
                 if other is not self and other._family == self._family and not other._joined:
@@ -288,7 +288,7 @@ class SharedGroup(_core.Group, Group):
         return any(state[2] <= begun and (state[1] != PRESENT or not state[5]) for state in states)
 
     def _cut_off(self, call: str) -> None:
-        pass  # the next round detects the lost member
+        pass  # nothing to do: the next round detects the lost member
 
     def _give_up_all(self) -> None:
         self._give_up()
@@ -398,7 +398,7 @@ def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> Share
         except OSError as failed:
             error = f"rank {rank} cannot open the shared memory that rank {members[0]} created: {failed}"
         if member is not None:
-            # must precede the last gather: from now on, the others notice if this process ends
+            # Before the last gather: after this call, the others notice if this process ends.
             member._take_slot()
         if errors := [text for text in gather(error) if text]:
             raise GroupError("; ".join(errors))

@@ -31,7 +31,7 @@ POLL_INTERVAL_S, LONGEST_INTERVAL_S = 0.001, 0.02
 CHANNELS_OF_ONE_SELECT = 128
 _PACKED = 1 << 32
 _LEFT = 1  # the core's status code for a member that has left
-_random = random.Random()  # separate, so that the program's random state does not change
+_random = random.Random()  # a separate generator does not affect the program's random numbers
 
 
 Use = Callable[[Any], Any]
@@ -102,7 +102,7 @@ class Messages:
         self._rank, self._size, self._peer_of = rank, size, peer
         self._peers: dict[int, Peer] = {}
         self._lock = threading.Lock()
-        # by source, in the order in which they were started
+        # Receives by source, in the order in which they were started.
         self._started: dict[int, deque[ReceiveHandle]] = {}
 
     def peer(self, rank: int) -> Peer:
@@ -148,7 +148,7 @@ class Messages:
                     if lacks(error) or is_interrupt(error):
                         first.forget()
                         raise
-                    if isinstance(error, ReferenceError):  # the member was dropped
+                    if isinstance(error, ReferenceError):  # the member has been garbage-collected
                         error = GroupError("receive failed: this member has left the group")
                     first.error = error
             if started and started[0] is first:
@@ -190,13 +190,13 @@ class Messages:
                 )
         others = {rank: self.peer(rank) for rank in range(self._size) if rank != self._rank}
         while True:
-            # members that have sent their last message
+            # Find the members that have sent their last message.
             ended = {rank for rank, peer in others.items() if peer.has_ended()}
             died = {rank for rank in ended if not others[rank].has_left()}
             over = died or (ended if len(ended) == len(others) else set())
             opened = self._opened(others)
             wait = 0.0 if over else remaining()
-            # a member may still open its first channel
+            # Some members have neither ended nor opened a channel, so their first message may still arrive.
             if not others.keys() <= opened.keys() | ended:
                 wait = POLL_INTERVAL_S if wait is None else min(POLL_INTERVAL_S, wait)
             if (found := self._from_one(opened, opened.keys() - ended, wait)) is not None:
@@ -220,7 +220,8 @@ class Messages:
     ) -> tuple[Any, int] | None:
         """Return a message from any of the channels, or wait until a channel of ``local`` has one."""
         for rank in _random.sample(list(channels), len(channels)):
-            # no ``with`` block: leaving it is a call, and Ctrl-C during this call would lose the message
+            # Do not use a ``with`` block: its exit is a call, and Ctrl-C during that call would lose the
+            # message.
             try:
                 return self._peers[rank].take(channels[rank], 0.0, unchanged), rank
             except (Empty, Drained, Broken):
@@ -229,12 +230,12 @@ class Messages:
         if ranks:
             with contextlib.suppress(NothingReady, Broken):
                 wait = wait if len(ranks) == len(local) else POLL_INTERVAL_S
-                # Only wait here: if select took a message, a Ctrl-C right after it would lose the message.
+                # Only wait: if select received a message, a Ctrl-C right after the call would lose it.
                 found = select(ready=[_channel(channels[rank]) for rank in ranks], timeout=wait)
                 if not found.channel.drained:
-                    return None  # the caller's next round takes the message
+                    return None  # the caller tries again and receives the message
         if wait != 0:
-            time.sleep(POLL_INTERVAL_S)  # until a member ends or sends its first message
+            time.sleep(POLL_INTERVAL_S)  # poll, because a member may end or send its first message
         return None
 
 
@@ -256,7 +257,7 @@ def take(again: list[Any], channel: Any, timeout: float | None, use: Use) -> Any
     taken: list[Any] = []
     try:
         if again:
-            with contextlib.suppress(IndexError):  # another thread took the message first
+            with contextlib.suppress(IndexError):  # another thread may have taken the message
                 append_result(taken, again.pop, 0)
         if not taken:
             append_result(taken, channel.get, timeout)
@@ -308,12 +309,12 @@ class SameHostPeer:
     def __init__(self, member: SharedMember, index: int) -> None:
         self._member, self._index = member, index
         self._made: Out[Any] | None = None
-        self._out: Out[Any] | None = None  # same port as _made, set once the channel is published
-        # whether the receiver has opened the channel; if so, the receiver's exit breaks it
+        self._out: Out[Any] | None = None  # equal to _made once the channel is published
+        # True once the receiver has opened the channel. From then on, the receiver's exit breaks it.
         self._is_found = False
         self._in: list[In[Any]] = []
-        self._again: list[Any] = []  # messages returned by interrupted calls
-        self._lock = threading.Lock()  # ensures that a channel is created only once and opened only once
+        self._again: list[Any] = []  # messages that interrupted calls have put back
+        self._lock = threading.Lock()  # so that a channel is created once and opened once
 
     def send(self, x: Any, timeout: float | None) -> None:
         port = self._out or self._show()

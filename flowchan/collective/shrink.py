@@ -130,7 +130,7 @@ class Shrinking(Generic[M]):
                         new._count_out(place)
                 self._wait([survivors[place] for place in absent])
         except BaseException:
-            new.close()  # otherwise, members that have joined would wait in the new group
+            new.close()  # members that have joined must not wait in the new group
             raise
         return new
 
@@ -148,7 +148,7 @@ class Shrinking(Generic[M]):
             except OSError as error:
                 if error.errno in _NOT_ALLOWED and self._is_survivor(member):
                     raise
-                continue  # the member that made the offer is gone or has withdrawn it
+                continue  # the member that made the offer is gone or has withdrawn the offer
             new._take_slot()
             return new
         return None

@@ -232,7 +232,8 @@ class TorchAlgorithm:
             if failed is not None:
                 raise failed
             if on_values is not None:
-                # called first, because an error after the members have connected would close the connections
+                # Call this before the members connect, because an error afterwards would close the
+                # connections.
                 on_values([word for _, word in values])
             if self._backend is None:
                 self._connect(values[0][0], device, remaining)
@@ -252,7 +253,7 @@ class TorchAlgorithm:
         """Run ``act``. If it raises, end the backend and return the exception."""
         try:
             act()
-        except unless_interrupted(Exception) as error:  # torch raises many types; report all of them
+        except unless_interrupted(Exception) as error:  # any type, because torch raises many
             self._end(stuck=isinstance(error, StuckBackend | TimeoutError))
             if isinstance(error, StuckBackend):
                 self._group._cut_off(NAMES[doing])
@@ -283,7 +284,8 @@ class TorchAlgorithm:
         if self._store is None:
             own_address = self._group._reached_at()
             family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
-            # a listener made by torch would accept connections at any address
+            # Listen only on this host's address: torch's own listener would accept connections on all
+            # addresses.
             with socket.create_server((own_address, 0), family=family) as listener:
                 port = listener.getsockname()[1]
                 self._store = _dist.TCPStore(
@@ -327,7 +329,7 @@ class TorchAlgorithm:
                 try:
                     work.wait(timedelta(seconds=seconds))
                 except RuntimeError:
-                    pass  # timed out or failed; a failure is reported below
+                    pass  # the operation timed out, or failed, which is reported below
             return bool(work.is_completed())
 
         self._until(ended, remaining)
@@ -357,7 +359,7 @@ class TorchAlgorithm:
             abort()
         elif stuck and self._backend is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
-        self._backend = None  # keep the store, because other members may still connect to it
+        self._backend = None  # but keep the store, to which other members may still connect
 
 
 def _tensor(x: Any) -> torch.Tensor:

@@ -130,10 +130,10 @@ class Agent:
         commands: Channel[Command] = Channel(1024, across="processes")
         self._events: Channel[Any] = Channel(1024, across="processes")
         self._commands = commands.reader()
-        # the link's ends of both channels
+        # The ends of both channels that the link uses.
         self._commands_writer, self._reports_reader = commands.writer(), self._events.reader()
         self._workers: dict[WorkerId, _Worker] = {}
-        # channels that carry memberships to workers of elastic gangs
+        # Channels that carry new memberships to the workers of elastic gangs.
         self._next_memberships: dict[WorkerId, Channel[Any]] = {}
         self._cancelled = CancelledRequests()
         use_board(self._cancelled.path)
@@ -182,7 +182,7 @@ class Agent:
             waits = {id: self._waits(worker) for id, worker in self._workers.items()}
             self._events.put(Waiting(command.number, waits))
         elif isinstance(command, AskStacks):
-            # in a thread, because a process may take seconds to answer
+            # Send the stacks in a thread, because a process may take seconds to answer.
             threading.Thread(target=self._send_stacks, args=(command,), daemon=True).start()
         elif isinstance(command, Close) and command.worker in self._workers:
             for port in self._workers[command.worker].ports.everything():
@@ -220,7 +220,7 @@ class Agent:
         channels = {key: _open_ring(AHEAD, name, start) for key, name in _named("in", start.inputs).items()}
         channels |= {key: _open_ring(BEHIND, name, start) for key, name in outputs.items()}
         for key in outputs:
-            channels[key]._leaves_host()  # the link takes every item that the worker puts
+            channels[key]._leaves_host()  # its items leave the host, because the link takes all of them
         ports = _open_ports(start, channels)
         fill = [channels[f"in {port}"].writer() for port in start.inputs]
         drain = [port.channel.reader() for port in ports.writers()]
@@ -241,7 +241,7 @@ class Agent:
         reading: dict[str, int] = {}
         writing: dict[str, int] = {}
         about = self._link.state()["streams"].get(worker.start.stream, {})
-        # the worker is not stuck while one of its items is being fetched from another host
+        # A worker counts as moving while one of its items is being fetched from another host.
         moves = self._processes.ended(worker.start.id) or about.get("staged", 0) > 0
         for key, channel in worker.channels.items():
             stats = channel.stats()
@@ -338,7 +338,7 @@ class Agent:
         return sock
 
     def _give_up(self, why: str) -> NoReturn:
-        # if the driver is gone, standard error may have no reader
+        # If the driver is gone, standard error may have no reader.
         with contextlib.suppress(OSError):
             print(f"flowchan agent {self._orders.number + 1}: {why}; exiting", file=sys.stderr, flush=True)
         self._end(1)
@@ -380,7 +380,7 @@ def _or_end(work: Callable[[], None]) -> None:
 
 def main() -> None:
     """Run the agent with the parameters from the first line of standard input."""
-    # The driver handles Ctrl-C and a closed terminal.
+    # Ignore Ctrl-C and a closed terminal, because the driver handles them and ends the agent.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # This process has loaded no user code, so forking it is safe.

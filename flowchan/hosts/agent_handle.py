@@ -77,7 +77,7 @@ class AgentHandle:
         self.has_connected = False
         self.echoed = 0  # number of the last echo
         self.clock = HostClock()
-        self.waiting = Waiting(0, {})  # the agent's last report on which of its workers' threads wait
+        self.waiting = Waiting(0, {})  # the agent's last report of waiting workers
         self.is_decided = Latch()  # set once the agent has dialled or ended
         self._provider, self._peer_timeout = provider, peer_timeout
         self._callbacks = callbacks
@@ -85,7 +85,7 @@ class AgentHandle:
         # Seconds for which no item had arrived, in each direction, when the connection last broke.
         self._stuck_here = self._stuck_there = 0.0
         self._why_broken = ""
-        # true once the log warns that connections break before any item arrives
+        # True once the log warns that connections break before any item arrives.
         self._has_warned = False
         self._closed = False  # true if the run is over, so the agent's reports and failures are ignored
         self._refuses_connections = False
@@ -130,7 +130,7 @@ class AgentHandle:
 
     def send(self, command: Command) -> None:
         """Send a command."""
-        with contextlib.suppress(Closed, Broken):  # the agent has ended
+        with contextlib.suppress(Closed, Broken):  # the agent may have ended
             self._commands.put(command)
 
     def hint(self, command: Command) -> None:
@@ -147,7 +147,7 @@ class AgentHandle:
         self.link.close()
         self.kill()
         self._commands.close()
-        self._reports_writer.close()  # messages that have arrived are still delivered
+        self._reports_writer.close()  # its reader still gets the messages that have arrived
         self.is_decided.set()
 
     def kill(self) -> None:
@@ -159,7 +159,7 @@ class AgentHandle:
         """Ask the agent to end, because the run is over."""
         with self._lock:
             self._closed = True
-        self.hint(Leave())  # an agent that does not get this is killed
+        self.hint(Leave())  # if this message is lost, the agent is killed
 
     def close(self, give_up: float) -> None:
         """Wait until ``give_up`` for the agent to end, and release everything.
@@ -260,7 +260,7 @@ class AgentHandle:
 
     def _listen(self) -> None:
         more = False
-        with contextlib.suppress(Closed, Broken):  # the last message has been delivered, or the run is over
+        with contextlib.suppress(Closed, Broken):  # raised after the last message, or when the run is over
             while True:
                 report = None
                 try:

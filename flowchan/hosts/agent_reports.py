@@ -72,7 +72,7 @@ class AgentReports:
         send_by_value: Callable[[Lacking, WorkerPorts], None],
     ) -> None:
         self._ports, self._workers, self._streams, self._deaths = ports, workers, streams, deaths
-        # weak, because a reference cycle would keep the run's memory until the garbage collector runs
+        # Use a weak reference: a cycle would keep the run's memory until the garbage collector runs.
         self._send_by_value = weakref.WeakMethod(send_by_value)
         self.tell: Report = run_is_over
         self.stack_requests = StackRequests()
@@ -112,7 +112,7 @@ class AgentReports:
                 self.tell(dataclasses.replace(message, host=agent.host))
             case GroupLost(worker, Failure() as failure):
                 self.tell(GroupLost(worker, dataclasses.replace(failure, host=agent.host)))
-            case Aborted():  # use a timestamp from the driver's clock
+            case Aborted():  # replace the agent's timestamp with the driver's
                 self.tell(dataclasses.replace(message, host=agent.host, at=time.monotonic_ns()))
             case _:
                 self.tell(message)
@@ -132,7 +132,7 @@ class AgentReports:
             if stream is None or stream.agent is not agent:
                 return
             if stream.ended is not None:
-                if not stream.finished:  # if the process died before it closed its ports
+                if not stream.finished:  # the process died before it closed its ports
                     agent.send(Close(message.worker))
                 return
             if isinstance(message, Ended):

@@ -94,7 +94,7 @@ class AgentStarts:
         if isinstance(number, int) and 0 <= number < len(self._hosts):
             agent = self._hosts[number].agent
         if agent is not None and agent.epoch != epoch:
-            agent = None  # the hello of an earlier agent on this host
+            agent = None  # this is the hello of an earlier agent on the host
         if agent is not None and (why := differs(hello)):
             agent.end(why)
         elif agent is not None:
@@ -108,7 +108,7 @@ class AgentStarts:
         assert self._listener is not None
         agent = AgentHandle(self._provider, host.number, host.agents, self._peer_timeout, callbacks)
         host.agent = agent
-        # a hello has room for few epochs, so it omits those that are 0
+        # A hello has room for only a few epochs, so epochs that are 0 are left out.
         self._epochs |= {str(host.number): host.agents} if host.agents else {}
         host.agents += 1
         host.starts.append(time.monotonic())

@@ -47,7 +47,7 @@ def own_modules(packed: bytes) -> tuple[str, ...]:
 
 
 class _StagePickler(ByValuePickler):
-    keeps_classes = False  # lets `own_modules` find all names in the pickle
+    keeps_classes = False  # writes the names of classes, so that `own_modules` finds them
 
 
 class PackedStages:
@@ -139,7 +139,7 @@ class _Part(ModuleType):
     """Stand-in for a module that this host lacks. It contains the classes that were sent."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python itself looks up such names
+        if name.startswith("__"):  # Python itself looks up such names, and expects an AttributeError
             raise AttributeError(name)
         raise AttributeError(
             f"module {self.__name__!r} was sent to this host without {name!r}; import the module "
@@ -151,7 +151,7 @@ def _unpack(classes: dict[str, dict[str, type]], stage: Any) -> Any:
     for name, members in classes.items():
         if name not in sys.modules:
             sys.modules[name] = _Part(name)
-            # appears in import errors
+            # Python shows this text in import errors.
             sys.modules[name].__file__ = "not on this host; its classes were sent by value"
         vars(sys.modules[name]).update(members)
     return stage

@@ -37,7 +37,7 @@ def rounds_per_core(cores: int, interval: float = INTERVAL_S) -> float:
         children.append(child)
     os.close(writing)
     with open(reading, "rb") as counts:
-        found = counts.read()  # returns when all processes have exited
+        found = counts.read()  # the pipe ends when all processes have exited
     for child in children:
         os.waitpid(child, 0)
     rounds = [int.from_bytes(found[at : at + COUNT_SIZE], "big") for at in range(0, len(found), COUNT_SIZE)]

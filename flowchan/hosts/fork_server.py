@@ -91,7 +91,7 @@ class _Order:
         time.tzset()
         arguments = tuple(launch["arguments"])
         if arguments != AGENT:
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals by default
                 signal.signal(number, signal.SIG_DFL)
             os.execv(sys.executable, (sys.executable, *arguments))
         show_name(f"agent {launch['host']}")
@@ -107,7 +107,7 @@ class Seed:
         self._control = control
         self._pid = os.getpid()
         self._agents: dict[int, _Agent] = {}
-        self._woken, self._wakes = socket.socketpair()  # a byte is written whenever a child ends
+        self._woken, self._wakes = socket.socketpair()  # the exit of a child makes _woken readable
         for end in (self._woken, self._wakes):
             end.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -201,7 +201,7 @@ class Seed:
 
 
 def _report(program: socket.socket, word: str) -> None:
-    with contextlib.suppress(OSError):  # the program has closed its end
+    with contextlib.suppress(OSError):  # the program may have closed its end
         program.send(word.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
@@ -221,7 +221,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     control = socket.socket(fileno=os.dup(0))
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # the program's standard error may close before the server ends
+    for stream in range(3):  # the program's standard error may close before this process ends
         os.dup2(nowhere, stream)
     os.close(nowhere)
     for name in SOON:

@@ -108,10 +108,10 @@ class HostsPart:
                 self._gangs.form([id for id in self._workers if id.stage == stage.name])
         used = [self._hosts[name] for name in dict.fromkeys(worker.host for worker in self._workers.values())]
         must_have_descriptors(len(used))
-        # without the lock: no other thread starts agents before the first worker has a stream
+        # No lock is needed, because no other thread starts agents before the first worker has a stream.
         agents = [self._start_agent(host) for host in used]
         for worker in self._workers.values():
-            self._packed.get(worker.stage)  # pickle while the agents are starting
+            self._packed.get(worker.stage)  # pickle the stages while the agents are starting
         for agent in agents:
             with interrupts_allowed():
                 agent.is_decided.wait()
@@ -203,7 +203,7 @@ class HostsPart:
             self._dying = [*filter(AgentHandle.is_closing, self._dying), agent]
             if self._streams and not host.given_up and not self._closing:
                 self._start_agent(host)
-        with contextlib.suppress(Closed):  # the run is over
+        with contextlib.suppress(Closed):  # the run may be over
             for event in events:
                 self._reports.tell(event)
         with self._lock:
@@ -225,7 +225,7 @@ class HostsPart:
     def terminate(self, id: WorkerId, force: bool) -> None:
         """See :class:`CrewPart`."""
         self._deaths.terminated(id)
-        # The worker's process may not have joined its group yet, and would otherwise wait for its peers.
+        # If the worker's process has not joined its group yet, it must not wait for its peers.
         self._gangs.dismiss([id], if_meeting=True)
         with self._lock:
             stream = self._streams.get(id)
@@ -252,7 +252,7 @@ class HostsPart:
 
     def _recover(self, id: WorkerId, blame: bool) -> None:
         if self._is_elastic(id):
-            self._gangs.leave(id)  # the replacement waits for another group
+            self._gangs.leave(id)  # the replacement will get another group
         with self._lock:
             if id in self._streams:
                 self._streams[id].blame = blame

@@ -78,7 +78,7 @@ class KeptOutputs:
         )
         self.address = self._listener.address
         self._queues: dict[str, SimpleQueue[bytes]] = {}
-        self._unreachable: dict[str, float] = {}  # when each of these addresses may be dialled again
+        self._unreachable: dict[str, float] = {}  # for each of these addresses, when to dial it again
 
     def serve(self) -> None:
         """Send outputs to the agents that fetch them. This method does not return."""
@@ -111,7 +111,7 @@ class KeptOutputs:
                 if sock is None:
                     sock = self._dial(address)
                 found = sock is not None and self._link.fetch(sock.fileno(), location)
-            except Exception:  # such as a lack of memory; the driver then sends the output
+            except Exception:  # for example, a lack of memory; the driver then sends the output
                 if sock is not None:
                     sock.close()
                     sock = None

@@ -76,7 +76,7 @@ class WorkerStreams(UserDict[WorkerId, WorkerPorts]):
 
     def worker_on(self, agent: AgentHandle, number: int) -> WorkerId | None:
         """Return the worker with the stream ``number`` on an agent; None if it has ended."""
-        streams = list(self.of(agent).items())  # copied, because other threads may change it
+        streams = list(self.of(agent).items())  # a copy, because other threads may change the dict
         return next((id for id, stream in streams if stream.number == number), None)
 
 
@@ -99,12 +99,12 @@ class HostWorkers:
     agent: AgentHandle | None = None
     agents: int = 0  # number of agents started so far
     starts: list[float] = field(default_factory=list)  # times of the latest starts
-    # number of agents in a row that never dialled or whose connections carried nothing
+    # Number of agents in a row that never dialled or whose connections carried nothing.
     unconnected: int = 0
     deaths: list[str] = field(default_factory=list)
     lacking: set[str] = field(default_factory=set)  # modules that the host lacks
     given_up: str = ""  # why the driver gave up on the host; empty if it did not
-    # totals of the link counters of agents that have died
+    # Totals of the link counters of dead agents.
     before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     round_trip: float = 0.0  # round-trip time of the last dead agent's link, in seconds
 
@@ -175,7 +175,7 @@ def together(agents: Sequence[AgentHandle], streams: Mapping[WorkerId, WorkerPor
             moves = True  # the worker is being started, replaced or ended
             continue
         about = states[stream.agent.number]["streams"].get(stream.number, {})
-        # a worker with staged items waits for room in the driver's channel, not for an item
+        # A worker with staged items waits for room in the driver's channel, not for an item.
         if not about.get("staged"):
             reading.update(waits.reading)
         writing.update(waits.writing)

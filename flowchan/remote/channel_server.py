@@ -43,7 +43,7 @@ from flowchan.transport.tcp import listen
 from flowchan.transport.versions import differs, versions
 
 ANY_PORT = "127.0.0.1:0"
-# the server remembers this many lost clients, to tell them why it rejects them
+# The server remembers this many lost clients, so that it can tell them why it rejects them.
 MAX_LOST_CLIENTS = 32
 DISCARD_INTERVAL_S = 0.005  # seconds between checks for more items in a channel that no process uses
 CHILD_TIMEOUT_S = 1.0  # seconds within which a live owner replies to its forked children
@@ -83,13 +83,13 @@ class ChannelServer:
         self._stays, self._kept, self._over = kept, True, False
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         self._sent: dict[int, Channel[Any]] = {}
-        # second object for each channel; the ports through which clients put belong to it
+        # Second object for each channel. The ports through which clients put belong to this object.
         self._entrances: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
-        # for each channel, the number of unfinished items that contain it
+        # For each channel, the number of unfinished items that contain the channel.
         self._under_way: Counter[int] = Counter()
         self._dropped: deque[Orphans] = deque()  # channels that may have no users any more
         self._mark = re.compile(re.escape(mark_of(self.id, "").encode()) + rb"(\d+)")
-        # reentrant: the garbage collector may call item_done() in a thread that holds the lock
+        # Reentrant, because the garbage collector may call item_done() in a thread that holds the lock.
         self._counting = threading.RLock()
         self._numbers = 0
         self._sessions: dict[str, ClientSession] = {}
@@ -156,7 +156,7 @@ class ChannelServer:
             if channel is None and number not in self._sent:
                 return False
             if channel is not None and number not in self._sent:
-                # before counting, because this fails if the process is out of descriptors
+                # Do this before counting, because it fails if the process is out of descriptors.
                 self._sent[number] = _twin(channel, os.dup(channel._fd))
             self._under_way[number] += 1
         return True
@@ -175,7 +175,7 @@ class ChannelServer:
             last = self._sent.pop(number, None)
         if last is not None:
             self.drop(number, OrphanMemory(last))
-        del last  # without the lock, because this may release the channel
+        del last  # release the channel without holding the lock
 
     def sent_in(self, value: Any) -> Counter[int]:
         """Count how often each of this server's channels occurs in ``value``, by number."""
@@ -193,7 +193,7 @@ class ChannelServer:
         """
         if os.getpid() == self.pid:
             return
-        with contextlib.suppress(FlowchanError):  # the parent has ended
+        with contextlib.suppress(FlowchanError):  # the parent may have ended
             if (connection := self._from_child()) is not None:
                 connection.open(number, CHILD_TIMEOUT_S)
                 weakref.finalize(channel, connection.notify, "drop", number).atexit = False
@@ -231,12 +231,12 @@ class ChannelServer:
         Raises:
             ChannelError: The channel was released, or never existed.
         """
-        with self._counting:  # several threads may look up the same channel
+        with self._counting:  # several threads may look up the same channel at once
             found = self._channels.get(number)
             if found is None and (sent := self._sent.get(number)) is not None:
                 # A channel in transit does not keep the server alive, so it is not a registered channel.
                 twin = _twin(sent, os.dup(sent._fd))
-                # the garbage collector may have run since the look-up
+                # The garbage collector may have registered the channel since the look-up.
                 found = self._channels.setdefault(number, twin)
                 if found is twin:
                     self._watch_release(found, number)
@@ -261,7 +261,7 @@ class ChannelServer:
         has_items = self._sent or number in self._entrances
         if has_items and (dropped := memory.dropped(number)) is not None:
             self._dropped.append(dropped)
-        if self._over:  # the server may have ended just now
+        if self._over:  # the server may have ended since the check
             self._dropped.clear()
         self.wake()
 
@@ -304,7 +304,7 @@ class ChannelServer:
 
     def wake(self) -> None:
         """Make the server check whether it should end. The garbage collector may call this method."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the loop may have ended
             self._loop.call_soon_threadsafe(self._changed.set)
 
     def has_prefetched(self, channel: Channel[Any], other_than: ClientSession) -> bool:
@@ -375,7 +375,7 @@ class ChannelServer:
         if not isinstance(id, str) or not isinstance(pid, int) or id in self._given_up:
             return None
         if differs(hello):
-            return None  # the client receives this server's version and raises the error
+            return None  # the client compares the versions itself and raises an error
         if id not in self._sessions:
             if hello.get("again"):
                 return None

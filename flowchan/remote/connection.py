@@ -57,7 +57,7 @@ class Connection(Calls):
     def __init__(self, address: str, secret: bytes, tls: bool, timeout: float = PEER_TIMEOUT_S) -> None:
         super().__init__(address)
         self.pid = os.getpid()
-        self.is_kept = False  # true: stay connected while the owner is alive, even without channels
+        self.is_kept = False  # if true, stay connected even without channels
         self._starting = 0  # number of callers about to use a channel
         self._secret, self._tls = secret, tls
         self._hello = {**versions(), **card(), "client": secrets.token_hex(16), "again": False}
@@ -85,7 +85,7 @@ class Connection(Calls):
         ]
         for thread in self._threads:
             thread.start()
-        # before this process's servers close, because one of them may own these channels
+        # Leave before this process's servers close, because one of them may own these channels.
         before_exit(_leave_all, 1)
 
     def _dial(self, within: float, why: str) -> Any:
@@ -204,7 +204,7 @@ class Connection(Calls):
         if stream is None:
             return
         if message.broken:
-            stream.ring.abort(cause_in(message.cause))  # no effect if the link has aborted the ring first
+            stream.ring.abort(cause_in(message.cause))  # has no effect if the link has aborted the ring
         stream.end.close()
         stream.arrived = message.used
         stream.finished.set()
@@ -225,7 +225,7 @@ class Connection(Calls):
             used: bool | None = self.link.await_used(stream.number, count, timeout)
             if used is not False:
                 return used
-            stream.finished.wait()  # afterwards, `arrived` counts the items that the owner has put
+            stream.finished.wait()  # then `arrived` is the number of items that the owner has put
         return stream.arrived >= count
 
     # --- users of the connection ---
@@ -273,7 +273,7 @@ class Connection(Calls):
         with _registry_lock:
             if self._left or self._starting or (self.is_kept and not self.lost):
                 return
-            # Queued notices are sent first; this method runs again after each of them.
+            # Wait for queued notices. This method runs again after each of them.
             if len(self._notices):
                 return
             if self._users or any(stream.is_open() for stream in self._streams.values()):
@@ -376,7 +376,7 @@ class Connection(Calls):
                 time.sleep(0.005)
             if not self.lost and (count := stream.undelivered()):
                 _report_undelivered(self.address, count)
-        _notify(self._notices, "end", 0)  # queued after all other notices
+        _notify(self._notices, "end", 0)  # comes after all other notices
         self._has_left.wait(EXIT_TIMEOUT_S)
         self._left = True
         self._end()

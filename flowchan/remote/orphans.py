@@ -75,7 +75,7 @@ class Orphans:
     def _items(self) -> list[Any]:
         keeps_sealed.set(True)
         found = []
-        with contextlib.suppress(Exception):  # the channel is empty or damaged
+        with contextlib.suppress(Exception):  # raised when the channel is empty or damaged
             channel: Channel[Any] = Channel.__new__(Channel)
             _core.Channel.__init__(channel, fd=os.dup(self.fd), socket=-1, name="")
             channel._undo_abort()

@@ -51,7 +51,7 @@ class PendingCall:
         self.number = 0  # 0 until the request is sent
         self.late = late
         self.reply: Reply | None = None
-        self.abandoned = self.is_over = False  # is_over: `late` has been called or will be
+        self.abandoned = self.is_over = False  # is_over: `late` is called at most once
         self._has_reply = Latch()
         self.done: Callable[[], None] = done or self._has_reply.set
 

@@ -79,7 +79,7 @@ class RemoteChannel(Channel[T]):
         self._at, self._link = at, connection  # address, secret, TLS
         self._number = number_in(at[0])
         self._opening = threading.RLock()
-        # ports for the plain calls; the key True is for the reading port
+        # Ports for plain calls; the key True is for the reading port.
         self._ports: dict[bool, RemoteIn[T] | RemoteOut[T]] = {}
 
     @property
@@ -149,7 +149,7 @@ class RemoteChannel(Channel[T]):
     def _fetch(self, most: int) -> None:
         """Fetch up to ``most`` more items if the owner has them. The core calls this before ``get_many``."""
         ring = self._ports[True]._stream.ring
-        with contextlib.suppress(Unanswered, Broken):  # the ring raises the reason
+        with contextlib.suppress(Unanswered, Broken):  # the next call of the ring raises the reason
             sent, _, _ = self._offer(most)
             give_up = time.monotonic() + TRANSIT_TIMEOUT_S
             while ring.stats().items_in < sent and not ring.closed and time.monotonic() < give_up:
@@ -205,7 +205,7 @@ class RemoteChannel(Channel[T]):
             raise TypeError(f"abort: cause must be an exception or None, got {cause!r}")
         if (report := hears_aborts.get()) is not None:
             report(self, cause)
-        with contextlib.suppress(Broken):  # the owner is lost
+        with contextlib.suppress(Broken):  # the owner may be lost
             self._request("abort", sealed_cause(cause))
         for port in self._open_ports().values():
             _core.Channel.abort(port._stream.ring, cause)
@@ -309,9 +309,9 @@ class RemoteChannel(Channel[T]):
             return packed
         sent, parcel = False, descriptors.now.packing
         if parcel is not None:
-            # If the owner is lost, the receiver gets an error.
+            # If the owner is lost, ignore it here: the receiver gets an error.
             with contextlib.suppress(Broken, HostError):
-                # before the item is sent, because this process may be killed at any moment
+                # Count before the item is sent, because this process may be killed at any moment.
                 sent = self._connection.send(self._number)
         if parcel is not None and sent:
             parcel.counted.append(functools.partial(_item_done, weakref.ref(self._link), self._number))
@@ -401,7 +401,7 @@ def make_remote(
         connection.register(number, made)
         return made
     except BaseException:
-        connection.notify("drop", number)  # the owner has kept the new channel until now
+        connection.notify("drop", number)  # let the owner release the new channel
         raise
 
 

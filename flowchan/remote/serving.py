@@ -64,7 +64,7 @@ class Hosted:
         server = self.server
         if server.pid == os.getpid():
             return server.make(capacity)
-        # a forked child asks its parent for the channel, like any other client
+        # A forked child asks its parent for a channel, like any other client.
         at = server.address, server.secret, server.tls
         with using(*at) as connection:
             return make_remote(connection, *at, capacity)

@@ -99,11 +99,11 @@ class ClientSession:
         self.id, self.pid, self._process = id, pid, process
         self._server, self._loop = server, loop
         self._over = self._left = False
-        # set once the client has left; ends the session if the client does not close the connection
+        # Set once the client has left. The timer ends the session if the client stays connected.
         self._end_timer: asyncio.TimerHandle | None = None
         self._open: dict[int, Channel[Any]] = {}  # channels kept because the client has them open
         self._opened: Counter[int] = Counter()  # how often the client has opened each channel
-        # channels for which the client has opened a reading port
+        # Channels for which the client has opened a reading port.
         self._read: weakref.WeakSet[Channel[Any]] = weakref.WeakSet()
         self._ports: dict[int, In[Any] | Out[Any]] = {}  # by stream number
         # Stream numbers of the ports for the client's plain calls; the key True is for the reading port.
@@ -198,7 +198,7 @@ class ClientSession:
             task.add_done_callback(functools.partial(self._answer_if_unstarted, number))
 
     def _answer_if_unstarted(self, number: int, task: asyncio.Task[None]) -> None:
-        # the task never started; a started task removes itself
+        # If the task never started, remove it; a started task removes itself.
         if self._tasks.get(number) is task and not self._over:
             self._tasks[number] = self._loop.create_task(self._answer_cancelled(number))
 
@@ -221,7 +221,7 @@ class ClientSession:
     async def _reply(self, reply: Reply) -> None:
         if self._over:
             return
-        self._tasks.pop(reply.number, None)  # the call can't be cancelled any more
+        self._tasks.pop(reply.number, None)  # from now on, the call can't be cancelled
         self._answering.add(reply.number)
         try:
             while not await self._has_replied(reply):
@@ -229,7 +229,7 @@ class ClientSession:
         except Exception as error:
             await self._has_replied(
                 Reply(reply.number, error=describe_error(error))
-            )  # without a reply, the caller would wait forever
+            )  # the caller would wait forever without a reply
         finally:
             self._answering.discard(reply.number)
 
@@ -427,7 +427,7 @@ class ClientSession:
         while self._loop.time() < give_up:
             stats = self._replies.stats()
             if not self.link.state()["connected"] or not stats.inside + stats.leased:
-                break  # a client disconnects when it has received the message
+                break  # the client has received the message
             await asyncio.sleep(0.005)
         self._give_up()
         self._watching.join()
@@ -438,7 +438,7 @@ class ClientSession:
             return
         self._over = True
         if self._end_timer is not None:
-            self._end_timer.cancel()  # otherwise, the timer would keep this session alive
+            self._end_timer.cancel()  # a pending timer would keep this session alive
         self.link.close()
         for task in list(self._tasks.values()):
             task.cancel()
@@ -466,7 +466,7 @@ def _broken_by(channel: Channel[Any]) -> Broken | None:
         try:
             channel.put_nowait(None)  # raises, because the channel has ended
         except Broken as error:
-            # drop the traceback, because its frames and the session would keep each other alive
+            # Drop the traceback, because its frames and the session would keep each other alive.
             return error.with_traceback(None)
         except Closed:
             pass

@@ -15,7 +15,7 @@ from flowchan.transport.tcp import dial
 SHORTEST, LONGEST = 0.002, 1.0
 """Shortest and longest pause between attempts, in seconds."""
 
-_jitter = random.SystemRandom()  # does not affect the random numbers of user code
+_jitter = random.SystemRandom()  # separate from the random numbers of user code
 
 
 class Backoff:

@@ -143,7 +143,7 @@ def _end_termination() -> None:
 def _terminate(number: int, frame: Any) -> None:
     if os.getpid() in _terminating:
         raise Termination
-    # The program forked in a block, or reinstalled this handler after the last block.
+    # This process has no open block: it was forked in a block, or reinstalled this handler later.
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
@@ -202,7 +202,7 @@ def is_interrupt(error: BaseException) -> bool:
     if not isinstance(error, Exception):
         return True
     called = list(_called(error))
-    if not called:  # raised by native code, like most pickling errors
+    if not called:  # native code raised the error, as it does most pickling errors
         return False
     handlers = {_code(handler) for number in signal.valid_signals() if (handler := _handler(number))}
     return not handlers.isdisjoint(called)
@@ -296,7 +296,7 @@ class InterruptWatch:
         self.seen = True
         if type(error) in (KeyboardInterrupt, Termination):
             error = self._instead(signal_of(error)) or error
-        if type(error) is not KeyboardInterrupt:  # a KeyboardInterrupt cannot be weakly referenced
+        if type(error) is not KeyboardInterrupt:  # a KeyboardInterrupt itself cannot be weakly referenced
             self._raised = weakref.ref(error)
         return error
 

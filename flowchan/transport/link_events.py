@@ -137,7 +137,7 @@ def watch(link: Any, wait: float, wait_unconnected: float | None = None) -> Iter
             connected_at = time.monotonic()
         pause = wait
         if not connected and wait_unconnected is not None:
-            # many links that wait for slow hosts must not keep this process busy
+            # Wait longer and longer, so that many links to slow hosts do not keep this process busy.
             pause = min(wait, max(wait_unconnected, (time.monotonic() - connected_at) / 10))
         event = next_event(link, pause)
         if event is None:

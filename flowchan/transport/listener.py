@@ -148,14 +148,13 @@ class AuthenticatedListener:
     def _continue(self, pending: PendingHandshake) -> bool:
         """Continue a handshake, and return whether the peer has proved that it knows the secret."""
         sock = pending.sock
-        # the peer was rejected in the meantime, or Ctrl-C ended an earlier call before it was unregistered
+        # The peer was rejected in the meantime, or Ctrl-C ended an earlier call before it was unregistered.
         if pending not in self._pending:
             self._unregister_peer(pending, sock)
             pending.close()
             return False
         try:
-            # when TLS begins, this socket moves to another process, but its events would still be reported
-            # here
+            # Unregister the socket first: when TLS begins, it moves to another process, but stays open there.
             self._unregister(sock)
             pending.receive_step()
             self._ready.register(pending.sock, selectors.EVENT_READ, pending)
@@ -164,7 +163,7 @@ class AuthenticatedListener:
                 raise  # the peer counts on being accepted, so the next call continues
             self._unregister_peer(pending, pending.sock)
             pending.close()
-            if isinstance(error, OSError) and lacks(error):  # TLS needs more descriptors
+            if isinstance(error, OSError) and lacks(error):  # for example, too few descriptors for TLS
                 self._log_refusal(f"{pending.peer} was refused: {error.strerror}")
             elif isinstance(error, Refused):
                 self._log_refusal(str(error))
@@ -191,7 +190,7 @@ class AuthenticatedListener:
             self._pending.remove(pending)
 
     def _unregister(self, sock: socket.socket) -> None:
-        # the socket is already unregistered, perhaps by a call that Ctrl-C ended
+        # The socket may already be unregistered, for example by a call that Ctrl-C ended.
         with contextlib.suppress(KeyError, ValueError):
             self._ready.unregister(sock)
 

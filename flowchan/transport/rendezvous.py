@@ -209,7 +209,7 @@ def _end_message(why: str, refused: bool = False) -> bytes:
 
 
 def _tell(sock: socket.socket, line: bytes) -> None:
-    with contextlib.suppress(OSError):  # the peer is gone; the next receive reports that
+    with contextlib.suppress(OSError):  # if the peer is gone, the next receive reports it
         sock.sendall(line)
 
 
@@ -290,7 +290,7 @@ class Participant:
             self._line()
 
     def interrupt(self) -> None:
-        with contextlib.suppress(OSError):  # the peer is gone
+        with contextlib.suppress(OSError):  # the peer may be gone
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ socket, each end needs 100 µs of CPU time. With a buffer of 256 KB, the sender 
 120 µs. With 32 KB, less than one segment, each segment would wait for a timer.
 """
 UNHEARD = 15_000  # milliseconds after which unacknowledged bytes end a connection
-# macOS calls TCP_KEEPIDLE by another name, and lacks TCP_USER_TIMEOUT
+# macOS has another name for TCP_KEEPIDLE, and lacks TCP_USER_TIMEOUT.
 _TIMEOUTS = {
     "TCP_USER_TIMEOUT": UNHEARD,
     "TCP_KEEPIDLE": 5,
@@ -119,7 +119,7 @@ class Listener:
         if accepted is None:
             return None
         sock, peer = accepted
-        with contextlib.suppress(OSError):  # the connection has already ended; its reader will notice
+        with contextlib.suppress(OSError):  # if the connection has already ended, its reader will notice
             prepare(sock, peer[0])
         sock.setblocking(True)
         return sock
@@ -236,7 +236,7 @@ def _begin(sock: socket.socket, name: tuple[str, int]) -> None:
 def _check(sock: socket.socket) -> None:
     """Raise an error if the connection could not be made."""
     failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    # nothing listens there, and the kernel connected the socket to itself
+    # If nothing listens on a local port, the kernel may connect the socket to itself.
     if not failed and sock.getsockname() == sock.getpeername():
         failed = errno.ECONNREFUSED
     if failed:

@@ -123,7 +123,7 @@ class TlsProxy:
         assert process.stdin is not None
         assert process.stdout is not None
         self._reason_pipe = process.stdout
-        # the proxy has died; this process will notice the end of the connection
+        # If the proxy has died, this process will notice the end of the connection.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(settings).encode() + b"\n")
             process.stdin.flush()

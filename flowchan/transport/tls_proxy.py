@@ -116,7 +116,7 @@ class Encrypted:
             self.over = True
         except ssl.SSLWantReadError:
             pass
-        except ssl.SSLError:  # the peer's close_notify, or a manipulated record
+        except ssl.SSLError:  # the peer has sent close_notify, or a record was manipulated
             self.over = True
         return view[:size], self._to_send.read()
 
@@ -139,10 +139,10 @@ class Pump:
         self._local, self._net = local, net
         self._parent, self._parent_fd = parent, parent_fd
         self._local_over = False
-        self._give_up: float | None = None  # set when the proxy is about to end
+        self._give_up: float | None = None  # set once the proxy is about to end
         self._plain = bytearray(AT_ONCE)
         self._to_net = memoryview(b"")
-        # bytes that arrived together with the last TLS handshake message
+        # Some bytes may have arrived together with the last message of the TLS handshake.
         self._to_local, more = net.decrypt()
         self._send(more)
 
@@ -260,11 +260,11 @@ def main() -> int:
             if not settings["pem"]:
                 net.check_certificate(bytes.fromhex(settings["fingerprint"]))
         except ProxyFailed as failed:
-            # the pipe is closed, so the parent does not ask for the reason
+            # If the pipe is closed, the parent does not ask for the reason.
             with contextlib.suppress(BrokenPipeError):
                 os.write(1, f"{failed}\n".encode())
             return 1
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # no more messages follow
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # no more messages follow on standard output
         Pump(local, net, parent, parent_fd).run()
     return 0
 

@@ -134,7 +134,7 @@ def start_engine() -> None:
     with such threads cannot run backward passes. The engine therefore starts before the device type of the
     nodes is registered.
     """
-    # use a new thread, because it has none of torch's modes, such as no_grad
+    # Use a new thread, in which none of torch's modes is active, such as no_grad.
     thread = threading.Thread(target=_first_pass)
     thread.start()
     thread.join()
@@ -143,7 +143,7 @@ def start_engine() -> None:
 def _first_pass() -> None:
     import torch
 
-    # in a forked child of a process with engine threads, every backward pass raises this error
+    # In a forked child of a process with engine threads, every backward pass raises this error.
     with contextlib.suppress(RuntimeError):
         loss: Any = torch.ones(1, device="cpu", requires_grad=True).sum()
         loss.backward()

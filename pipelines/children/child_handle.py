@@ -50,7 +50,7 @@ class Child:
         The first access waits until the child has started.
         """
         self._state.greeted.wait()
-        if not self._state.pid:  # the exit may be recorded before the first report is handled
+        if not self._state.pid:  # the child has exited, but its first report is not handled yet
             self._started.print_reports()
         return self._state.pid
 

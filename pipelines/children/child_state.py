@@ -39,7 +39,7 @@ class Alive:
         if next(self._ends) == self._count:
             self._reports.close()
             self._reports = released()
-        with self._replacing:  # so that two exits at the same time set two different latches
+        with self._replacing:  # two exits at the same time must set two different latches
             ended, self._next_end = self._next_end, Latch()
         ended.set()
 
@@ -49,7 +49,7 @@ class Alive:
         Only the exit of a child may change the condition.
         """
         while True:
-            ended = self._next_end  # before the check, which therefore sees all earlier exits
+            ended = self._next_end  # read this first, so that the check below sees all earlier exits
             if condition() or not ended.wait(remaining(until)):
                 return
 
@@ -81,7 +81,7 @@ class ChildState:
         self.alive = alive
         self._why: Callable[[str], Exception] | None = None
         self._outcome = threading.Lock()
-        self._unread: collections.deque[Any] = collections.deque()  # received, but not returned to a caller
+        self._unread: collections.deque[Any] = collections.deque()  # received values that no caller has yet
         self._joining = threading.Lock()
         self._joins = itertools.count(1)
         self._unmet = False  # True if an earlier join may have left a message

@@ -61,7 +61,7 @@ class _Misses:
             try:
                 raise first
             finally:
-                del first  # a frame that refers to its own exception keeps it alive
+                del first  # break the cycle: the exception refers to this frame
         if self._late:
             which = ", ".join(map(str, self._late))
             who = f"child {which} was" if len(self._late) == 1 else f"children {which} were"
@@ -104,7 +104,7 @@ def _local(packed: Any) -> Any:
     """Return the channel item that carries a value to several children on this machine."""
     once = Opening(packed)
     buffers = packed[1:] if isinstance(packed, list) else []
-    if not all(isinstance(one, PickleBuffer) for one in buffers):  # channels need one copy per receiver
+    if not all(isinstance(one, PickleBuffer) for one in buffers):  # a channel needs one copy per receiver
         return once
     return SentOnce(once) if sum(one.raw().nbytes for one in buffers) >= _LARGE else once
 
@@ -144,7 +144,7 @@ def join(children: States, message: Any, timeout: float | None, remote: bool) ->
         asked = []
         for child in sorted(
             children, key=lambda child: child.number
-        ):  # so that two joins never block each other
+        ):  # in a fixed order, so that two joins never block each other
             if child.begin_join(until):
                 joined.add(child)
         for child in children:
@@ -177,7 +177,7 @@ def send(call: str, values: Iterable[tuple[ChildState, Any]], timeout: float | N
         except Full:
             misses.late(child)
         except Closed:
-            if not child.links.down.closed:  # pickling the value raised this error
+            if not child.links.down.closed:  # the error came from pickling the value
                 raise
             misses.gone(child)
     misses.check()
@@ -200,7 +200,7 @@ def receive(children: States, timeout: float | None, into: Mapping[int, Any]) ->
             except Empty:
                 misses.late(child)
             except Closed:
-                if not child.links.up.closed:  # unpickling the value raised this error
+                if not child.links.up.closed:  # the error came from unpickling the value
                     raise
                 misses.gone(child)
         misses.check()

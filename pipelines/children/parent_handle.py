@@ -104,7 +104,7 @@ class Parent:
         try:
             self._links.up.put(value, timeout)
         except Closed:
-            if not self._links.up.closed:  # pickling the value raised this error
+            if not self._links.up.closed:  # the error came from pickling the value
                 raise
             raise self._closed("send") from None
 
@@ -140,7 +140,7 @@ class Parent:
         except Empty:
             raise TimeoutError(f"receive: the parent sent nothing within {timeout} s") from None
         except Closed:
-            if not self._links.down.closed:  # unpickling the value raised this error
+            if not self._links.down.closed:  # the error came from unpickling the value
                 raise
             raise self._closed("receive") from None
         if into is None:

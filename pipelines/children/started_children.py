@@ -51,12 +51,12 @@ class StartedChildren:
             speeds, placement = placement.speeds, placement.assigned(placement.dealt(n))
         self.graph = Graph(STAGE)
         places = self.graph.input("program")
-        # The item of a dead child is never retried: it fails.
+        # Fail the item of a child that dies, and never retry it.
         done = places.map(
             parent_handle.child_main, name=STAGE, on=placement, workers=n, ordered=False, max_deaths=1,
             restarts=10**9,
         )  # fmt: skip
-        self.graph._address(frozenset({"items"}))  # each worker gets its own item
+        self.graph._address(frozenset({"items"}))  # so that each worker gets its own item
         # These functions must not refer to this object. Otherwise, a reference cycle would keep it alive
         # until the garbage collector runs.
         done.errors.sink(functools.partial(_failed, self.states), name="failures")
@@ -82,7 +82,7 @@ class StartedChildren:
                 state.host = planned.host
                 state.links = state.links._replace(speed=speeds.get(planned.host, 1.0))
         self._reports.start()
-        with contextlib.suppress(Closed):  # the run has failed, and every child has recorded the error
+        with contextlib.suppress(Closed):  # if the run has failed, every child has recorded the error
             run[places].put_many((number, state.links) for number, state in self.states.items())
             run[places].close()
 
@@ -114,7 +114,7 @@ class StartedChildren:
 
         Closed channels tell the children to exit. Children that do not exit get SIGTERM, then SIGKILL.
         """
-        # a forked process must not end its parent's children
+        # A forked process must not end its parent's children.
         children = [child for child in children if child.is_ours()]
         if not children:
             return
@@ -133,7 +133,7 @@ class StartedChildren:
 
     def _end_run(self, run: Run, abort: bool) -> None:
         """End the run after all children have exited or been closed, and release its channels."""
-        with contextlib.suppress(RunError):  # calls to the children raise this error
+        with contextlib.suppress(RunError):  # calls to the children raise this error instead
             if not abort:
                 with contextlib.suppress(TimeoutError):
                     run.wait(GRACE)  # the supervisor may still be replacing a dead child
@@ -159,7 +159,7 @@ class Reports:
 
     def __init__(self, channel: Channel[tuple[int, int | str]], states: States) -> None:
         self._channel, self._states = channel, states
-        # one caller must not return while another caller is still printing a report
+        # No caller may return while another caller is still printing a report.
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name=f"flowchan {STAGE} reports", daemon=True)
 
@@ -189,7 +189,7 @@ class Reports:
                     self._states[number].pid = report
                     self._states[number].greeted.set()
                 elif sys.stdout is not None:
-                    with contextlib.suppress(OSError, ValueError):  # standard output is closed
+                    with contextlib.suppress(OSError, ValueError):  # standard output may be closed
                         sys.stdout.write(report)
                         sys.stdout.flush()
 

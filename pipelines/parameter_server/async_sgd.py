@@ -199,7 +199,7 @@ class SummedGradients(torch.optim.Optimizer):
         for p in complete:
             state = self.state[p]
             kept = {key.removeprefix(_INNER): x for key, x in state.items() if key.startswith(_INNER)}
-            # most optimizers create their state in the first step
+            # Before the first step, start from a new state: most optimizers create theirs in that step.
             self._inner.state[p] = kept if state["steps"] else self._first[p]
             p.grad = state["sum"].clone()
         if complete:
@@ -225,4 +225,4 @@ def _states_after_a_step(make: Make, parameters: list[Tensor]) -> list[dict[str,
     ]
 
 
-AsySGInCon.__module__ = "flowchan.pipelines"  # the module that users import
+AsySGInCon.__module__ = "flowchan.pipelines"  # show the module that users import

@@ -341,4 +341,4 @@ def _until(limit: float) -> float | None:
     return None if limit == math.inf else max(limit - time.monotonic(), 0.001)
 
 
-DiLoCo.__module__ = "flowchan.pipelines"  # the module that users import
+DiLoCo.__module__ = "flowchan.pipelines"  # show the module that users import

@@ -187,4 +187,4 @@ def _add(parameters: dict[str, Tensor], updates: Values) -> None:
         parameters[name] = parameters[name] + update.to(parameters[name].device)
 
 
-Downpour.__module__ = "flowchan.pipelines"  # the module that users import
+Downpour.__module__ = "flowchan.pipelines"  # show the module that users import

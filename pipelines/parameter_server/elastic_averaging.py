@@ -140,4 +140,4 @@ class ElasticAveraging(Replica):
         return {name: x - pulls[name] for name, x in own.items()}
 
 
-ElasticAveraging.__module__ = "flowchan.pipelines"  # the module that users import
+ElasticAveraging.__module__ = "flowchan.pipelines"  # show the module that users import

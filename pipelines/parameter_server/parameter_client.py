@@ -115,7 +115,7 @@ class ParameterClient(RowClient):
         super().__init__({entry.name: entry for memory in memories for entry in memory.layout.entries})
         self._connection: ServerConnection | None = None
         self._pulled: int | None = None
-        self._entrance: Any = None  # creates clients for other hosts; set only in the server's program
+        self._entrance: Any = None  # makes clients for other hosts; None outside the server's program
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not is_for_another_host():

@@ -151,8 +151,8 @@ class ParameterServer:
             for share, one in zip(shares, updates, strict=True)
         ]
         self._shards = _filled(self._memories, values, contents, updates, stored)
-        # Limit the waiting pushes, so that a large push reuses memory that the server has read. New memory is
-        # slower.
+        # Limit the waiting pushes, so that a large push reuses memory that the server has read, which is
+        # faster than new memory.
         size = sum(memory.layout.size for memory in self._memories)
         room = None if self._form == "object" else 3 * size + LEAST_ROOM
         self._inbox: Channel[Push] = Channel(CAPACITY, across="processes", max_bytes=room)

@@ -120,7 +120,7 @@ class Unfinished:
 def _serve(
     calls: Channel[Any], answers: Channel[Any], make_client: Callable[[], Any], perform: Perform
 ) -> None:
-    with contextlib.suppress(ChannelError):  # the remote client has died
+    with contextlib.suppress(ChannelError):  # the remote client may have died
         client = make_client()
         started: deque[tuple[int, Unfinished]] = deque()
         try:
@@ -129,7 +129,7 @@ def _serve(
                     _answer_first(started, answers)
                     continue
                 number, call = calls.get()
-                # receive the next push while the server still applies the last one
+                # Receive the next push while the server is still applying the last one.
                 while started and (call[0] != "push" or len(started) == MOST_STARTED):
                     _answer_first(started, answers)
                 found, error = _outcome(functools.partial(perform, client, call))
@@ -149,7 +149,7 @@ def _answer_first(started: deque[tuple[int, Unfinished]], answers: Channel[Any])
 
 
 def _send(answers: Channel[Any], answer: tuple[int, Any, BaseException | None]) -> None:
-    with contextlib.suppress(Closed):  # the client has closed its session, but sent more calls before
+    with contextlib.suppress(Closed):  # the client may have closed its session after its last calls
         answers.put(answer)
 
 
@@ -210,7 +210,7 @@ class Session:
             with _locked(self._lock, _left(late)):
                 if handle.answered:
                     return
-                # wait in short steps, so that other threads can send calls
+                # Wait in short steps, so that other threads can send calls.
                 soon = time.monotonic() + SHORT_WAIT_S
                 try:
                     self._read(soon if late is None else min(soon, late))
@@ -232,7 +232,8 @@ class Session:
     def _read(self, late: float | None) -> None:
         if not self._unread:
             try:
-                # one step of the interpreter, so that a Ctrl-C cannot lose an answer
+                # Receive and store the answer in one step of the interpreter, so that a Ctrl-C cannot lose
+                # it.
                 self._unread.extend(map(self._answers.get, (_left(late),)))
             except Drained:
                 raise Closed("the parameter server has shut down") from None

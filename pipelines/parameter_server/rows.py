@@ -157,7 +157,7 @@ def summed(ids: Any, values: Any) -> tuple[Any, Any]:
     if is_tensor(values):
         import torch
 
-        # sum in the same way as torch's optimizers, so that the sums are bit-for-bit equal
+        # Sum in the same way as torch's optimizers, so that the sums are bit-for-bit equal.
         size = int(unique[-1]) + 1, *values.shape[1:]
         sparse = torch.sparse_coo_tensor(torch.from_numpy(ids)[None], values, size, check_invariants=False)
         return unique, sparse.coalesce().values()

@@ -122,7 +122,7 @@ class ServerConnection:
             return handle
 
     def _put(self, push: Push, late: float | None) -> None:
-        while True:  # in short waits, because the channel does not notice that the program was killed
+        while True:  # wait in short steps, because the channel does not show that the program was killed
             self.check_program("push")
             left = 1.0 if late is None else max(0.0, late - time.monotonic())
             try:

@@ -77,19 +77,19 @@ class Shard:
         self._updates, self._is_over = updates, is_over
         self._own = memories[number].opened()
         self._others = [memory.opened() for memory in memories if memory is not memories[number]]
-        # unknown at first, because a killed predecessor may have left a half-written shadow block
+        # At first, this is unknown, because a killed predecessor may have left a half-written shadow block.
         self._stale: Changes | None = None
 
     def serve(self, pushes: Iterable[Push]) -> None:
         """Apply each push. The channel keeps the push on lease until the worker takes the next one."""
         for push in pushes:
             self._serve(push)
-            del push  # its arrays are views of the channel's memory
+            del push  # its arrays refer to the channel's memory
 
     def _serve(self, push: Push) -> None:
         before = self._own.record()
         if (before.slot, before.push) == (push.slot + 1, push.number):
-            # the previous worker applied this push before it was killed
+            # The previous worker applied this push before it was killed, so only report the outcome.
             self._own.report(before)
             return
         record = before._replace(slot=push.slot + 1, push=push.number)

@@ -194,7 +194,7 @@ class OpenShard:
             for block in (0, 1)
         )
         self.close = weakref.finalize(self, os.close, fd)
-        self.close.atexit = False  # threads may still use the memory then
+        self.close.atexit = False  # at exit, threads may still use the memory
 
     # --- both sides ---
 

@@ -356,7 +356,7 @@ class WeightsReader:
             if source.memory.latest() < least:
                 return False
             with source.memory.pin() as pinned:
-                # latest() may have read a version that the trainer has labelled but not published
+                # latest() may have read the number of a version that the trainer has not published yet.
                 if pinned.version < least:
                     return False
                 source.layout.fill(tensors, pinned.read)
@@ -411,7 +411,7 @@ class _RemoteCopy:
     def update(self, least: int, until: float | None) -> bool:
         """Request the latest version. Return whether the copy now has at least version ``least``."""
         try:
-            if self._is_waiting:  # an earlier call was interrupted or timed out
+            if self._is_waiting:  # take the answer to an earlier call that was interrupted or timed out
                 self._take(until)
             self._ask(max(least, self.version + 1), until)
             self._take(until)
@@ -440,7 +440,7 @@ class _RemoteCopy:
             raise answer
         if not answer.version:
             return
-        self.version = 0  # the copy has no valid version until it is complete
+        self.version = 0  # until the copy is complete, it has no valid version
         if answer.full is not None:
             memoryview(self._block)[:] = answer.full
         else:

@@ -93,7 +93,7 @@ class WeightsAnswers:
         if self._requests is not None:
             self._requests.close()
             self._requests = None
-            # close() runs on this thread if the garbage collector calls it
+            # The garbage collector may call close() on the thread itself, which cannot join itself.
             if threading.current_thread() is not self._thread:
                 self._thread.join()
 
@@ -105,9 +105,9 @@ class WeightsAnswers:
                 except FlowchanError:
                     if requests.closed or requests.broken:
                         return
-                    # the request channel is open, so only the reader has exited
+                    # If the request channel is still open, only the reader has exited.
         finally:
-            requests.close()  # after an unexpected error, so that readers do not wait for answers
+            requests.close()  # if an unexpected error ends the thread, readers must not wait
             self._last = None
             if self._base is not None:
                 self._base.close()
@@ -120,7 +120,7 @@ class WeightsAnswers:
         except Exception as error:
             reply.put_nowait(error)
             return
-        # count before the put, so that the statistics include every answer that a reader has received
+        # Count before the put, so that the statistics include every answer that a reader has received.
         self.bytes_sent += answer.nbytes
         self.full += answer.full is not None
         self.deltas += answer.delta is not None

@@ -83,14 +83,14 @@ class WeightsAddress:
         while True:
             fd = self._open()
             try:
-                # check the file before locking it, because the path may now refer to another file
+                # Check the file before locking it, because the path may now refer to another file.
                 self._header(fd)
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 version, step = self._header(fd)
                 if version != _UNFINISHED:
                     return PinnedVersion(fd, self.size, version, step)
             except BlockingIOError:
-                pass  # the current version is now in another slot
+                pass  # the trainer writes into this slot, so the latest version is in another one
             except BaseException:
                 os.close(fd)
                 raise
@@ -147,7 +147,7 @@ class PinnedVersion:
 
     def close(self) -> None:
         """Allow the trainer to reuse the slot."""
-        # unlock explicitly: a forked child may share the descriptor
+        # Unlock explicitly, because a forked child may share the descriptor, which keeps the lock.
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
 
@@ -231,8 +231,8 @@ class WeightsMemory:
                 raise
             with interrupts_deferred():
                 slot.label(version, step)
-                # Unlock first, so that readers can still read the previous version if this process is stopped
-                # here.
+                # Unlock before moving the front. If this process is stopped in between, readers can still
+                # read the previous version.
                 slot.unlock()
                 os.dup2(slot.fd, self._front, inheritable=False)
                 self._latest = slot

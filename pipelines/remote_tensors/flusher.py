@@ -84,7 +84,7 @@ class Flusher:
                     self._wakes.get_nowait()
             for client in self._clients:
                 client.idle = True
-            # a command may have been added before its client was marked idle
+            # Flush once more: a command may have been added before its client was marked idle.
             if self._flush() or self._sleep():
                 quiet = 0
 

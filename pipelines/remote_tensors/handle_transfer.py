@@ -153,7 +153,8 @@ def arrive(
     with _node_errors(client.number):
         client.send("import", id, name, token)
         client.route.commands.flush()
-    # so that a worker that exits after this item does not lose operations on the tensor
+    # Flush when the item is finished, so that a worker that then exits does not lose operations on the
+    # tensor.
     _core._when_finished(functools.partial(_sent, client))
     tensor: Any = new_tensor(interned(client, TensorForm(*form)), id)
     requires_grad, is_parameter = marks

@@ -111,7 +111,7 @@ class HostsEntrance:
             return self._routes[number]
 
     def _drop(self, number: int, name: str) -> None:
-        # the same channel carries the imports, so the node receives this message after them
+        # The same channel carries the imports, so the node receives this message after all of them.
         self._routes[number].commands.put((name, "drop"))
 
     def close(self) -> None:

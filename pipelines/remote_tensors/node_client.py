@@ -119,7 +119,7 @@ class NodeClient:
         self.probe = 0, 0
         self.timed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.strict = "off"
-        self.route: Any = None  # how other processes reach the node; set by handle_transfer
+        self.route: Any = None  # how other processes reach the node; handle_transfer sets it
         self.progress: CommandProgress | None = None
         self.death: BaseException | None = None
         self.closed = self.death_raised = False
@@ -252,7 +252,7 @@ class NodeClient:
                 except Full:
                     if until is not None and time.monotonic() >= until:
                         raise
-                    self.note_replies()  # the node may be waiting for room for its replies
+                    self.note_replies()  # make room, because the node may be waiting to send replies
                 except (Closed, Broken):
                     self._check()
                     raise
@@ -295,7 +295,7 @@ class NodeClient:
         asking: list[bool] = []
         try:
             append_result(asking, self._asking.acquire, True, -1 if timeout is None else timeout)
-            if not asking[0]:  # another thread waits for the node
+            if not asking[0]:  # another thread is still waiting for the node
                 raise self._late(what)
             if self._waiting:
                 raise self._reentered("while this thread waits for the node")
@@ -336,7 +336,7 @@ class NodeClient:
         while True:
             reply = self._reply(what, until)
             if reply.question == question:
-                break  # a lower number answers an earlier question whose wait was interrupted
+                break  # other replies belong to earlier questions, whose wait was interrupted
             self._note(reply)
         self.finished = max(self.finished, number)
         self._sent.answered(count)
@@ -363,7 +363,7 @@ class NodeClient:
         """Wait until the node has reached the event with this number."""
         with self._asking:
             while self.finished < number:
-                self.try_flush()  # flush() could wait for a thread that waits for room for the node's replies
+                self.try_flush()  # not flush(), which could wait for a thread that waits for the node
                 self._note(self._reply("synchronize", None))
 
     def note_replies(self) -> None:
@@ -407,7 +407,7 @@ class NodeClient:
         """Wait for all commands to finish, then return the failures that have not been raised yet."""
         known = self._raised.copy()
         found = [RemoteFailure(*row) for row in self.ask("sync", known, timeout=timeout)]
-        self._raised -= known  # the node no longer stores these failures
+        self._raised -= known  # the node has forgotten these failures
         return [one for one in found if one.number not in self._raised]
 
     # --- ends ---
@@ -422,7 +422,7 @@ class NodeClient:
         if self.closed:
             raise Closed(f"{self.device}: the nodes were closed; fetch values before close()")
         if self.death is not None:
-            # an exception in the background thread does not reach the program
+            # The program does not see an exception in the background thread, so it still has to be raised.
             if not flusher.flusher.is_current():
                 self.death_raised = True
             raise self.death_error()

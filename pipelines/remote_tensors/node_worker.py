@@ -57,7 +57,7 @@ def _zeros(size: Sequence[int], **options: Any) -> torch.Tensor:
 
 
 NODE_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "aten::_efficientzerotensor": _zeros,  # an efficient zero tensor has no storage and cannot be sent
+    "aten::_efficientzerotensor": _zeros,  # a real tensor, because one without storage cannot be sent
 }
 """Functions that nodes run instead of operators."""
 
@@ -119,7 +119,7 @@ class ClientTable:
 
     def __init__(self, replies: Channel[Any], number: int) -> None:
         self.replies, self.number = replies, number
-        self.events = Outbox(replies)  # a node that waited for room could block a node that waits for it
+        self.events = Outbox(replies)  # never waits for room, because another node may wait for this one
         self.tensors: dict[int, Any] = {}
         self.templates: dict[int, Compiled] = {}
         self.unfetched: dict[int, RemoteFailure] = {}
@@ -187,7 +187,7 @@ class Node:
         position, commands, frees = unpack_batch(data)
         tensors, templates, running = table.tensors, table.templates, self.running
         number = abs(running[1])
-        # an earlier batch may already have contained the first commands
+        # Skip the first commands if an earlier batch already contained them.
         place, end = max(0, table.position - position), len(commands)
         table.position = max(table.position, position + end)
         while place < end:
@@ -356,7 +356,7 @@ class Node:
             value = RemoteFailure.of(self.number, client, 0, what, error)
         if type(value) is RemoteFailure:
             failure = value
-        table.events.wait()  # an answer means that all earlier events have arrived; its client is reading
+        table.events.wait()  # all earlier events must arrive before the answer; the client is reading
         try:
             try:
                 table.replies.put((question, value, failure is not None))
@@ -442,7 +442,7 @@ class Node:
             for place, one in enumerate(inputs):
                 if one is result:
                     return "input", (place, form)
-            # results after the first one get ids that no client uses
+            # Results after the first one get ids that no client uses.
             place = next(more)
             id = number if place == 1 else -(number * 1000 + place)
             table.tensors[id] = result
@@ -465,7 +465,7 @@ def node_main(
     """Run a node. This is the function of the child process."""
     error: list[BaseException] = []
     arrays.tensors_in_place = True
-    # the warning is wrong, because the memory of received arrays is writable
+    # This warning is wrong, because the memory of received arrays is writable.
     warnings.filterwarnings("ignore", "The given buffer is not writable")
 
     def run() -> None:

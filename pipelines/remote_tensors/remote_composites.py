@@ -254,7 +254,7 @@ def lstm_cell(
 ) -> State:  # fmt: skip
     """Run ``aten::lstm_cell``."""
     weights = LayerWeights(w_ih, w_hh, b_ih, b_hh)
-    # issue the operands of the sum in the same order as torch
+    # Issue the operands of the sum in the same order as torch.
     gates = torch.nn.functional.linear(inputs, w_ih, b_ih)
     return _lstm_step(gates, (hx[0], hx[1]), weights)
 

@@ -33,7 +33,7 @@ class RemoteModule:
     Stream, Event, device, stream = RemoteStream, RemoteEvent, DeviceContext, StreamContext
     current_stream = default_stream = staticmethod(current_stream)
 
-    _initialized = True  # so that torch.utils.checkpoint preserves the random number generators' state
+    _initialized = True  # makes torch.utils.checkpoint preserve the state of the random number generators
 
     def is_available(self) -> bool:
         """Return whether this process has nodes."""
@@ -128,7 +128,7 @@ def register() -> None:
         if guard is None:
             backward_thread.stay_in_calling_thread()
         else:
-            # so that torch does not use its own guard for Python devices
+            # Start the C++ guard, so that torch does not use its own guard for Python devices.
             guard.start(torch_module.synchronize)
             device_table.guard = guard
         setup("remote", torch_module)

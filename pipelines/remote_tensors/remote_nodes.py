@@ -123,7 +123,7 @@ class RemoteNodes(Sequence[torch.device]):
         devices: list[Any] = [device] * n if single else list(device)  # type: ignore[arg-type]
         if len(devices) != n:
             raise ValueError(f"RemoteNodes: device must be one device or a list of {n}, got {len(devices)}")
-        devices = [torch.device(one) for one in devices]  # raise an error before any node starts
+        devices = [torch.device(one) for one in devices]  # raises errors before any node starts
         remote_device.register()
         placement = placement_argument("RemoteNodes", on)
         make = channel_maker(placement)
@@ -163,7 +163,7 @@ class RemoteNodes(Sequence[torch.device]):
             self._watchers.append(watcher)
         self._routes = HandleRoutes(uuid.uuid4().hex, self._clients, commands, make(WAITING))
         _started.add(self)
-        if reach is not None:  # the provider of the hosts may have registered a function that ends them
+        if reach is not None:  # run before a function that the provider may have registered
             atexit.unregister(_kill_at_exit)
             atexit.register(_kill_at_exit)
         before_exit(_kill_at_exit, 102)  # before pools and runs are closed
@@ -344,7 +344,7 @@ def _watch(kid: Any, client: NodeClient, commands: Channel[Any], peers: Sequence
         kid.wait()
     except Exception as error:
         if not client.closed:
-            # the frames of the traceback would keep the channels alive
+            # Drop the traceback, because its frames would keep the channels alive.
             client.died(error.with_traceback(None))
     commands.close()
     client.close_inbox()
@@ -355,7 +355,7 @@ def _watch(kid: Any, client: NodeClient, commands: Channel[Any], peers: Sequence
     inboxes = [peer.place.inbox for peer in peers if peer is not client and peer.place.inbox is not None]
     waiting = [*client.introduced.values()]
     waiting += [inbox for inbox in inboxes if inbox not in waiting]
-    for timeout in (0, None):  # a node that is busy must not delay the message to others
+    for timeout in (0, None):  # a busy node must not delay the message to others
         for inbox in list(waiting):
             with contextlib.suppress(Full):
                 with contextlib.suppress(Closed, Broken):

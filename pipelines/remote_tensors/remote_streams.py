@@ -139,7 +139,7 @@ class RemoteEvent:
         """Make a stream (default: the current one) wait, like :meth:`RemoteStream.wait_event`."""
         target = (stream or current_stream())._client
         if self._client is not None and self._client is not target and not self.query():
-            # the receiver of a copy waits for its sender
+            # Copy an empty tensor: the receiver of a copy waits for its sender.
             send_to(target, torch.empty(0, device=self._client.device))
 
     def elapsed_time(self, end: RemoteEvent) -> float:

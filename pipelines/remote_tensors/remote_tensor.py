@@ -90,12 +90,12 @@ class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
             raise TypeError(
                 f"data: new values must be on {self.device}, got {new.device}; move them with .to()"
             )
-        fresh: Any = new.detach()  # otherwise, a shape change of one tensor would also change the other
+        fresh: Any = new.detach()  # a new object, so that a shape change does not affect ``new``
         _replace(self, fresh)
 
     def __tensor_flatten__(self) -> Any:
-        # torch checks that this method exists: a module that moves to a node then keeps its parameter
-        # objects.
+        # torch only checks that this method exists. If it does, a module that moves to a node keeps its
+        # parameter objects.
         raise NotImplementedError("torch.compile: remote tensors cannot be traced; run the function eagerly")
 
     @staticmethod
@@ -110,7 +110,7 @@ def wrapped(meta: TensorMeta, handle: TensorHandle) -> RemoteTensor:
     """Return a tensor for a handle."""
     make = meta.make
     if make is None:
-        # for a contiguous tensor, leaving the strides out is faster than having torch parse them
+        # Leave out the strides of a contiguous tensor, because it takes torch time to parse them.
         plain = not meta.offset and meta.stride == torch.empty(meta.shape, device="meta").stride()
         make = functools.partial(
             torch.Tensor._make_wrapper_subclass,
@@ -144,7 +144,8 @@ def call_key(
     plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any] | None, inputs: list[Any], scalars: list[Any]
 ) -> tuple[Any, ...]:
     """Return the key of a call, and collect its tensors and scalars. The C++ part builds equal keys."""
-    # the default dtype determines the dtype of an int tensor divided by a number
+    # The key includes the default dtype, which determines, for example, the dtype of an int tensor divided by
+    # a number.
     key = _default_dtype(), *_key_of(plan.scalars, args, inputs, scalars)
     if kwargs:
         flags = [name in plan.named for name in kwargs]
@@ -391,7 +392,7 @@ def upload(client: NodeClient, value: torch.Tensor) -> RemoteTensor:
     only_strided("Tensor.to", value)
     value = value.detach().resolve_conj().resolve_neg()
     if value.is_shared():  # type: ignore[no-untyped-call]
-        # a channel would share its memory with the node
+        # Otherwise, the channel would share the memory with the node.
         value = value.clone()
     number = next(client.numbers)
     client.send("upload", number, value)

@@ -83,7 +83,7 @@ class SentCommands:
 
 
 def _operations(messages: Sequence[bytes | Operation], templates: Templates) -> Iterator[Operation]:
-    seen: set[int] = set()  # an interrupted flush sends its batch again
+    seen: set[int] = set()  # numbers seen so far, because an interrupted flush sends its batch again
     for message in messages:
         found = _commands(unpack_batch(message)[1], templates) if isinstance(message, bytes) else [message]
         for operation in found:

@@ -86,7 +86,7 @@ def _to_copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         options = _changes(source, options)
     if type(source) is not RemoteTensor:
         client = client_at(device)
-        # a copy in this process also makes strides dense, and gives memory to a zero tensor
+        # Otherwise, copy in this process, which also makes strides dense and gives memory to a zero tensor.
         plain = not options and source.is_contiguous() and not source._is_zerotensor()
         return upload(client, source if plain else aten._to_copy.default(source, **options))
     if device is None or device == source.device or (device.type == "remote" and device.index is None):
@@ -146,7 +146,7 @@ def send_to(client: NodeClient, source: Any) -> Any:
     for one, issued in ((sender, out), (client, number)):
         one.sites.note(issued, sys._getframe(1))
     key = f"{client.id}:{number}"
-    # the node copies the values in the layout that clone() would produce
+    # The node copies the values in the layout that clone() would produce.
     meta = source._m.empty().clone()
     introduce(sender, client)
     sender.send("send", out, source._h.id, client.place.id, key)

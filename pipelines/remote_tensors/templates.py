@@ -285,7 +285,7 @@ class Evaluated:
         self.kept: list[int] = []
         self.outputs: list[TensorMeta] = []
         places = {id(meta): place for place, meta in enumerate(metas)}
-        # some results are modified arguments themselves
+        # Some results are the modified arguments themselves.
         places |= {id(metas[place]): place for place in mutated}
         leaves = flat_results(result)
         for place, leaf in enumerate(leaves):
@@ -310,7 +310,7 @@ class Evaluated:
 def written_values(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return the tensors, or their placeholders, that the operator modifies according to its schema."""
     written = _aliased(plan, args, kwargs, write=True)
-    # the schema does not say that the operator modifies the statistics
+    # The operator also modifies the statistics, which its schema does not say.
     if plan.name == BATCH_NORM and args[5]:
         written += args[3:5]
     return flat_results(written)

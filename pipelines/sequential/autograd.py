@@ -111,7 +111,7 @@ class _Workers:
                     raise
             else:
                 return
-            # raise a copy, because the traceback of each call refers to its frame
+            # Raise a copy of the error, because the traceback of each call refers to the frame of that call.
             raise copy.copy(self.run.error) from self.run.error.__cause__
 
     def _changed_modes(self) -> Any:
@@ -152,7 +152,7 @@ class Differentiable:
         self.cut.measure(mapped(Tensor.detach, pieces[0]))
         parts = self.cut.parts
         through = _Through(self._workers_for(parts), next(self._numbers), self._events)
-        # a module that draws no random numbers must not advance the program's generator
+        # If the module draws no random numbers, the call must not advance the program's generator.
         draws = any(may_draw(part.module) for part in parts)
         seed = int(torch.randint(2**31, ())) if draws else 0
         graph = torch.is_grad_enabled()
@@ -180,7 +180,7 @@ class Differentiable:
         """End the workers; later backward passes that need them raise ``Closed``."""
         with self._lock:
             self._closed = True
-            # includes the current workers, which the next line could otherwise free
+            # This list keeps the current workers alive, which the next line could otherwise free.
             every = list(self._every)
             self._workers = None
             for workers in every:
@@ -208,7 +208,7 @@ class _Through:
 
     def forward(self, call: Forward, pieces: Sequence[Any], wants: tuple[bool, ...]) -> list[Any]:
         """Compute the outputs of the micro-batches. Raise ``StageError`` for the first failed micro-batch."""
-        if call.keeps_graph:  # the workers keep the graph as long as this object exists
+        if call.keeps_graph:  # let the workers drop the graph when this object is freed
             self._dropping = weakref.finalize(self, self.workers.dropped.append, self.number)
             self._dropping.atexit = False
             if self.workers.run.own_processes:
@@ -321,7 +321,7 @@ class _Parts(torch.autograd.Function):
         detached = [mapped(Tensor.detach, piece) for piece in pieces]
         passage.outputs = passage.through.forward(call, detached, wants)
         ctx.passage, ctx.wants, ctx.devices = passage, wants, [one.device for one in given[:count]]
-        ctx.save_for_backward(torch.empty(0))  # so that torch detects a second backward pass
+        ctx.save_for_backward(torch.empty(0))  # makes torch detect a second backward pass
         return torch.empty(0)
 
     @staticmethod
@@ -357,8 +357,8 @@ class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passage: _Passage, _token: Tensor) -> tuple[Tensor, ...]:
         """Return the output tensors of all micro-batches."""
-        # Autograd forbids in-place changes to an output that is a view. It also attaches this node to the
-        # returned tensors, and a worker may still hold the tensors that it has created.
+        # Return new tensors. Autograd forbids in-place changes to an output that is a view. It also attaches
+        # this node to the returned tensors, but a worker may still use those that it has created.
         flat = tuple(one.clone() if one._is_view() else one.detach() for one in tensors(passage.outputs))
         wanted = [want for each in passage.through.wants for want in each]
         ctx.mark_non_differentiable(*(one for one, want in zip(flat, wanted, strict=True) if not want))

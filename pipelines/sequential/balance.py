@@ -105,7 +105,7 @@ def step_seconds(module: nn.Sequential, micro: Any, threads: int) -> list[tuple[
 def _halves(part: Part, value: Any, skips: Skips) -> tuple[float, float, float]:
     value, skips = _leaf(value), _leaf(skips)
     moments = [time.thread_time()]
-    # a layer that works in place would reject a leaf that requires grad, so pass clones
+    # Pass clones, because a layer that works in place would reject a leaf that requires grad.
     out, remaining_skips = run_part(
         part, mapped(Tensor.clone, value), mapped(Tensor.clone, skips), keep=False
     )
@@ -163,7 +163,7 @@ def _once(part: Part, value: Any, skips: Skips, training: bool) -> float:
         if training:
             ends = [tensor for tensor in tensors(out) if tensor.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-    # If the thread never waited, any interruption came from another program. CPU time does not include such
+    # If the thread never waited, any interruption came from other programs. CPU time leaves out such
     # interruptions.
     return time.thread_time() - computed if _waits() == waits else time.perf_counter() - begin
 

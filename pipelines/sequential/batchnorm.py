@@ -66,7 +66,7 @@ class DeferredBatchNorm:
         layers = [one for one in self._layers if one.track_running_stats and one.running_mean is not None]
         hooks = [layer.register_forward_pre_hook(self._gather) for layer in layers if count]
         for layer in layers:
-            # the layer keeps its statistics and still uses them in eval mode
+            # The layer keeps its statistics, and still uses them in eval mode.
             layer.track_running_stats = False
         try:
             yield
@@ -101,7 +101,7 @@ def _update(layer: _BatchNorm, found: Moments) -> None:
     factor = layer.momentum
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
-        if factor is None:  # the running statistics are the mean over all batches
+        if factor is None:  # without a factor, the running statistics are means over all batches
             factor = 1.0 / float(layer.num_batches_tracked)
     if factor is None:
         factor = 0.0

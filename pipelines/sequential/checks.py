@@ -265,7 +265,7 @@ def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.devic
         )
     found = [torch.device(name) if on.hosts else _device(name) for name in devices]
     if on.own_process and not on.hosts and forks() and any(device.type == "cuda" for device in found):
-        # The first output may initialise CUDA in the program before it forks more workers.
+        # The program may receive an output, and thereby initialise CUDA, before it forks more workers.
         raise ValueError(
             f"Sequential: devices={short(devices)} cannot be used in forked processes, because CUDA does not "
             'survive a fork; call multiprocessing.set_start_method("spawn") first, or use on="thread"'
@@ -441,7 +441,8 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
                 part.module.add_module(name, _meta_copy(layer))
                 with _Operations() as operations:
                     value, skips = run_part(part, value, skips)
-            # The layer does not support meta tensors or copying, or it fails. The run will report a failure.
+            # The layer does not support meta tensors or copies, or it fails. If it fails, the run will report
+            # that.
             except Exception:
                 return []
             counts.append(operations.count)

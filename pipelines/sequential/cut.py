@@ -86,7 +86,7 @@ class Cut:
                 f"Sequential: the module must have {len(self._layers)} layers, as when the pipe was "
                 f"created, got {len(layers)}; create another pipe"
             )
-        if not all(map(operator.is_, layers.values(), self._layers)):  # a layer was replaced
+        if not all(map(operator.is_, layers.values(), self._layers)):  # a layer has been replaced
             self._divide([len(part.module) for part in self._parts])
             if not self.on.own_process:
                 for part in self._parts:
@@ -164,7 +164,7 @@ class Cut:
         if self._seen or self._counted:
             return
         self._counted = True
-        with contextlib.suppress(TypeError, ValueError):  # training does not join its outputs
+        with contextlib.suppress(TypeError, ValueError):  # ignored, because training joins no outputs
             self._work = check_shapes(self.module, split(value, CHUNKS)[0])
 
     def _verified(self, sample: Any) -> None:
@@ -200,18 +200,18 @@ class Cut:
             try:
                 costs = balancing.costs(self.module, piece, "time", threads, backward=False)
                 plain = balancing.seconds(self.module, piece)
-            except Exception:  # a layer cannot be copied, or fails; the run will report it
+            except Exception:  # a layer cannot be copied, or fails, which the run will report
                 return
             counts = balancing.best_split(costs, number)
             if counts != [len(part.module) for part in self.parts]:
                 self._divide(counts)
-            if self.on.hosts:  # the speed of the hosts is unknown
+            if self.on.hosts:  # do not warn, because the speed of the hosts is unknown
                 return
             ends = accumulate(counts, initial=0)
             slowest = max(sum(costs[begin:end]) for begin, end in pairwise(ends))
             cores = affinity_cores()
             passing = PASSING[self.on.name]
-            # duration if all cores shared the work equally
+            # Duration of a batch if all cores shared the work equally.
             busy = sum(costs) * min(threads, cores) + (number + 2) * passing
             expected = max(slowest + passing, busy / cores)
             if expected >= plain:

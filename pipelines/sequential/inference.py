@@ -61,9 +61,9 @@ class PartWorker:
     """Number of other hosts on which the processes run."""
 
     def __post_init__(self) -> None:
-        torch.set_grad_enabled(False)  # applies only to this thread, which is the worker's
+        torch.set_grad_enabled(False)  # affects only this thread, which belongs to the worker
         self.only_reads = only_reads(self.part)
-        # this part does not need run_part's additional steps
+        # If true, this part does not need run_part's additional steps.
         self.is_simple = self.processes and self.part.device is None and is_plain_torch(self.part.module)
         if self.processes:
             take_cores(self.part.number, self.processes, self.hosts)
@@ -174,7 +174,7 @@ class InferenceRun(PipelineRun):
         """Record that a part failed on a micro-batch, or that its process died too often on it."""
         micro = Micro(*failed.item[: len(Micro._fields)])
         self._record_times(micro)
-        part = self.parts[len(micro.events)]  # each finished part has appended its times
+        part = self.parts[len(micro.events)]  # each finished part has appended an event
         self._end_batch(micro.batch, part_error(part, repr(micro), failed.error))
 
     def _record_times(self, micro: Micro) -> None:
@@ -210,7 +210,7 @@ class InferenceRun(PipelineRun):
         """Wait for a batch, and return its outputs or its exception."""
         try:
             found: list[Any] | BaseException = self._take_in([batch.outcome], [])
-        except (Closed, Broken, ValueError):  # the run has ended, and its watcher ends all batches
+        except (Closed, Broken, ValueError):  # the run has ended; its watcher ends this batch
             found = batch.outcome.get()
         return found
 
@@ -228,7 +228,7 @@ class InferenceRun(PipelineRun):
                     return item
                 self._record_output(item)
                 results.clear()
-        except ItemFailed as failed:  # an output that cannot be unpickled; its batch is unknown
+        except ItemFailed as failed:  # an output cannot be unpickled, so its batch is unknown
             self.end_batches(failed.__cause__ or failed)
             self.run.abort()
             self.over.wait()
@@ -259,7 +259,8 @@ class Inference:
 
     def _declared(self) -> InferenceRun:
         """Create a run of the current parts, but do not start it."""
-        # Room for all batches of one stream or call, so that neither the program nor a part waits for room.
+        # The channels have room for all batches of one stream or call, so neither the program nor a part
+        # waits for room.
         capacity = max(self._most, 2 * (self.cut.chunks or CHUNKS))
         return InferenceRun(self.name, self.cut, capacity, self.events)
 
@@ -292,7 +293,7 @@ class Inference:
                     out.append(self._send(next(batches), fresh=not out, whole=True))
                 except StopIteration:
                     break
-                except Exception as error:  # raised later, after the outputs of the earlier batches
+                except Exception as error:  # raise it later, after the outputs of the earlier batches
                     ended_by = error
                     break
                 while len(out) >= self._most:
@@ -344,7 +345,7 @@ class Inference:
             share(part.module for part in self.cut.parts if not part.remote)
             now = state_of(self.cut.parts, copied=True), [modes for modes, _ in modes_of(self.cut.parts)]
             if run.alive and now != self._seen:
-                run.end()  # first finishes the batches in flight
+                run.end()  # this first finishes the batches in flight
                 stale = True
             self._seen = now
         if stale:

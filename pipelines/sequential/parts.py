@@ -180,7 +180,7 @@ def take_cores(number: int, processes: int, hosts: int = 0) -> None:
     torch.set_num_threads(compute_threads(processes, forked=False if hosts else None))
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= processes:
-        # some containers forbid pinning; the operating system then places the processes
+        # Some containers forbid pinning. The operating system then distributes the processes.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cores[number::processes])
 

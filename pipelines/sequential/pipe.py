@@ -164,7 +164,7 @@ class Sequential(nn.Module):
         options = self._recompute, self._deferred
         self._graphs = Differentiable(self._cut, name, *options, numbers, self._events)
         self._training: Training | None = None
-        # the pipe's workers end when the pipe is garbage-collected
+        # End the workers when the pipe is garbage-collected.
         weakref.finalize(self, self._inference.forget)
         weakref.finalize(self, self._graphs.forget)
 
@@ -246,7 +246,7 @@ class Sequential(nn.Module):
             ...     pipe(torch.ones(16, 4)).shape
             torch.Size([16, 1])
         """
-        if torch.compiler.is_compiling():  # the compiler must not trace code that uses threads and processes
+        if torch.compiler.is_compiling():  # torch must not compile code that uses threads and processes
             return _uncompiled(self, *inputs, **named)
         return self._called(*inputs, **named)
 

@@ -54,7 +54,7 @@ class Owned(nn.Module):
         for name in names:
             if name in owner._parameters:
                 self._parameters[name] = owner._parameters[name]
-            else:  # Share the dict, so that a buffer replaced by owner.double() is also replaced here.
+            else:  # share the dict, so that a buffer replaced by owner.double() is also replaced here
                 self._buffers = owner._buffers
 
 
@@ -134,7 +134,7 @@ def filled(value: Any, values: dict[str, Any]) -> Any:
 
 def _draws(one: Operation) -> bool:
     """Return True if an operation may draw random numbers; any function from outside torch may."""
-    if one.kind in ("get_attr", "call_module"):  # layers are checked separately
+    if one.kind in ("get_attr", "call_module"):  # the caller checks layers separately
         return False
     name = one.target if isinstance(one.target, str) else getattr(one.target, "__name__", "")
     module = "torch" if isinstance(one.target, str) else getattr(one.target, "__module__", None) or "torch"

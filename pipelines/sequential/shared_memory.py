@@ -73,7 +73,7 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.numel() > 0
         and not tensor.is_inference()
-        # torch itself may share such memory with other processes
+        # Leave out memory that torch itself may share with other processes.
         and not tensor.untyped_storage().is_shared()
     )
 

@@ -259,7 +259,7 @@ class _Network:
         receiver = self._owners.get(step.part + 1 if step.op == "F" else step.part - 1, worker)
         if receiver == worker or step.op == "W":
             return now
-        # the receiver treats B and I alike
+        # Send B as I, because the receiver waits for the gradients of the inputs in both cases.
         message = replace(step, op="I") if step.op == "B" else step
         link = self._link(worker, receiver, message.op)
         while link.full():

@@ -27,7 +27,7 @@ Skips = dict[str, Tensor | None]
 class _ThreadStore(threading.local):
     def __init__(self) -> None:
         self.store: Skips = {}
-        self.in_pipe = False  # a pipe's store never contains values from earlier batches
+        self.in_pipe = False  # true for a pipe's store, which never contains values from earlier batches
 
 
 _thread_store = _ThreadStore()

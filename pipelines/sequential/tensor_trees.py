@@ -84,7 +84,7 @@ def split(value: Any, chunks: int, name: str = "x", dim: int = 0) -> list[Any]:
     if chunks == 1:
         return [value]
     sizes = evenly(samples, max(1, min(chunks, samples)))
-    # One split per tensor, so that the backward pass also joins the gradients in one operation.
+    # Split each tensor in one operation, so that the backward pass also joins the gradients in one operation.
     pieces = {id(tensor): torch.split(tensor, sizes, dim) for tensor in tensors(value)}
 
     def piece(number: int, tensor: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ class Timeline:
             found.append(_named("thread_name", worker, name=f"worker {worker} ({_parts(parts)})"))
             found.append(_named("thread_sort_index", worker, sort_index=worker))
         for event in self.events:
-            # Both ends are rounded to nanoseconds; otherwise an event might overlap the next one.
+            # Round both ends to nanoseconds. Otherwise, an event might overlap the next one.
             begin, end = (round((moment - self._zero) * 1e9) for moment in (event.begin, event.end))
             name = event.op if event.chunk is None else f"{event.op} {event.chunk}"
             args = {"part": event.part, "chunk": event.chunk, "step": event.step}

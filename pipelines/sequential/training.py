@@ -91,7 +91,7 @@ class Training:
         workers: int | None,
     ) -> None:
         self._cut, self._on, self._clip = cut, cut.on, options.clip
-        # true if the first batch determines the cut
+        # True if the first batch determines the cut.
         self._open = schedule is None and workers in (None, len(cut.parts)) and cut.halvable()
         if schedule is None:
             schedule = "dualpipev" if self._open else "1f1b"
@@ -108,7 +108,7 @@ class Training:
         """Each worker's steps as text, for ``chunks`` micro-batches (8 if ``chunks`` is ``None``)."""
         self._begun = self._over = False
         self._steps = 0
-        # number of messages sent to each neighbour
+        # For each worker, the number of messages that it has sent to each neighbour.
         self._sent = [{1: 0, -1: 0} for _ in range(self._owners.workers)]
         self._done: deque[list[tuple[tuple[TimelineEvent, ...], float]]] = deque(maxlen=KEPT)
         self._first_micro: Any = None
@@ -184,10 +184,10 @@ class Training:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         failed, self._over = self._over, True
-        if not self._run.started:  # the program has not passed any batch
+        if not self._run.started:  # the program has trained on no batch
             return
         self._run.close()
-        if error is None and failed:  # the failed step has already raised its exception
+        if error is None and failed:  # the failed step has already raised its error
             self._run.end(at_once=True)
         else:
             self._run.run.__exit__(kind, error, trace)
@@ -230,7 +230,7 @@ class Training:
             run.put_to_last("T", targets)
             if self._clip is not None:
                 norm = math.sqrt(sum(answer.square for answer in run.answers()[0]))
-                # use the same factor as torch's clip_grad_norm_, also for NaN
+                # Use the same factor as torch's clip_grad_norm_, also for NaN.
                 factor = self._clip / (norm + 1e-6)
                 for job in self._jobs:
                     run.put(job.worker, ScaleGradients(1.0 if factor >= 1.0 else factor))

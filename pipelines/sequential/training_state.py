@@ -28,7 +28,7 @@ def copied(state: Any, cpu: bool = False) -> Any:
     if isinstance(state, Tensor):
         return state.detach().to("cpu" if cpu else state.device, copy=True)
     if isinstance(state, dict):
-        found = copy.copy(state)  # keeps the type and, for a module's state, the metadata
+        found = copy.copy(state)  # keep the dict's type, and the metadata of a module's state
         for key, value in state.items():
             found[key] = copied(value, cpu)
         return found

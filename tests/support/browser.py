@@ -84,7 +84,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._to)  # the browser exits and closes its end of the other pipe
+        os.close(self._to)  # makes the browser exit and close its end of the other pipe
         while os.read(self._from, 1 << 20):
             pass
         os.close(self._from)
@@ -218,6 +218,6 @@ class Tab:
 
     def _events(self) -> list[dict[str, Any]]:
         """Return all events of the tab so far."""
-        # all earlier events arrive before this answer
+        # All earlier events arrive before the answer to this call.
         self.evaluate("new Promise((resolve) => setTimeout(resolve))")
         return self._browser.events(self._session)

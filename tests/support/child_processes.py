@@ -16,7 +16,7 @@ def descendants() -> set[int]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # the usual case: no children, detected by one system call
         return set()
-    # this kernel does not provide such lists
+    # Some kernels do not provide lists of children.
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         return {child.pid for child in psutil.Process().children(recursive=True)}
     # A list may miss a child if another child exits at that moment, so the lists are read twice. Reading them
@@ -26,7 +26,7 @@ def descendants() -> set[int]:
 
 def children_of(parent: int) -> Iterator[int]:
     """Yield the children of a process and their descendants."""
-    with contextlib.suppress(OSError):  # the process has ended
+    with contextlib.suppress(OSError):  # the process may have ended
         for task in os.listdir(f"/proc/{parent}/task"):
             for child in map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split()):
                 yield child

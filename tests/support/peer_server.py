@@ -44,9 +44,9 @@ def main() -> None:
         task = orders.recv_bytes()
         sys.path[:] = path
         for module in modules:
-            with contextlib.suppress(Exception):  # unpickling the function reports the error
+            with contextlib.suppress(Exception):  # unpickling the function reports this error
                 importlib.import_module(module)
-        gc.freeze()  # otherwise a child that exits would visit all objects here, which copies their memory
+        gc.freeze()  # an exiting child must not visit these objects, which would copy their memory
         assert len(os.listdir("/proc/self/task")) == 1, f"a child would miss a thread; of {modules[-1]}?"
         child = os.fork()
         if child == 0:

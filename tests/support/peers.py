@@ -57,7 +57,7 @@ class ThreadPeer:
 
     def result(self) -> Any:
         self.join()
-        # so that the exception and its frames are freed early
+        # Drop the future, so that the exception and its frames are freed early.
         future, self._future = self._future, Future()
         return future.result(timeout=0)
 
@@ -149,7 +149,7 @@ class LaunchedElsewhere(ForkingProgram):
     def __init__(self) -> None:
         super().__init__(
             "peer_server.py", OMP_NUM_THREADS="1"
-        )  # stop libraries from starting threads during their import
+        )  # one thread, so that libraries start none during their import
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...], descriptors: list[int]) -> int:
         """Run the function in a child, and return its pid.
@@ -233,7 +233,7 @@ def wait_for_the_end_of(pid: int | None) -> None:
     ``multiprocessing`` waits until a pipe is closed, but the process's own children keep that pipe open.
     """
     assert pid is not None
-    with contextlib.suppress(ProcessLookupError):  # the process has already been reaped
+    with contextlib.suppress(ProcessLookupError):  # the process may already have been reaped
         process = os.pidfd_open(pid)
         try:
             select.select([process], [], [], WAIT_LIMIT_S)
@@ -242,7 +242,7 @@ def wait_for_the_end_of(pid: int | None) -> None:
 
 
 def _run_in_child(answer: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    # so that the child does not outlive a killed test run
+    # End this child with its parent, so that it does not outlive a killed test run.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         message = (False, function(*args))

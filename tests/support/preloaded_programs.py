@@ -62,7 +62,7 @@ class SharedTemplate:
 
     def __init__(self, *modules: str) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind("")  # lets Linux choose a name
+            listener.bind("")  # Linux chooses a free name
             listener.listen()
             self.name: bytes = listener.getsockname()
             self._program = started("program_server.py", listener, *modules, **ONE_THREAD)

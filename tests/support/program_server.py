@@ -49,7 +49,7 @@ def main() -> None:
 
 def load() -> None:
     for module in sys.argv[2:]:
-        with contextlib.suppress(ImportError):  # the programs report the missing module
+        with contextlib.suppress(ImportError):  # programs that need the module report that it is missing
             importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a child would miss a thread"
     gc.collect()

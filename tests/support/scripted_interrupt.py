@@ -40,13 +40,13 @@ class Interrupt:
             return None
         finally:
             sys.settrace(None)
-            self._before.clear()  # so that the frames and their objects are released
+            self._before.clear()  # release the frames and their objects
 
     def _begin(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self._files):
             return None
         if frame.f_back is not None:
-            # Python checks when the function begins, and not after the call
+            # For a call of a Python function, Python checks at the function's beginning, not after the call.
             self._before.pop(frame.f_back, None)
         frame.f_trace_opcodes = True
         self._look(frame)

@@ -48,7 +48,7 @@ def wheel(target: Target, source: Path, headers: Path, folder: Path, zig_cache: 
         f"-ffile-prefix-map={headers}=.",
     ]
     if target.free_threaded:
-        flags.append("-DPy_GIL_DISABLED=1")  # the headers come from the build with the GIL
+        flags.append("-DPy_GIL_DISABLED=1")  # because the headers come from a build with the GIL
     environment = {
         **os.environ,
         **compilers,
@@ -63,7 +63,7 @@ def wheel(target: Target, source: Path, headers: Path, folder: Path, zig_cache: 
     settings = {
         "build-dir": folder / "objects",
         "wheel.tags": target.tag,
-        # the linker option -s strips the files; the strip program supports only one processor
+        # The linker option -s strips the files, because the strip program supports only one processor.
         "install.strip": "false",
         "cmake.define.CMAKE_MODULE_PATH": HERE,
         "cmake.define.RELEASE_PYTHON_VERSION": target.python,

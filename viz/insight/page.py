@@ -124,7 +124,7 @@ class RunPage:
     @property
     def _run(self) -> Supervisor:
         supervisor = self._supervisor()
-        # the caller is the supervisor or the run's handle, so the supervisor still exists
+        # The caller is the supervisor or the run's handle, so the supervisor still exists.
         assert supervisor is not None
         return supervisor
 
@@ -179,7 +179,7 @@ class RunPage:
                 self._subscription.close()
                 self._subscription = None
                 with self._lock:
-                    if not self._over:  # otherwise a connection may still have to send the final snapshot
+                    if not self._over:  # keep the final snapshot, which a connection may still send
                         self._latest = (0, b"")
 
     def events(self) -> Iterator[bytes]:
@@ -210,7 +210,7 @@ class RunPage:
                     drawn = svg(self._graph)
                     picture = drawn[drawn.index("<svg") :]
                 except RenderError:
-                    pass  # the page then shows only the table
+                    pass  # without a picture, the page shows only the table
                 self._described = {**describe(self._graph), "svg": picture}
             return self._described
 

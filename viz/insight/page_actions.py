@@ -39,6 +39,6 @@ def actions_of(supervisor: Supervisor, ids: ElementIds) -> dict[str, Action]:
 
 def _alive(reference: weakref.ref[Supervisor]) -> Supervisor:
     supervisor = reference()
-    # the caller is the supervisor or the run's handle, so the supervisor still exists
+    # The caller is the supervisor or the run's handle, so the supervisor still exists.
     assert supervisor is not None
     return supervisor

@@ -32,7 +32,8 @@ def saved_page(data: Any, static: Path = STATIC) -> tuple[str, str]:
 
     def inline(tag: str) -> Callable[[re.Match[str]], str]:
         def element(found: re.Match[str]) -> str:
-            # only a closing tag would end the element; CSS and JavaScript strings allow the backslash
+            # Only a closing tag could end the element. In CSS and JavaScript strings, the backslash has no
+            # effect.
             text = (static / found[1]).read_text(encoding="utf-8").replace(f"</{tag}", f"<\\/{tag}")
             digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
             hashes[tag].append(f"'sha256-{digest}'")
@@ -47,9 +48,9 @@ def saved_page(data: Any, static: Path = STATIC) -> tuple[str, str]:
         f"style-src {' '.join(hashes['style'])}; img-src data:; base-uri 'none'; form-action 'none'"
     )
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    # escaped, so that no string can end the element
+    # Escape "<", so that no string can end the element.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     saved = f'<script type="application/json" id="saved">{text}</script>'
     page = page.replace("<head>", f"<head>\n{meta}", 1)
-    # the data must come before the page's scripts, which look for this element
+    # The data must come before the page's scripts, which look for this element.
     return page.replace("<body>", f"<body>\n{saved}", 1), policy

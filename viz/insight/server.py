@@ -161,7 +161,7 @@ class _Http(ThreadingHTTPServer):
         self.hosts = {f"{LOOPBACK}:{self.server_port}", f"localhost:{self.server_port}"}
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer looks up the name of this machine, which may take seconds
+        TCPServer.server_bind(self)  # not HTTPServer's method, which looks up this machine's name for seconds
         self.server_port = self.socket.getsockname()[1]
 
     def accept_all(self) -> None:
@@ -255,7 +255,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = url.path.removeprefix("/")
         if self.server.token:
             token, slash, path = path.partition("/")
-            # http.server has decoded the path as latin-1
+            # Encode the token as latin-1, because http.server has decoded it so.
             if not hmac.compare_digest(token.encode("latin-1"), self.server.token) or not slash:
                 return _status(HTTPStatus.NOT_FOUND)
         route = self.server.routes.get(unquote(path))

@@ -256,7 +256,7 @@ class RateHistory:
         before = _Point(0.0, zeros)
         for point in points:
             window = max(point.elapsed - before.elapsed, 1e-9)
-            # a stage that was declared after the start has counters but no name
+            # Not strict, because a stage that was declared after the start has counters but no name.
             for rate, share, now, then in zip(rates, busy, point.stages, before.stages, strict=False):
                 rate.append(_short(max(0, now[0] - then[0]) / window))
                 worked = max(now[2] - then[2], 1e-9)

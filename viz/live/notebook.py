@@ -39,7 +39,7 @@ class Notebook:
         self._picture = ""
         with contextlib.suppress(RenderError):
             drawn = render(to_dot(graph, live=True), "svg").decode()
-            # keep only the svg element, so that it can be part of a page
+            # Keep only the svg element, so that it can be part of a page.
             self._picture = drawn[drawn.index("<svg") :]
 
     def show(self, stats: RunStats) -> None:
@@ -71,10 +71,10 @@ def _row(bar: Bar, stats: RunStats) -> str:
 def _filled(picture: str, stats: RunStats) -> str:
     """Return the SVG picture, filled with the current statistics of the run."""
     for number, stage in enumerate(stats.stages):
-        # dark by default, because the picture is light even on a dark page
+        # The text is dark, because the picture is light even on a dark page.
         color = SLOW if stage.name == stats.bottleneck else INK
         does = _does(stage)
-        # padding spaces are half as wide as other characters, so this centres the text
+        # Padding spaces are half as wide as other characters, so this number of spaces centres the text.
         padding = " " * (len(LIVE.format(0)) - len(does))
         words = f'<tspan fill="{color}">{padding}{escape(does)}</tspan>'
         picture = picture.replace(LIVE.format(number), words)

@@ -119,7 +119,7 @@ def draw_on(stream: TextIO, persists: bool, ends: contextlib.ExitStack) -> tuple
     ends.callback(_suppressing, drawn.stop)
     drawn.start()
     if captured is not None:
-        # stop the capture before the drawing ends; otherwise, its last lines would be drawn twice
+        # Stop the capture before the drawing ends. Otherwise, the last lines would be drawn twice.
         ends.callback(captured.stop)
         captured.start()
     return drawn, lock
@@ -282,8 +282,8 @@ class LiveView:
             with interrupts_deferred():
                 if claim(self._stream, ends):
                     if self._progress is not None:
-                        # the server keeps the streams that it was started with, even after this view has
-                        # closed
+                        # Start the fork server now: it keeps the streams that it was started with, even after
+                        # this view has closed.
                         start_server()
                     self._live, self._lock = draw_on(self._stream, self._progress is not None, ends)
             self._ends = ends.pop_all()
@@ -294,7 +294,7 @@ class LiveView:
     ) -> None:
         self._live = None
         with interrupts_deferred():
-            self._ends.close()  # closing also shows the last output
+            self._ends.close()  # this also shows the last output
 
     def show(self, stats: RunStats) -> None:
         """Show ``stats``, immediately on a terminal; otherwise write a line if one is due."""

@@ -105,9 +105,9 @@ def _first_listener(rank: int | None, at: str, remaining: RemainingTime) -> List
     try:
         return listen(at, remaining())
     except OSError as error:
-        if rank is None and error.errno == errno.EADDRINUSE:  # another member is listening
+        if rank is None and error.errno == errno.EADDRINUSE:  # another member listens here, so it is rank 0
             return None
-        # Another host is listening, or the name cannot be resolved yet.
+        # The address belongs to another host, or its name cannot be resolved yet.
         if rank is None and error.errno == errno.EADDRNOTAVAIL and remaining():
             return None
         raise
@@ -156,7 +156,7 @@ class Place:
                     return replace(self, number=number).of(met)
             except (RendezvousEnded, MemberDied):
                 continue
-            except TimeoutError as error:  # a member that had arrived before did not arrive again in time
+            except TimeoutError as error:  # a member that had arrived earlier did not arrive again in time
                 if is_interrupt(error) or time.monotonic() >= give_up:
                     raise
         raise GroupError(
@@ -222,7 +222,7 @@ def _let_in(
             continue
         rank = hello["rank"]
         if rank in came:
-            came[rank].close()  # the member had arrived before; only its new connection counts
+            came[rank].close()  # this member has connected again; only its new connection counts
         came[rank] = sock
         alive[old._host_of(rank)] = hello["alive"]
 

@@ -67,7 +67,7 @@ def _write(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # a killed process may have left this file
+        with contextlib.suppress(FileNotFoundError):  # remove the file that a killed process may have left
             new.unlink()
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
@@ -91,7 +91,7 @@ def _wait_for(path: Path, rank: int, size: int, timeout: float) -> Any:
 def _read(path: Path) -> str | None:
     """Return the text of the file, or None if it does not exist yet."""
     try:
-        os.listdir(path.parent)  # otherwise NFS may cache the file's absence for up to a minute
+        os.listdir(path.parent)  # makes NFS look for the file; it may cache the absence for a minute
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:

@@ -31,7 +31,7 @@ def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = 
         nonlocal round_number
         store.set(f"flowchan/{round_number}/{rank}", json.dumps(value))
         values = [json.loads(store.get(f"flowchan/{round_number}/{other}")) for other in range(size)]
-        forget(round_number - 1)  # all members have read the values of the previous round
+        forget(round_number - 1)  # by now, all members have read the values of the previous round
         round_number += 1
         return values
 
@@ -44,7 +44,7 @@ def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = 
     connector = Connector(bytes.fromhex(secret), route_to(master, timeout))
     group = meet_by(gather, rank, connector, timeout, name)
     try:
-        group.barrier()  # after this, all members have read the last values
+        group.barrier()  # afterwards, all members have read the last values
     except BaseException:
         group.close()
         raise

@@ -297,10 +297,10 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._check_alone()
         return recorded("recv", lambda: self._receives.start(tensors, None, tag, self._limit))
 
-    # torch 2.4 calls these methods only by their Python names
+    # torch 2.4 calls these methods only by these names.
     _set_group_name = setGroupName
     _set_group_desc = setGroupDesc
-    # torch's names before version 2.13
+    # Names that torch used before version 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -382,6 +382,6 @@ def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: b
     member.monitored_barrier(limit, wait_all_ranks)
 
 
-# torch's own function rejects every backend except gloo
+# Replace torch's own function, which rejects every backend except gloo.
 dist.monitored_barrier = _c10d_python.monitored_barrier = _monitored_barrier
 dist.Backend.register_backend("flowchan", ProcessGroup, devices=["cpu"])

@@ -54,7 +54,7 @@ class MonitoredBarrier:
         ranks = f"Rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
         answer = f"{ranks} failed to pass monitoredBarrier in {limit}" if absent else ""
         for rank in range(1, self._member.size):
-            with contextlib.suppress(GroupError):  # that rank is gone
+            with contextlib.suppress(GroupError):  # that rank may be gone
                 self._member.send((self._tag, answer), rank)
         if answer:
             raise dist.DistBackendError(f"[Rank 0]: {answer}")

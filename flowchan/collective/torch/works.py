@@ -82,7 +82,7 @@ class Work(_Work):  # type: ignore[misc]
             promise.set_result(self._result)
             return promise
         self._going_on.add_done_callback(lambda _: promise.set_result(None))
-        # DDP waits in C++, which handles a callback's error but not one from ``set_exception``.
+        # Raise errors in a callback: DDP waits in C++, which does not handle errors from ``set_exception``.
         return promise.then(lambda _: self.result())
 
 

@@ -202,7 +202,7 @@ class Engine:
                 mean.add(self.state.loss.item())
         finally:
             self.state.training = training
-            for module, mode in modes.items():  # the user may have put some modules into eval mode
+            for module, mode in modes.items():  # each one's mode, because some may be in eval mode
                 module.training = mode
         return mean.over(self.group)
 

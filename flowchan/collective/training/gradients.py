@@ -183,10 +183,12 @@ class Gradients:
             _Bucket(parameters, combine_by(op, compress, parameters[0].dtype))
             for parameters in _in_buckets(module)
         ]
-        # handles of the first buffers; all members must start these in the same order
+        # Handles of the buffers that are being averaged. All members must start the buffers in the same
+        # order.
         self._started: list[Handle] = []
         self._buffer_of = {parameter: buffer for buffer in self._buffers for parameter in buffer.views}
-        # weak, because the garbage collector does not see references from a parameter's hooks
+        # Use a weak reference, because the garbage collector does not see the references of a parameter's
+        # hooks.
         ready = weakref.WeakMethod(self._ready)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -421,9 +423,9 @@ class AllReduceSGD:
         if not contributes:
             for buffer in self._gradients:
                 for parameter in buffer.views:
-                    parameter.grad = None  # counts as zero
+                    parameter.grad = None  # a missing gradient counts as zero
         self._overlap.wait()
-        # last, because this call tells a member without a batch whether this was a step
+        # This comes last, because it tells members without a batch whether this was a step.
         return int(self._group.allreduce(int(contributes)))
 
 
@@ -488,7 +490,7 @@ class ElasticAverage:
                 torch.sub(parameter, centre.views[parameter], out=pull).mul_(self._strength)
         own = [(parameter, pull.clone()) for pulls in self._pulls for parameter, pull in pulls.views.items()]
         self._move(contributes=True)
-        for parameter, pull in own:  # updated last, so that the centre does not move if a member has died
+        for parameter, pull in own:  # last, because nothing may change if a member has died
             parameter.sub_(pull)
 
     def join(self) -> None:

@@ -58,7 +58,7 @@ class AgentProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._relay = OutputRelay(host, self._process.stdout)
-        with contextlib.suppress(BrokenPipeError):  # the child has already ended; ended() reports why
+        with contextlib.suppress(BrokenPipeError):  # if the child has already ended, ended() reports why
             os.write(self._process.stdin.fileno(), launch.stdin)
         self._process.stdin.close()
 
@@ -78,7 +78,7 @@ class AgentProcess:
         try:
             end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            self._process.wait()  # returns immediately, because the process was reaped elsewhere
+            self._process.wait()  # other code has reaped the process, so this returns at once
             self._why = f"{self._host}: {UNKNOWN_EXIT}"
             return None
         if end is None:
@@ -89,7 +89,7 @@ class AgentProcess:
         self._signal(self._kill_by)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process.returncode is None:  # otherwise the process id may belong to another process by now
+        if self._process.returncode is None:  # else the id may belong to another process by now
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
 

@@ -39,7 +39,7 @@ LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("
 
 def _inherited() -> tuple[Any, ...]:
     """Return the settings that a new child would inherit from this process and could not change later."""
-    folder = os.stat(".")  # works even if the folder was removed
+    folder = os.stat(".")  # unlike its path, "." works even if the folder was removed
     return (
         sys.executable,
         (folder.st_dev, folder.st_ino),
@@ -155,7 +155,7 @@ class Forked:
             launch_fd = _written(host, launch)
             try:
                 self._begin(launch_fd)
-                # the server was killed while the request was pending
+                # Try once more if the server was killed while the request was pending.
                 if self._pid is None and self._seed.was_killed():
                     self.close()
                     self._is_closed = False
@@ -170,7 +170,7 @@ class Forked:
         """Request a fork, and wait until the agent has been forked."""
         self._pid: int | None = None
         self._why: str | None = None
-        os.lseek(launch_fd, 0, os.SEEK_SET)  # a server that died may have read part of the file
+        os.lseek(launch_fd, 0, os.SEEK_SET)  # rewind, because a server that died may have read part of it
         self._seed, self._socket = _request_agent(launch_fd)
         try:
             self._receive()
@@ -218,7 +218,7 @@ class Forked:
                 os.killpg(self._pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        with self._lock, contextlib.suppress(OSError):  # the socket is closed, or the server is dead
+        with self._lock, contextlib.suppress(OSError):  # the socket may be closed, or the server dead
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:

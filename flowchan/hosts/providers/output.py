@@ -74,12 +74,12 @@ class OutputRelay:
             self._marks.append(marked)
             if not text:
                 return
-            line = text.encode()  # the text before the mark did not end with a newline
+            line = text.encode()  # text before the mark that did not end with a newline
         self._last.append(text)
-        if sys.__stderr__ is None:  # closed before Python started, so descriptor 2 is another file
+        if sys.__stderr__ is None:  # it was closed before Python started; descriptor 2 is another file
             return
         try:
-            # a single call, so that lines from different hosts do not mix
+            # Write in a single call, so that lines from different hosts do not mix.
             os.write(2, self._prefix + line + b"\n")
         except OSError:  # standard error has no reader; drop the line, so that the host never waits
             pass

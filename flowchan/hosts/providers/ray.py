@@ -184,7 +184,7 @@ class HeldByRay:
         try:
             result = self._ray.get(self._held)
         except errors.ActorUnavailableError:
-            # if the actor is still alive, this call queues behind the earlier one
+            # Call again. If the actor is still alive, this call queues behind the earlier one.
             self._held = self._actor.result.remote()
             return None
         except errors.RayTaskError as error:
@@ -257,7 +257,7 @@ def _holder() -> type:
             self._host = host
             self._result: tuple[str, int, list[str]] | None = None
 
-        def __repr__(self) -> str:  # Ray prefixes the actor's output with this
+        def __repr__(self) -> str:  # Ray prefixes the actor's output with this text
             return self._host
 
         def hold(self, bound: str, arguments: tuple[str, ...], stdin: bytes) -> tuple[str, int, list[str]]:

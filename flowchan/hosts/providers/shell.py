@@ -77,7 +77,7 @@ def _explain(
         return unreached(code, output)
     ended = ENDED.fullmatch(output.marks[-1])
     certain = cut_off(output, ended is not None)
-    # without both reports, the connection was lost, but the agent may still be running
+    # If the script has not reported the end, the connection was lost, but the agent may still be running.
     if certain or not ended:
         return certain
     return how_it_ended(host, python, int(ended[1]), output, remedy)

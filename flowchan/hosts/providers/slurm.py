@@ -22,7 +22,7 @@ from flowchan.run.crew.process_exit import signal_name
 from flowchan.transport.addresses import address_towards
 
 OPTIONS = (
-    # the agent may share resources with the allocation's other job steps, such as this program's own
+    # Let the agent share resources with the allocation's other job steps, such as this program's own.
     "--overlap",
     "--nodes=1",
     "--ntasks=1",

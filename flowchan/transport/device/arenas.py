@@ -23,7 +23,7 @@ EVENTS = 512
 Without an event, the writer waits for the device.
 """
 
-# number of events made at once: drivers before 460 may deadlock if an event is made while others are in use
+# Create this many events at once: drivers before 460 may deadlock if some are in use during the creation.
 AT_ONCE = 16
 
 # a handle exports whole pages of this size, so an arena must not share a page with other memory
@@ -194,7 +194,7 @@ class ArenaPool:
         for _ in range(0 if idle else min(AT_ONCE, EVENTS - len(self.events))):
             try:
                 event = SharedEvent(*self._device.share_event(device))
-            except RuntimeError:  # other processes on this machine have used up the events
+            except RuntimeError:  # other processes on this machine use all available events
                 break
             self.events[event.handle] = event
             idle.append(event)

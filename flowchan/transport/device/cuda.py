@@ -170,7 +170,7 @@ class TorchDevice:
             address, handle = self._driver.allocate(index, size)
         except OSError:
             try:
-                cuda.empty_cache()  # frees torch's cached memory; this waits for the device, but is rare
+                cuda.empty_cache()  # rarely needed, because it waits for the device
                 address, handle = self._driver.allocate(index, size)
             except OSError as error:
                 raise ArenaFull(str(error)) from error
@@ -190,7 +190,7 @@ class TorchDevice:
 
     def copy_in(self, tensor: Any, memory: Any, offset: int, size: int) -> None:
         write(tensor, memory, offset, size)
-        # prevents the tensor's memory from being reused before the copy is done
+        # Prevent torch from reusing the tensor's memory before the copy is done.
         tensor.record_stream(cuda.current_stream(tensor.device))
 
     def copy_out(self, device: str, memory: Any, offset: int, size: int, form: Any) -> Any:

@@ -24,7 +24,7 @@ class Owner:
             self._fd = open_pidfd(pid)
             if self._fd is not None:
                 self._poll.register(self._fd, select.POLLIN)
-        # the process has ended or has another pid namespace; opening its memory will fail
+        # The process has ended or is in another pid namespace, so opening its memory will fail.
         except OSError:
             pass
 

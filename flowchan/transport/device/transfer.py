@@ -124,7 +124,7 @@ class TransferState:
         self.ids = itertools.count(int.from_bytes(os.urandom(8), "little"))
         self.pools: dict[str, ArenaPool] = {}
         self.kept: dict[int, KeptExport] = {}
-        # channels that processes read only through ports
+        # Channels that processes read only through ports.
         self.ported: weakref.WeakSet[Any] = weakref.WeakSet()
         self.owners: dict[bytes, Owner] = {}
         self.copies: deque[Copy] = deque()
@@ -139,7 +139,7 @@ class TransferState:
 
     def pool(self, device: Device) -> ArenaPool:
         if device.name not in self.pools:
-            # negative, so that it runs after the children are joined, which may be the receivers
+            # Use a negative priority: first, the children are joined, which may be the receivers.
             if not self.pools:
                 util.Finalize(None, _wait_at_exit, exitpriority=-100)
             self.pools[device.name] = ArenaPool(device, self.sweep)
@@ -157,7 +157,7 @@ class TransferState:
         with self.lock:
             for key, kept in list(self.kept.items()):
                 kept.sweep()
-                # more references than our own and the argument of getrefcount
+                # Two references always exist: the one in ``kept``, and the argument of getrefcount.
                 is_used = sys.getrefcount(kept.channel) > 2
                 if not kept.blocks or not (is_used or _is_open_in_other_process(kept.channel)):
                     del self.kept[key]
@@ -261,7 +261,7 @@ def _rebuild(buffer: Any, form: Any) -> Any:
     if event is not None:
         device.wait(event, place.device)
     tensor = device.copy_out(place.device, memory, place.offset, place.size, form)
-    if buffer.keep is None:  # the item ends when this call returns
+    if buffer.keep is None:  # finish the copy, because the item ends when this call returns
         device.finish(place.device)
         return tensor
     made = device.event(place.device)
@@ -362,7 +362,7 @@ def settle() -> None:
         try:
             if not copy.device.done(copy.event):
                 copies.append(copy)
-        # a failed device does not finish its copies; its next use raises an error
+        # Drop the copy: a failed device does not finish its copies, and its next use raises an error.
         except RuntimeError:
             continue
 
@@ -454,7 +454,7 @@ def _is_open_in_other_process(channel: Any) -> bool:
                 found = os.stat(f"/proc/{pid}/fd/{number}")
                 if (found.st_dev, found.st_ino) == (memory.st_dev, memory.st_ino):
                     return True
-        except OSError:  # the process has just ended, or runs as another user
+        except OSError:  # the process may have ended, or runs as another user
             continue
     return False
 

@@ -233,7 +233,7 @@ class Execution:
 
         value = mapped(cut, passed.value)
         skips = mapped(cut, {name: passed.skips[name] for name in sorted(passed.skips)})
-        # the loss may also draw random numbers
+        # Seed the generators also for the loss, which may draw random numbers.
         drawing = self._drawing(seed) if self._may_draw or tail is not None else contextlib.nullcontext()
         with drawing, cast_as(casting):
             value, skips = run_part(self.part, value, skips)

@@ -121,7 +121,7 @@ class GraphWorker(PipelineWorker):
     def _go_back(self, back: Backward) -> list[Tensor | None]:
         parameters = self._held[back.number].parameters
         sums: list[Tensor | None] = [None] * len(parameters)
-        # indices of the sums in memory that only this worker uses, which can be changed in place
+        # Indices of the sums that can be changed in place, because only this worker uses their memory.
         own: set[int] = set()
         for chunk in range(back.chunks):
             step = Step("B", chunk, self.part.number)

@@ -55,13 +55,13 @@ class PipelineWorker(abc.ABC):
 
     def run(self) -> None:
         """Execute commands until the command channel is drained."""
-        torch.set_grad_enabled(True)  # applies only to this thread, which is the worker's
+        torch.set_grad_enabled(True)  # affects only this thread, which belongs to the worker
         if self.job.own_process:
             take_cores(self.job.worker, self.job.owners.workers, self.job.hosts)
         try:
             for part in self.job.parts:
                 self.begin(part)
-            with contextlib.suppress(Drained):  # the program or a neighbour has ended
+            with contextlib.suppress(Drained):  # the program or a neighbour may have ended
                 for command in self.commands:
                     self.events, self.communication = [], 0.0
                     self.answers.put(self.follow(command))

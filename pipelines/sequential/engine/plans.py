@@ -51,7 +51,7 @@ class PartOwners:
         does.
         """
         distance = self.of[part] - worker
-        if abs(distance) > 1:  # the ring's ends are neighbours
+        if abs(distance) > 1:  # the first and the last worker of a ring are neighbours
             return -1 if distance > 0 else 1
         return distance
 
@@ -104,7 +104,8 @@ class Plans:
         schedule: Any = self._schedule
         if self._lines is not None:
             found = [parse(line, worker) for worker, line in enumerate(self._lines)]
-            # check only the full schedule; schedules for fewer micro-batches are subsets of it
+            # Check only the first schedule, for all micro-batches. Schedules for fewer ones are subsets of
+            # it.
             if not hasattr(self, "owners"):
                 _check_complete(found, self._total, chunks)
             return [[step for step in steps if step.chunk < chunks] for steps in found]

@@ -127,7 +127,7 @@ def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int
     if schedule in IN_A_V:
         found = (_zbv if schedule == "zbv" else _dualpipev)(worker, workers, chunks)
         return _with_whole_first(step for step in found if step.chunk < chunks and step.part < parts)
-    if parts == workers:  # one part per worker, so parts cannot be interleaved
+    if parts == workers:  # with one part per worker, parts cannot be interleaved
         return _one_forward_one_backward(worker, workers, chunks)
     return _interleaved(worker, workers, parts, chunks)
 
@@ -240,7 +240,7 @@ class _Both:
         self.down, self.up = worker, 2 * workers - 1 - worker
         self.steps: list[Step] = []
         self._next: dict[tuple[str, int], int] = {}
-        # steps for weight gradients whose input gradients are already computed
+        # Postponed ``W`` steps, whose ``I`` steps are already done.
         self._postponed: deque[Step] = deque()
 
     def do(self, ops: str, part: int) -> None:
@@ -266,7 +266,7 @@ class _Both:
 def _zbv(worker: int, workers: int, chunks: int) -> list[Step]:
     both = _Both(worker, workers)
     down, up = both.down, both.up
-    # fewer micro-batches would not fill the pipeline; surplus steps are omitted later
+    # Generate at least as many micro-batches as fill the pipeline. Surplus steps are omitted later.
     chunks = max(2 * workers - 1, chunks)
     for _ in range(2 * (workers - worker) - 1):
         both.do("F", down)
@@ -312,7 +312,7 @@ def _dualpipev(worker: int, workers: int, chunks: int) -> list[Step]:
         both.do("B", up)
         both.do("F", up)
         both.do("B", down)
-    # In the second half of these steps, backward passes are split, beginning with one of the two parts.
+    # Split the backward passes in the second half of these steps.
     for place in range(worker + 1):
         half = (worker + 1) // 2
         both.do("I" if place > half or (place == half and worker % 2) else "B", up)

@@ -89,7 +89,8 @@ class _Fork:
         recorded = self.recorded
 
         def hook(gradients: Gradients) -> Gradients | None:
-            # second half: the recorded gradients already include the effect of the tensor's hooks
+            # In the second half, return the recorded gradients, which already include the effect of the
+            # tensor's hooks.
             if recorded:
                 return recorded[0]
             recorded.append(gradients)

@@ -31,7 +31,8 @@ def declare(
     """
     size = len(jobs)
     ring = jobs[0].owners.ring
-    # Room for all messages of a step: no worker ever waits for room, so no order of steps can deadlock.
+    # The channels have room for all messages of a step. No worker ever waits for room, so no schedule can
+    # deadlock.
     capacity = 2 * chunks * max(len(job.parts) for job in jobs) + 8
     commands = [graph.input(f"commands {number}", capacity) for number in range(size)]
     round_about = graph.feedback("activations of the last worker") if ring else None

@@ -46,7 +46,7 @@ class TrainingWorker(PipelineWorker):
         self.losses: list[Tensor] = []
         self.plans: dict[str, list[Step]] = {}  # parsed plans, keyed by their text
         self.first: dict[int, tuple[Any, Any]] = {}  # outputs and targets of the first step, by micro-batch
-        self.begun = False  # true if the first step is done, which need not be step 0
+        self.begun = False  # true once this worker has done a step, which need not be step 0
 
     def begin(self, part: Part) -> None:
         """Prepare a part and create its optimizer."""
@@ -73,7 +73,7 @@ class TrainingWorker(PipelineWorker):
     def _train(self, train: Train) -> WorkerAnswer:
         job = self.job
         self.losses = []
-        # on threads, gradients for the program's own optimizer accumulate in the user's parameters
+        # On threads, without an optimizer of the workers, the gradients accumulate in the user's parameters.
         if job.optimizer is not None or job.own_process:
             for parameter in job.parameters:
                 parameter.grad = None
@@ -83,7 +83,8 @@ class TrainingWorker(PipelineWorker):
                 self.executions[step.part].part, f"step {step.op}{step.chunk}", step.chunk, len(train.sizes)
             ):
                 if step.op == "F":
-                    # backward steps of other parts have to wait for later parts
+                    # Only in the last part can a backward step follow at once; other parts wait for later
+                    # parts.
                     at_end = step.part == job.total - 1
                     back = Step("B", step.chunk, step.part), Step("I", step.chunk, step.part)
                     self._go_forward(step, train, soon=at_end and following in back)
