@@ -1,4 +1,4 @@
-"""Ready-made patterns for concurrent programs, built only on flowchan's public names.
+"""Provide ready-made patterns for concurrent programs, built only on flowchan's public names.
 
 - :func:`map`: run one function in n workers.
 - :func:`workqueue`: a queue in which one owner puts questions and many workers put answers.

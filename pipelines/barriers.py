@@ -1,4 +1,4 @@
-"""Barrier, event and condition for threads in several processes.
+"""Provide a barrier, an event and a condition for threads in several processes.
 
 If ``across`` is ``"hosts"``, all three also work across machines, as long as the process that created them is
 alive. All three make threads wait at a gate, a channel that is almost always empty. A :class:`SharedDict`

@@ -1,4 +1,4 @@
-"""Base classes for patterns that consist of channels and some state in each process.
+"""Define base classes for patterns that consist of channels and some state in each process.
 
 When an object of :class:`Shared` is sent to another process, only its channels are sent. Each process has one
 object per set of channels, even if it receives the object several times. A forked child creates new state.

@@ -1,4 +1,4 @@
-"""Server for clients on any hosts; a pair of channels connects each client."""
+"""Provide a server for clients on any hosts. A pair of channels connects each client."""
 
 from __future__ import annotations
 

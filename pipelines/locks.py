@@ -1,4 +1,4 @@
-"""Lock and semaphore that threads in several processes can share.
+"""Provide a lock and a semaphore that threads in several processes can share.
 
 A :class:`Lock` is a channel with one item, the token, which is never removed permanently. The holder leases
 the token, and gives it back to release the lock. If the holder's process dies, its lease ends and the token

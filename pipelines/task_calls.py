@@ -1,4 +1,4 @@
-"""Calls of a task pool: the table of tasks, and the functions that the pool's stages call."""
+"""Define the table of a pool's tasks, and the functions that the pool's stages call."""
 
 from __future__ import annotations
 

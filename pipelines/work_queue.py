@@ -1,4 +1,4 @@
-"""Work queue: one owner puts questions, and many workers take them and put answers.
+"""Provide a work queue: one owner puts questions, and many workers take them and put answers.
 
 The queue consists of two channels. The owner is the thread that created the queue; every other thread, in any
 process, is a worker. Each call uses one of the two channels, depending on the calling thread. Only the

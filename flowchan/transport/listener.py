@@ -163,7 +163,7 @@ class AuthenticatedListener:
                 raise  # the peer counts on being accepted, so the next call continues
             self._unregister_peer(pending, pending.sock)
             pending.close()
-            if isinstance(error, OSError) and lacks(error):  # for example, too few descriptors for TLS
+            if isinstance(error, OSError) and lacks(error):  # TLS needs descriptors that this process lacks
                 self._log_refusal(f"{pending.peer} was refused: {error.strerror}")
             elif isinstance(error, Refused):
                 self._log_refusal(str(error))

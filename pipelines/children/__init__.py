@@ -1,4 +1,4 @@
-"""Child processes that the program addresses individually, on this machine or on other hosts.
+"""Start child processes that the program addresses individually, on this machine or on other hosts.
 
 :func:`start` starts the children. Each child runs one function, whose first argument is a :class:`Parent`.
 The program calls methods of one child (:class:`Child`) or of a group (:class:`Children`).

@@ -1,4 +1,4 @@
-"""Handle through which the program calls one child."""
+"""Define the handle through which the program calls one child."""
 
 from __future__ import annotations
 

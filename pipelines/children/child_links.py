@@ -1,4 +1,4 @@
-"""The channels between a child and the program that started it."""
+"""Define the channels between a child and the program that started it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code that runs in a child: the handle of its parent, and the function of its worker."""
+"""Define the code that runs in a child: the handle of its parent, and the function of its worker."""
 
 from __future__ import annotations
 

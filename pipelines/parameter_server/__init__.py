@@ -1,4 +1,4 @@
-"""Parameter servers that many workers push to and pull from, and published model weights."""
+"""Share tensors between many workers, through parameter servers and published model weights."""
 
 from flowchan.pipelines.parameter_server.encoded import gathered
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient, PullHandle

@@ -1,4 +1,4 @@
-"""AsySG-InCon: workers push gradients, and pull parameters while the server updates them."""
+"""Implement AsySG-InCon: workers push gradients, and pull parameters while the server updates them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences between two versions of a block of bytes.
+"""Compute and apply the differences between two versions of a block of bytes.
 
 The block consists of units of two bytes, the size of a ``bfloat16``. Each 65,536 units form a bucket. A delta
 contains the position and the value of each changed unit, four bytes in total. If more than half of the units

@@ -1,4 +1,4 @@
-"""DiLoCo: replicas train for many steps per round, and an outer optimizer combines their results.
+"""Implement DiLoCo: replicas train for many steps per round, and an outer optimizer combines their results.
 
 *State.* The server holds the parameters, the summed differences from the replicas, the state of the outer
 optimizer, and the round counters. Killing a replica therefore loses no shared state.

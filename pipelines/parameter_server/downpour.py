@@ -1,4 +1,4 @@
-"""Downpour SGD: replicas train independently and push their updates to a parameter server."""
+"""Implement Downpour SGD: replicas train independently and push their updates to a parameter server."""
 
 from __future__ import annotations
 

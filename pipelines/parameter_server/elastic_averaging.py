@@ -1,4 +1,4 @@
-"""Asynchronous elastic averaging SGD: replicas and the parameters on a server move towards each other."""
+"""Implement asynchronous elastic averaging SGD: replicas and server parameters move towards each other."""
 
 from __future__ import annotations
 

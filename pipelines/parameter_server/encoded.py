@@ -1,4 +1,4 @@
-"""Encoded tensors, which clients compress before a push and the server decodes."""
+"""Encode tensors, which clients compress before a push and the server decodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Client of a parameter server."""
+"""Implement the client of a parameter server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameter server: tensors that many workers push to and pull from."""
+"""Implement the parameter server, which stores tensors that many workers push to and pull from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules that combine a server tensor with a pushed value."""
+"""Apply the rules that combine a server tensor with a pushed value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remote calls to a parameter server from clients on other machines.
+"""Carry the calls of clients on other machines to a parameter server.
 
 Algorithm. For each remote client, the server's program runs one thread, called a *session*. Each session has
 two channels: the remote client sends calls, and the session sends answers. The session performs the calls in

@@ -1,4 +1,4 @@
-"""Client of a parameter server on another machine."""
+"""Implement the client of a parameter server on another machine."""
 
 from __future__ import annotations
 

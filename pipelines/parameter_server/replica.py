@@ -1,4 +1,4 @@
-"""Base class of the algorithms that train a model through a parameter server.
+"""Define the base class of the algorithms that train a model through a parameter server.
 
 Each algorithm for low-communication training is a subclass. All members of a group have identical replicas.
 Rank 0 is the leader: only the leader communicates with the server, and it broadcasts the new parameters.

@@ -1,4 +1,4 @@
-"""Client methods that push or pull rows of a tensor, or encode tensors."""
+"""Define the client's methods that push or pull rows of a tensor, or encode tensors."""
 
 from __future__ import annotations
 

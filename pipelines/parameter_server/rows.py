@@ -1,4 +1,4 @@
-"""Rows of a tensor, selected by id along the first dimension."""
+"""Update and read rows of a tensor, selected by id along the first dimension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connection of one client to a parameter server on the same machine."""
+"""Connect one client to a parameter server on the same machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker of one shard, which applies pushes in order.
+"""Implement the worker of one shard, which applies pushes in order.
 
 Every push that is not dropped creates a new version, even if the push fails, so all shards have the same
 versions. A shard keeps the versions v and v - 1. The worker overwrites version v - 1 only when all other

@@ -1,4 +1,4 @@
-"""Memory of one shard: two blocks of tensors, and a record of the current block.
+"""Manage the memory of one shard: two blocks of tensors, and a record of the current block.
 
 Algorithm. The memory is an in-memory file of the server's program. The shard's worker and all clients on the
 machine map this file. The worker applies a push in the block that is not current (the *shadow*). Then the

@@ -1,4 +1,4 @@
-"""Helpers that treat NumPy arrays and torch tensors alike, and import both libraries only when needed."""
+"""Treat NumPy arrays and torch tensors alike, and import either library only when needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout of named arrays and tensors in a block of memory."""
+"""Lay out named arrays and tensors in a block of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout of tensors and arrays in one block of bytes."""
+"""Lay out the tensors and arrays of a model in one block of bytes."""
 
 from __future__ import annotations
 

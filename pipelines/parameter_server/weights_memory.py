@@ -1,4 +1,4 @@
-"""Memory through which a trainer publishes its weights to readers on the same machine.
+"""Manage the memory through which a trainer publishes its weights to readers on the same machine.
 
 Algorithm. Each version is in a slot, which is an in-memory file of the trainer. One file descriptor of the
 trainer, the front, always refers to the slot of the latest version. Readers open the front by its path in

@@ -1,4 +1,4 @@
-"""Format of the messages between a client and a node.
+"""Define the format of the messages between a client and a node.
 
 A command is a flat sequence in the command list of a batch. It consists of the template id, the command
 number, the ids of new outputs, the ids of inputs, and the scalars. The template determines the number of

@@ -1,4 +1,4 @@
-"""Number of the command that a node is executing, in memory that outlives the node.
+"""Store the number of the command that a node is executing, in memory that outlives the node.
 
 If a command kills its node, the program reads the command's number from this memory. The memory works only on
 the program's machine. For a node on another host, the program knows only which commands have been answered.

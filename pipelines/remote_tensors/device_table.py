@@ -1,4 +1,4 @@
-"""Table that maps device indices to the clients of nodes in this process."""
+"""Map device indices to this process's clients of nodes."""
 
 from __future__ import annotations
 

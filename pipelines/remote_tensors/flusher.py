@@ -1,4 +1,4 @@
-"""Background thread that sends the commands of incomplete batches, and the ids to free."""
+"""Send the commands of incomplete batches, and the ids to free, on a background thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remote tensors in channel items: the receiver gets a handle instead of the values.
+"""Transfer remote tensors in channel items: the receiver gets a handle instead of the values.
 
 Algorithm. The sender tells the node to keep the tensor under a name, the *export*. The item contains the
 metadata, the command channel of the node, and a *lease*, which is a channel that stays empty. The receiver

@@ -1,4 +1,4 @@
-"""Local forms of a remote tensor: text, numbers, copies, pickles and NumPy arrays."""
+"""Convert a remote tensor to local forms: text, numbers, copies, pickles and NumPy arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Client's end of the connection to a node: the command buffer, the questions and their answers."""
+"""Implement the client's end of the connection to a node: its command buffer, questions and answers.
+answers.
+"""
 
 from __future__ import annotations
 

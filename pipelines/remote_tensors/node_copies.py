@@ -1,4 +1,4 @@
-"""Copies between nodes.
+"""Copy tensors between nodes.
 
 Each node reads one inbox. Other nodes put pairs of a key and a tensor into it. A put without waiting stores
 the current values, so later changes of the source have no effect. If the inbox is full, the sender clones the

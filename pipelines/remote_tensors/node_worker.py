@@ -1,4 +1,4 @@
-"""Program of a node: run the clients' commands in order, on ordinary tensors.
+"""Run the program of a node, which executes the clients' commands in order, on ordinary tensors.
 
 Each client has its own table that maps ids to tensors. A failed command stores a :class:`RemoteFailure` for
 each of its outputs, and a command with a failed input is skipped. Views are ordinary torch views, so in-place

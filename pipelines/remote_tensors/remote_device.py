@@ -1,4 +1,4 @@
-"""The device type ``remote``: registration with torch, devices, and the module ``torch.remote``."""
+"""Register the device type ``remote`` with torch, and provide the module ``torch.remote``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exceptions of remote tensors."""
+"""Define the exceptions that operations on remote tensors raise."""
 
 from __future__ import annotations
 

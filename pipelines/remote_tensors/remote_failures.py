@@ -1,4 +1,4 @@
-"""Failures of remote operations: how nodes store them and how clients raise them."""
+"""Handle failures of remote operations: nodes store them, and clients raise them."""
 
 from __future__ import annotations
 

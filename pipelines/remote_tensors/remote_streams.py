@@ -1,4 +1,4 @@
-"""Streams and events of nodes, with the interface of ``torch.cuda``.
+"""Provide streams and events of nodes, with the interface of ``torch.cuda``.
 
 A node runs all its commands in order, so it has exactly one stream. An event marks a position in this stream.
 The node reports an event when it reaches the position. All commands with smaller numbers have then finished.

@@ -1,4 +1,4 @@
-"""Tensor class of remote tensors, and the function that torch calls for each of their operations."""
+"""Define the class of remote tensors, and the function that torch calls for each of their operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recent messages to a node, kept to find the first operation that was lost if the node dies."""
+"""Keep recent messages to a node, to find the first operation that was lost if the node dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations that need more than an ordinary command: copies between devices, and scalars for the program."""
+"""Implement operations that need more than a command: copies between devices, and scalars for the program."""
 
 from __future__ import annotations
 

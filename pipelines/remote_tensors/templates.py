@@ -1,4 +1,4 @@
-"""Templates of remote commands, and the cache that stores them.
+"""Create and cache the templates of remote commands.
 
 When an operation is called with new metadata for the first time, the client runs it on meta tensors. This run
 determines the shapes, strides and dtypes of the results, and which results are inputs. The outcome is a

@@ -1,4 +1,4 @@
-"""Pipeline parallelism for an ``nn.Sequential``."""
+"""Run an ``nn.Sequential`` with pipeline parallelism."""
 
 from flowchan.pipelines.sequential.pipe import Sequential
 from flowchan.pipelines.sequential.skip import Pop, Stash

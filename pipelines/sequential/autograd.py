@@ -1,4 +1,4 @@
-"""Calls of a pipe whose outputs require grad.
+"""Run calls of a pipe whose outputs require grad.
 
 For autograd, all parts together are one function of the input and of all parameters. Its backward pass runs
 through the parts in reverse, micro-batch by micro-batch.

@@ -1,4 +1,4 @@
-"""Batch normalisation of micro-batches, with running statistics for the whole batch.
+"""Normalise micro-batches in batch norm layers, with running statistics for the whole batch.
 
 Each micro-batch is normalised with its own mean and variance, because the other micro-batches may not exist
 yet. ``eval`` mode uses the running statistics. They are updated once per step with the mean and variance of

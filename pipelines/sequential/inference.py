@@ -1,4 +1,4 @@
-"""Inference: a graph with one stage per part, through which micro-batches flow one after another.
+"""Run inference in a graph with one stage per part, through which micro-batches flow one after another.
 
     batches ──split──> [input] ──> [part 0] ──> [part 1] ──> … ──> [results] ──join──> outputs
                                       └─────────────┴──errors────────^

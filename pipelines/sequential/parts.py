@@ -1,4 +1,4 @@
-"""Parts of an ``nn.Sequential``: consecutive layers, which keep their names in ``state_dict``."""
+"""Divide an ``nn.Sequential`` into parts: consecutive layers, which keep their names in ``state_dict``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments of a traced module: consecutive operations from its ``forward``.
+"""Define the segments of a traced module: consecutive operations from its ``forward``.
 
 A segment uses the module's own layers, parameters and buffers. It passes on the values that later segments
 need: a single value, or a tuple of several values. A residual connection may therefore cross any number of

@@ -1,4 +1,4 @@
-"""Parameters and buffers in memory that the program shares with the processes of its parts.
+"""Put parameters and buffers into memory that the program shares with the processes of its parts.
 
 The program owns the parameters. Its optimizer, ``load_state_dict``, ``tensor.data`` and wrappers that reduce
 gradients all change the program's tensors, and the processes must compute with the current values. Therefore,

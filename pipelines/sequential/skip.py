@@ -1,4 +1,4 @@
-"""Skip connections: one layer stashes a tensor, and a later layer in any part pops it.
+"""Provide skip connections: one layer stashes a tensor, and a later layer in any part pops it.
 
 The two layers use the same skip store. In a pipeline, each micro-batch has its own store, which travels with
 it from part to part. In the plain module, each thread has one store. The store is never reset, because

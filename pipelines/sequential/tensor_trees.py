@@ -1,4 +1,4 @@
-"""Nested values: a tensor or ``None``, or a tuple, list or dictionary of such values.
+"""Split and join nested values: a tensor or ``None``, or a tuple, list or dictionary of nested values.
 
 All tensors have a batch dimension, by default the first. A batch is split along this dimension into
 micro-batches of nearly equal size; the first ones may have one more sample than the others. Outputs are

@@ -1,4 +1,4 @@
-"""Timeline of a pipeline, drawn as a picture (SVG) or written as a trace for Perfetto. It does not use torch.
+"""Draw the timeline of a pipeline as a picture (SVG), or write it as a trace for Perfetto, without torch.
 
 A timeline is a list of events from a real or simulated run. The picture has one row for each worker, and time
 runs from left to right. Each event is a box with a tooltip that shows the details. If the box is wide enough,

@@ -1,4 +1,4 @@
-"""Training step by step: the program's side.
+"""Implement the program's side of step-by-step training.
 
 This side declares the graph of workers, sends batches and collects answers.
 

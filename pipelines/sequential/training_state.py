@@ -1,4 +1,4 @@
-"""State of a training as a dictionary that ``torch.save`` writes and ``torch.load`` reads safely.
+"""Store the state of a training in a dictionary that ``torch.save`` writes and ``torch.load`` reads safely.
 
 Each part has its own optimizer, so the optimizers' state is valid only for one cut of the module.
 """

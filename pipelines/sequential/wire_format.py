@@ -1,4 +1,4 @@
-"""Format of micro-batches between processes: a tuple, with the tensor's memory kept separate.
+"""Define the format of micro-batches between processes: a tuple, with the tensor's memory kept separate.
 
 A part computes with megabytes of parameters between two messages. The parameters evict all code from the
 core's caches. The code that sends and receives is therefore five to ten times slower than in a tight loop, so

@@ -1,4 +1,4 @@
-"""The public names, their docstrings, and the examples in these docstrings.
+"""Find the public names, their docstrings, and the examples in these docstrings.
 
 The pages of ``docs/reference`` list the public names. The public members of a class are the methods and
 properties defined in the class or in its base classes in flowchan.

@@ -1,4 +1,4 @@
-"""Functions, types and graphs that the tests of graph checks share."""
+"""Define functions, types and graphs that the tests of graph checks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members of a group: threads, processes, or threads that claim to be on several hosts."""
+"""Run the members of a group as threads, as processes, or as if they were on several hosts."""
 
 from __future__ import annotations
 

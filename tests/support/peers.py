@@ -1,4 +1,4 @@
-"""Peers of a test: functions that run in a thread, a forked process or a separate program."""
+"""Run peers of a test: functions in a thread, a forked process or a separate program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that run in forks of a template process, which has imported torch for all of them.
+"""Run programs in forks of a template process, which has imported torch for all of them.
 
 Such a program starts seconds sooner than a new Python process (program_server.py). There is one other
 difference: a missing import of a loaded module goes unnoticed.

@@ -1,4 +1,4 @@
-"""Hand-made statistics in which every field has a value."""
+"""Provide sample statistics in which every field has a value."""
 
 from __future__ import annotations
 

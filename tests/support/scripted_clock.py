@@ -1,4 +1,4 @@
-"""Clock that moves only when a test moves it."""
+"""Provide a clock that moves only when a test moves it."""
 
 from __future__ import annotations
 

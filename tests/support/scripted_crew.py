@@ -1,4 +1,4 @@
-"""Scripted crew and scripted channels, which simulate whole runs without processes, threads or channels.
+"""Simulate whole runs with a scripted crew and scripted channels, without processes and threads.
 
 ``ScriptedCrew`` implements ``CrewPart`` and ``ScriptedChannels`` implements ``RunChannels``. Both append the
 supervisor's calls to one list, ``calls``. A test scripts the rest: it reports worker events, sets the state

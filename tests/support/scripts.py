@@ -1,4 +1,4 @@
-"""Programs that tests write and start as a user would."""
+"""Write programs and start them as a user would."""
 
 from __future__ import annotations
 

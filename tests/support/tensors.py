@@ -1,4 +1,4 @@
-"""Tensors of every kind, for tests of transfers."""
+"""Create tensors of every kind, for tests of transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that run on a pseudo-terminal."""
+"""Run programs on a pseudo-terminal."""
 
 from __future__ import annotations
 

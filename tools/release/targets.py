@@ -1,4 +1,4 @@
-"""The wheels of a release: one for each CPython, C library and processor."""
+"""List the wheels of a release: one for each CPython, C library and processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live views of a run.
+"""Show live views of a run.
 
 A view subscribes to the run's statistics and computes its content from them. It shows the content on a
 terminal, in a notebook, or as lines of text.

@@ -1,1 +1,1 @@
-"""Engine of a pipe: the workers that run the parts of a model, and the program's side of their run."""
+"""Implement the engine of a pipe: the workers that run the parts, and the program's side of the run."""

@@ -1,4 +1,4 @@
-"""Program's side of a run: start and end the run, and exchange messages with the workers.
+"""Implement the program's side of a run, which starts and ends the run, and exchanges messages with workers.
 
 The last stage, ``results``, only lends its ports to the program, which reads from them directly. A thread
 between the parts and the program would interrupt a part twice per batch: when it wakes up, and when it wakes

@@ -1,4 +1,4 @@
-"""Forward and backward passes of one part, which has a separate autograd graph.
+"""Run the forward and backward passes of one part, which has a separate autograd graph.
 
 Autograd's graph ends at the borders of the part. Inputs are detached, and become leaves if their gradients
 are needed. The backward pass starts from the gradients of the outputs and returns the gradients of the

@@ -1,4 +1,4 @@
-"""Worker of one part, for calls whose outputs require grad.
+"""Implement the worker of one part, for calls whose outputs require grad.
 
 The worker runs forward passes, keeps the autograd graph of its part, and runs backward passes when the
 program requests them. It never changes the ``grad`` of the module's parameters. Their gradients are sent with

@@ -1,4 +1,4 @@
-"""Worker of a pipe, which owns parts of the model and executes the program's commands.
+"""Implement the worker of a pipe, which owns parts of the model and executes the program's commands.
 
 The program sends commands, the micro-batches for the first part, and the targets for the last part. Channels
 connect each worker with its neighbours. Activations go to the worker of the next part, gradients to the

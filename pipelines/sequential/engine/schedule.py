@@ -1,4 +1,4 @@
-"""Schedules: the order of each worker's steps, as pure generators. This module does not use torch.
+"""Generate schedules: the order of each worker's steps. This module does not use torch.
 
 A batch is split into ``chunks`` micro-batches, and a model into ``parts``. Worker w of W holds the parts w, w
 + W, w + 2W, …; in a V it holds w and 2W - 1 - w. A step is the forward (``F``) or backward (``B``) pass of

@@ -1,4 +1,4 @@
-"""Backward pass in two halves.
+"""Run a backward pass in two halves.
 
 The first half computes the gradients of the inputs, which the previous part is waiting for. The second half
 computes the gradients of the weights.

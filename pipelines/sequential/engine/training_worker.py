@@ -1,4 +1,4 @@
-"""Worker for training, which runs the steps of the schedule in order and updates its parts.
+"""Implement the worker for training, which runs the steps of its schedule in order and updates its parts.
 
 A worker that clips gradients answers twice per step, because gradients can be scaled only when the norms of
 all workers are known.

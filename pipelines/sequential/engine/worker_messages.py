@@ -1,4 +1,4 @@
-"""Messages between the program and the workers of a pipe: commands, micro-batches and answers.
+"""Define the messages between the program and the workers of a pipe: commands, micro-batches and answers.
 
 A worker sends one answer to each command. To the workers, the program looks like a part before the first part
 and after the last one. The program sends micro-batches along with the commands, and receives results along
