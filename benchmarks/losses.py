@@ -2,7 +2,7 @@
 
 Run it with ``python -m benchmarks.losses [ITEMS]``. The program of each system sends numbers to three worker
 processes, which spend 1 ms on each number. After a third of the results, this process kills the worker that
-sent the latest result. It also counts the results, so no system counts its own losses.
+sent the latest result. This process also counts the results, so no system counts its own losses.
 """
 
 from __future__ import annotations

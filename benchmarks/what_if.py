@@ -3,10 +3,10 @@
 Usage: ``python -m benchmarks.what_if [--graphs N] [--seed S] [--kinds KIND…] [--json PATH]``. Each graph is a
 chain of 2 to 5 stages. Each change adds a worker to the slowest stage, adds one to another stage, or doubles
 the speed of the slowest stage. The benchmark predicts the effects of these three changes, then runs the
-changed graphs. It also runs the unchanged graph twice. A prediction is the ratio of the new rate to the old
-one, and the table shows the errors of these ratios. The row "same graph" shows the difference between the two
-runs of the unchanged graph. Other programs on the machine disturb the measurement. 50 graphs take about 10
-minutes.
+changed graphs. The benchmark also runs the unchanged graph twice. A prediction is the ratio of the new rate
+to the old one, and the table shows the errors of these ratios. The row "same graph" shows the difference
+between the two runs of the unchanged graph. Other programs on the machine disturb the measurement. 50 graphs
+take about 10 minutes.
 """
 
 from __future__ import annotations

@@ -69,7 +69,9 @@ class Workers:
         return [self._results[worker] for worker in range(1, self._n + 1) if worker in self._results]
 
     def close(self) -> None:
-        """End the workers that are still running. A later ``join()`` returns the results of the others.
+        """End the workers that are still running.
+
+        A later ``join()`` returns the results of the other workers.
 
         If the call of a worker process has not returned after 2 seconds, the process gets SIGTERM. After 2
         more seconds, the process gets SIGKILL. The call of a thread cannot be interrupted: the thread ends
@@ -88,7 +90,7 @@ class Workers:
             self._run.wait()
 
     def check_errors(self) -> None:
-        """Raise ``RunError`` if workers have already failed. This does not wait for the workers.
+        """Raise ``RunError`` if workers have already failed. The call does not wait for the workers.
 
         Each failure is raised only once.
 
@@ -126,7 +128,7 @@ def _keep(results: dict[int, Any], result: tuple[int, Any]) -> None:
 
 
 class _Call:
-    """Callable that calls the function with the worker's number. It can be pickled."""
+    """Picklable callable that calls the function with the worker's number."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.fn = fn

@@ -180,14 +180,14 @@ class TaskPool(Executor):
 
         Args:
             fn: Function to call.
-            *iterables: Iterables of arguments. They are consumed immediately.
+            *iterables: Iterables of arguments, which are consumed immediately.
             timeout: Maximum seconds from this call until each result (default: no limit).
             chunksize: Number of calls that a process gets as one task (default: 1). A larger number is faster
                 for many short calls.
 
         Returns:
-            An iterator over the results. It raises ``TimeoutError`` if ``timeout`` expires, and the exception
-            of a call that failed.
+            An iterator over the results. The iterator raises ``TimeoutError`` if ``timeout`` expires, and the
+            exception of a call that failed.
 
         Raises:
             ValueError: ``chunksize`` is less than 1.

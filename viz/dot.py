@@ -235,7 +235,7 @@ def _legend(picture: Picture) -> str:
     used = {*picture.roles, *ends} - {"stage"}
     boxes = [_swatch(STYLES[role][0], "#ffffff", labels.MEANING[role]) for role in STYLES if role in used]
     boxes += [_swatch(FAINT, *GROUNDS[kind]) for kind in GROUNDS if kind in picture.grounds]
-    # Use only characters that the small fonts of renderers contain. They lack dashed and heavy arrows.
+    # Use only characters that the small fonts of renderers contain. These fonts lack dashed and heavy arrows.
     arrows = []
     if {edge.transport.copies for _, _, edge in picture.arrows} == {True, False}:
         arrows += [_line("→", BLUE, "within the program"), _line("▬►", BLUE, "between processes")]

@@ -292,7 +292,7 @@ class Collectives(GroupSteps):
 
         Args:
             value: Value of this member.
-            fn: Function of two values. It may modify its first argument.
+            fn: Function of two values, which may modify its first argument.
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 

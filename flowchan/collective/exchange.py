@@ -98,8 +98,8 @@ class Connections:
 class LeaderPeer:
     """Messages exchanged with one other leader in one step.
 
-    ``out`` lists the buffers of the message to that leader. It is None while the message depends on data that
-    has not arrived yet.
+    ``out`` lists the buffers of the message to that leader. ``out`` is None while the message depends on data
+    that has not arrived yet.
     """
 
     def __init__(self, call: Call, out: Sequence[Any] | None, kind: int = DATA) -> None:

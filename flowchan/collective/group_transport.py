@@ -1,8 +1,9 @@
 """Let users register transports for the connections between a group's hosts.
 
-A group's rendezvous stays on TCP. It distributes the members' addresses, which may have any form, because
-only the transport interprets them. Everything else between hosts uses the transport's sockets: collectives,
-messages, and notices of members that leave. Both ends then authenticate each other as over TCP.
+A group's rendezvous stays on TCP. The rendezvous distributes the members' addresses, which may have any form,
+because only the transport interprets them. Everything else between hosts uses the transport's sockets:
+collectives, messages, and notices of members that leave. The two ends of each connection authenticate each
+other as over TCP.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class Handle:
             The result of the operation.
 
         Raises:
-            TimeoutError: The operation did not finish in time. It continues, and you may call ``wait`` again.
+            TimeoutError: The operation did not finish in time. The operation continues, and you may call
+                ``wait`` again.
             Exception: Whatever the operation raised.
         """
         return self._future.result(timeout)
@@ -176,7 +177,7 @@ class Starting:
     def _settle(self, timeout: float | None = None) -> float | None:
         """Wait for all operations that were started before, and return the remaining seconds.
 
-        This keeps a member's operations in order.
+        The wait keeps a member's operations in order.
         """
         if self._later is None:
             return timeout

@@ -77,7 +77,7 @@ def shown(operation: str, size: int | None, hosts: int) -> str:
 
 
 class Links(Connections):
-    """This leader's connections, and the operations on them."""
+    """Connections of one leader, and the operations on these connections."""
 
     def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int], host: int) -> None:
         super().__init__(sockets, ranks, host)

@@ -50,7 +50,8 @@ Framed = tuple[bytes, bytes]
 class RemotePeers:
     """Peers of member ``rank`` on other hosts.
 
-    Member ``rank`` accepts their connections at ``listener``; the others listen on ``addresses``.
+    Member ``rank`` accepts the connections of its peers at ``listener``, and the peers listen on
+    ``addresses``.
     """
 
     def __init__(

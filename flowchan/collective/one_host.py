@@ -335,7 +335,7 @@ class Overseer:
     def count_out(self, rank: int) -> None:
         """Report that a member's process has ended.
 
-        If the member never joined, the others stop waiting for it.
+        If the member never joined, the other members stop waiting for it.
         """
         self._group._count_out(rank)
 
@@ -398,7 +398,8 @@ def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> Share
         except OSError as failed:
             error = f"rank {rank} cannot open the shared memory that rank {members[0]} created: {failed}"
         if member is not None:
-            # Before the last gather: after this call, the others notice if this process ends.
+            # Take the slot before the last gather. From then on, the other members notice if this process
+            # ends.
             member._take_slot()
         if errors := [text for text in gather(error) if text]:
             raise GroupError("; ".join(errors))

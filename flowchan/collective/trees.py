@@ -31,7 +31,7 @@ class Times:
     """Delay of a connection, and the time to send ``REFERENCE`` bytes.
 
     ``delay`` is the time until one byte arrives; ``sending`` is the time during which the sender is busy.
-    Both are in seconds.
+    Both times are in seconds.
     """
 
     delay: float
@@ -138,7 +138,7 @@ def meetings(hosts: int, host: int) -> Iterator[int]:
 
 
 def packed(measured: dict[int, Times], hosts: int) -> bytes:
-    """Serialise one host's measurements for the others."""
+    """Serialise one host's measurements for the other hosts."""
     none = Times(0.0, 0.0)
     return b"".join(
         _TIMES.pack(one.delay, one.sending) for one in (measured.get(host, none) for host in range(hosts))

@@ -29,7 +29,7 @@ __all__ = ["Pool", "local", "open_channel", "ray", "serve", "slurm", "ssh"]
 def local(count: int, *, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
     """Make a pool of ``count`` agents on this machine, to test a graph before it runs on several hosts.
 
-    The agents share this machine's memory, cores and files. They communicate over TCP on loopback, just
+    The agents share this machine's memory, cores and files. The agents communicate over TCP on loopback, just
     as agents on separate machines do over the network.
 
     Args:

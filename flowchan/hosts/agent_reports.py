@@ -191,8 +191,8 @@ class AgentReports:
     def is_late(self, agent: AgentHandle) -> bool:
         """Return whether an agent has not killed a worker in time.
 
-        The threads of all agents call this method often. It takes no lock, because they would compete for the
-        lock.
+        The threads of all agents call this method often. The method takes no lock, because these threads
+        would compete for the lock.
         """
         now = time.monotonic()
         return any(stream.kill_by < now for stream in list(self._streams.of(agent).values()))

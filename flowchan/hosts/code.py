@@ -136,7 +136,7 @@ class _Bundle:
 
 
 class _Part(ModuleType):
-    """Stand-in for a module that this host lacks. It contains the classes that were sent."""
+    """Stand-in for a module that this host lacks. The stand-in contains the classes that were sent."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python itself looks up such names, and expects an AttributeError

@@ -9,7 +9,7 @@ followed by the agent's standard input. The server reports the agent's process i
 socket. When the program shuts down its end of that socket, or ends, the server kills the agent and all
 processes that the agent started.
 
-The server has a single thread, so it can fork safely. It ends when its control socket closes.
+The server has a single thread, so it can fork safely. The server ends when its control socket closes.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class _Agent:
             _report(self.program, f"code {code}")
 
     def kill(self) -> None:
-        # Kill the process before its group. It may not have become the leader of its group yet, and a dead
-        # process cannot become the leader.
+        # Kill the process before its group. The process may not have become the leader of its group yet, and
+        # cannot become the leader once it is dead.
         os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
 """Manage the hosts of one pool: the driver's side of one part of a run's crew.
 
-The ports of a remote worker are in the driver's process, like those of any other worker. They share one
-stream on the link to its host. The link sends the items that the ports receive, and puts the outputs that
-come back. Leases, ordering and recovery therefore stay in the driver's channels.
+The ports of a remote worker are in the driver's process, like those of any other worker. All ports of one
+worker share one stream on the link to its host. The link sends the items that the ports receive, and puts the
+outputs that come back. Leases, ordering and recovery therefore stay in the driver's channels.
 
 A worker that dies while its agent is alive is recovered and replaced on its host. If an agent dies or is
 silent for too long, the driver fences it. The driver then ignores its messages, and returns the items of its

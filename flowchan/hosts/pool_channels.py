@@ -16,9 +16,9 @@ from flowchan.transport.tcp import joined
 def channel_maker(placement: Placement) -> Callable[[int], Channel[Any]]:
     """Return a function that creates channels which the workers of a placement can open.
 
-    The function takes the capacity. If the placement is a pool, one server serves all these channels. It
-    listens on the address at which the pool's agents reach this program, and ends when its last channel is
-    released.
+    The function takes the capacity. If the placement is a pool, one server serves all these channels. The
+    server listens on the address at which the pool's agents reach this program, and ends when its last
+    channel is released.
     """
     if not isinstance(placement, Pool):
         return functools.partial(Channel, across="processes")

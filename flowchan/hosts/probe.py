@@ -1,7 +1,8 @@
 """Check a host before a graph runs on it (``flowchan hosts check``).
 
 The provider starts this module on the host in place of an agent, so the probe runs under the same conditions
-as an agent. It dials, authenticates, and describes the host in its hello. The program then sends requests:
+as an agent. The probe dials, authenticates, and describes the host in its hello. The program then sends
+requests:
 
 - A transfer is a size, followed by that many bytes. The probe answers with one byte.
 - The size ``SPEED``, followed by a number of cores, asks for the host's speed. The probe answers with the
@@ -119,8 +120,8 @@ def probes(
 ) -> Iterator[Iterator[tuple[int, socket.socket]]]:
     """Start a probe on each of ``hosts``, and yield an iterator over the probes that connect.
 
-    The iterator stores a host's facts in ``found`` before it yields the host's probe. After the last one, it
-    stores the problems of the other hosts. Leaving the block shuts down the probes.
+    The iterator stores a host's facts in ``found`` before it yields the host's probe. After the last probe,
+    the iterator stores the problems of the other hosts. Leaving the block shuts down the probes.
     """
     secret = secrets.token_bytes(32)
     address = _listen_at(provider, list(hosts), found)

@@ -1,8 +1,8 @@
 """Connect this process to the owners of remote channels.
 
-A connection consists of a link, a control stream, and one stream for each open port of this process. It has
-two threads: one keeps the link connected, and the other receives the owner's messages. The connection ends
-when this process no longer uses the owner's channels.
+A connection consists of a link, a control stream, and one stream for each open port of this process. A
+connection has two threads: one keeps the link connected, and the other receives the owner's messages. The
+connection ends when this process no longer uses the owner's channels.
 """
 
 from __future__ import annotations

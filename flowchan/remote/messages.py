@@ -1,8 +1,8 @@
 """Define the messages between the owner of remote channels and a client process.
 
-They are sent over the control stream (stream 0) of the link between both processes. Both sides have proved
-that they know the secret, so messages are pickled like items. The messages never contain items, because each
-port has a separate stream for them.
+The messages are sent over the control stream (stream 0) of the link between both processes. Both sides have
+proved that they know the secret, so messages are pickled like items. The messages never contain items,
+because each port has a separate stream for them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLAIN = (bool, int, float, str, bytes, type(None))
 def control_ring() -> Channel[Any]:
     """Return the ring for one direction of a control stream.
 
-    It accepts items of any size that a channel accepts.
+    The ring accepts items of any size that a channel accepts.
     """
     return Channel(1024, across="processes", max_bytes=LARGEST)
 

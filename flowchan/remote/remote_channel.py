@@ -8,9 +8,9 @@ readers nor as writers. Plain calls are native and find the ring in C++, so ``Ke
 an item between the ring and its receiver.
 
 Invariants. The owner sends items to plain calls only while one of them waits. After some milliseconds, it
-takes back the items that no call has received. It allows only as many plain puts as its channel has room for.
-The channel therefore keeps its capacity, unless two processes use the same room at the same time. A call that
-times out asks the owner once more before it fails, because an item may be in transit. The page
+takes back the items that no call has received. The owner allows only as many plain puts as its channel has
+room for. The channel therefore keeps its capacity, unless two processes use the same room at the same time. A
+call that times out asks the owner once more before it fails, because an item may be in transit. The page
 docs/remote_channels.md lists the differences from a local channel.
 """
 
@@ -414,7 +414,7 @@ def open_channel(
     Args:
         address: Value of ``channel.address`` in that program.
         secret: Value of ``channel.secret`` in that program.
-        tls: Whether the connection is encrypted; must match the ``tls`` that the other program passed to
+        tls: True if the connection is encrypted; must match the ``tls`` that the other program passed to
             ``serve`` (default: False).
         timeout: Seconds to wait for the owner (default: 10); None means no limit.
 

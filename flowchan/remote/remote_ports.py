@@ -21,7 +21,7 @@ R = TypeVar("R")
 class RemotePort:
     """Local side of a port that is open at the owner.
 
-    It consists of a ring, the user's end and the link's end.
+    The local side consists of a ring, the user's end and the link's end.
 
     Args:
         number: Number of the stream.

@@ -129,8 +129,8 @@ class ClientSession:
     def _watch(self) -> None:
         """Handle the link's events, in a separate thread.
 
-        If the connection is lost, the session ends after 1.5 times the server's ``peer_timeout``. It ends
-        earlier if the client's process is known to have ended.
+        If the connection is lost, the session ends after 1.5 times the server's ``peer_timeout``. The session
+        ends earlier if the client's process is known to have ended.
         """
         limit = 1.5 * self._server.peer_timeout
         interval = limit if self._process is None else POLL_INTERVAL_S

@@ -136,7 +136,7 @@ class Leaving(Parcel):
 class Companions(Parcel):
     """Collects the channels and shared memory of one value while it is packed.
 
-    They are sent next to the value's pickle, as separate objects.
+    The channels and memory are sent next to the value's pickle, as separate objects.
     """
 
     keeps_far = True

@@ -3,7 +3,7 @@
 SECURITY.md describes how far peers without the secret can delay accepted peers. One thread runs all
 handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many handshakes, it rejects a peer from
 the address with the most. Among these peers, it picks a random one of those that have sent the fewest
-messages. It never rejects a peer that has proved that it knows the secret.
+messages. The listener never rejects a peer that has proved that it knows the secret.
 """
 
 from __future__ import annotations

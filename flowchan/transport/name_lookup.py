@@ -40,7 +40,7 @@ def _looked_up(host: str, port: int, timeout: float | None) -> list[Resolved] | 
     """Return the addresses of a name, or the reason why they are unknown.
 
     The C library ignores signals during a lookup, which may take 10 s or more. A thread therefore makes the
-    call. It is a daemon thread, so it does not delay the end of the program.
+    call. The thread is a daemon, so it does not delay the end of the program.
     """
     found: queue.SimpleQueue[list[Resolved] | str] = queue.SimpleQueue()
 

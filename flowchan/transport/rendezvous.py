@@ -43,9 +43,9 @@ class RendezvousEnded(Exception):
 class Coordinator:
     """Coordinates a rendezvous of ranks 0 to ``size - 1``.
 
-    The coordinator never waits for a participant to send. It waits only for a participant that does not read
-    while the kernel's send buffer is full. Connections stay open until the participants close them, because
-    closing one with unread data would destroy the last message to the peer.
+    The coordinator never waits for a participant to send. The coordinator waits only for a participant that
+    does not read while the kernel's send buffer is full. Connections stay open until the participants close
+    them, because closing one with unread data would destroy the last message to the peer.
 
     If rank 0 is the coordinator, it calls :meth:`assemble` and :meth:`gather`, which end at the time
     ``give_up``.
@@ -117,8 +117,8 @@ class Coordinator:
         Participants with the rank ``None`` get the remaining ranks in order of arrival.
 
         Args:
-            accept: Function that waits up to the given number of seconds for a connection. It returns the
-                connection and a hello with ``rank`` and ``size``.
+            accept: Function that waits up to the given number of seconds for a connection. The function
+                returns the connection and a hello with ``rank`` and ``size``.
 
         Raises:
             TimeoutError: Some ranks did not connect in time; the message lists them.
@@ -221,7 +221,7 @@ def _has_ended(sock: socket.socket) -> bool:
 
 
 class Participant:
-    """Participant in a rendezvous. Errors call the other end ``coordinator``."""
+    """Participant in a rendezvous. ``coordinator`` is the name of the other end in errors."""
 
     def __init__(self, sock: socket.socket, coordinator: str) -> None:
         self._sock, self._coordinator = sock, coordinator

@@ -1,8 +1,9 @@
 """Run TLS for one connection, with plain bytes on one side and encrypted bytes on the other.
 
-This is a separate program that ``tls.py`` starts. It uses only the standard library, so it starts fast and
-never waits for user code. It ends when one side has ended and all remaining bytes have been passed on, or
-when its parent dies. It does not receive Ctrl-C, because the program may still need the connection.
+This is a separate program that ``tls.py`` starts. The program uses only the standard library, so it starts
+fast and never waits for user code. The program ends when one side has ended and all remaining bytes have been
+passed on, or when its parent dies. It does not receive Ctrl-C, because the program may still need the
+connection.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ class Pump:
     def _wait(self) -> list[tuple[int, int]]:
         """Wait for the sockets, and return their events.
 
-        This also reports the end of a side from which the pump does not read and to which it does not write.
+        The events also report the end of a side from which the pump does not read and to which it does not
+        write.
         """
         both = not (self._local_over or self._net.over)
         waiting = select.poll()

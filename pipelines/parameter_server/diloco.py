@@ -66,7 +66,7 @@ class DiLoCo(Replica):
 
     A round ends when every replica that has not called :meth:`finish` has contributed. With ``quorum`` and
     ``grace``, a round also ends ``grace`` seconds after ``quorum`` replicas have contributed. A killed
-    replica therefore does not block the others.
+    replica therefore does not block the other replicas.
 
     Train the model with any optimizer, and call :meth:`step` after each optimizer step. The constructor
     copies the server's parameters into the model. The model's buffers, such as running means, stay local.

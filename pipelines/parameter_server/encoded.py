@@ -50,7 +50,10 @@ class Encoded:
 
 
 class Encoder:
-    """Code objects of one client, one per tensor. They may store elements that have not been sent yet."""
+    """Code objects of one client, one per tensor.
+
+    The objects may store elements that have not been sent yet.
+    """
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[Codes, Any]] = {}

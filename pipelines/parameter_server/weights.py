@@ -2,8 +2,8 @@
 
 Readers on the trainer's machine copy the latest version from the trainer's memory (``weights_memory.py``).
 Readers on other machines send requests over a channel, and a thread of the trainer answers them
-(``weights_answers.py``). A remote reader keeps its own copy of the weights. It applies each delta to this
-copy, and then copies the result into the model.
+(``weights_answers.py``). A remote reader keeps its own copy of the weights. The reader applies each delta to
+this copy, and then copies the result into the model.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Weights:
     Create the object in the trainer's process, and send a :meth:`reader` to each worker on any host. A reader
     always receives a complete version, and the trainer never waits for a reader.
 
-    The trainer keeps two copies of the weights in memory, or three if readers are on other machines. It keeps
-    one more copy for each older version that a reader is copying.
+    The trainer keeps two copies of the weights in memory, or three if readers are on other machines. The
+    trainer keeps one more copy for each older version that a reader is copying.
 
     Readers on other machines connect to the address set by ``flowchan.hosts.serve``.
 

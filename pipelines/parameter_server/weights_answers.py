@@ -1,9 +1,9 @@
 """Answer readers on machines other than the trainer's.
 
-A thread in the trainer's process answers one request at a time. It keeps the version of its last answer
-pinned, and compares that version with the latest one. A comparison has one bit per two bytes of the weights.
-The thread keeps recent comparisons, so it can send a delta to each reader that has refreshed recently. Other
-readers receive the full weights.
+A thread in the trainer's process answers one request at a time. The thread keeps the version of its last
+answer pinned, and compares that version with the latest one. A comparison has one bit per two bytes of the
+weights. The thread keeps recent comparisons, so it can send a delta to each reader that has refreshed
+recently. Other readers receive the full weights.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ trainer, the front, always refers to the slot of the latest version. Readers ope
 ``/proc``. A reader holds a shared lock (``flock``) on a slot while it copies the version. To publish, the
 trainer takes the exclusive lock on a slot that is neither the latest nor locked. The trainer writes the
 version into this slot, releases the lock, and atomically moves the front to the slot (``dup2``). If no such
-slot exists, the trainer creates one. It frees any other unused slots.
+slot exists, the trainer creates one. The trainer frees any other unused slots.
 
 Invariants. A slot does not change while a reader holds its lock, so each reader copies one complete version.
 The trainer never waits for a lock. A reader does not wait either: if the trainer has locked the slot, the

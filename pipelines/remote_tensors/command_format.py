@@ -1,8 +1,8 @@
 """Define the format of the messages between a client and a node.
 
-A command is a flat sequence in the command list of a batch. It consists of the template id, the command
-number, the ids of new outputs, the ids of inputs, and the scalars. The template determines the number of
-outputs, inputs and scalars. All ids are explicit. If a signal handler or a second thread interrupts a
+A command is a flat sequence in the command list of a batch. The sequence consists of the template id, the
+command number, the ids of new outputs, the ids of inputs, and the scalars. The template determines the number
+of outputs, inputs and scalars. All ids are explicit. If a signal handler or a second thread interrupts a
 command, the ids of later commands therefore stay correct.
 """
 

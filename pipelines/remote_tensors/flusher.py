@@ -35,7 +35,10 @@ class Flushable(Protocol):
 
 
 class Flusher:
-    """Background thread that sends commands and ids to free. It runs while this process has clients."""
+    """Background thread that sends commands and ids to free.
+
+    The thread runs while this process has clients.
+    """
 
     def __init__(self) -> None:
         self._clients: set[Flushable] = set()

@@ -1,6 +1,4 @@
-"""Implement the client's end of the connection to a node: its command buffer, questions and answers.
-answers.
-"""
+"""Implement the client's end of the connection to a node: its command buffer, questions and answers."""
 
 from __future__ import annotations
 
@@ -434,7 +432,7 @@ class NodeClient:
         self.death = death
 
     def death_error(self) -> NodeDied:
-        """Return the error for a node that has died. It names the first operation that was lost."""
+        """Return the error for a node that has died. The error names the first operation that was lost."""
         progress = self.progress
         running = None if progress is None else progress.running()
         number, operation = self._sent.first_lost(self.buffer[1:], running) or NO_OPERATION

@@ -2,8 +2,8 @@
 
 Each node reads one inbox. Other nodes put pairs of a key and a tensor into it. A put without waiting stores
 the current values, so later changes of the source have no effect. If the inbox is full, the sender clones the
-tensor, and a thread puts the clone. A node therefore never waits until another node takes a tensor. It waits
-only for tensors that earlier commands have sent, so nodes cannot deadlock.
+tensor, and a thread puts the clone. A node therefore never waits until another node takes a tensor. A node
+waits only for tensors that earlier commands have sent, so nodes cannot deadlock.
 
 Nodes on the program's machine have an inbox in shared memory. A node on another host owns its inbox, so
 tensors go directly from host to host. If the sender cannot connect to this inbox, it uses a channel of the

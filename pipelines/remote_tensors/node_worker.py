@@ -399,7 +399,7 @@ class Node:
         """Return when all earlier commands have run."""
 
     def answer_sync(self, client: str, table: ClientTable, raised: set[int]) -> list[tuple[Any, ...]]:
-        """Forget the failures that the client has already raised, and return the others."""
+        """Forget the failures that the client has already raised, and return the remaining ones."""
         for number in raised:
             table.unfetched.pop(number, None)
         return [tuple(one) for one in table.unfetched.values()]
@@ -462,7 +462,7 @@ def node_main(
     threads: int,
     progress: CommandProgress | None = None,
 ) -> None:
-    """Run a node. This is the function of the child process."""
+    """Run a node in a child process."""
     error: list[BaseException] = []
     arrays.tensors_in_place = True
     # This warning is wrong, because the memory of received arrays is writable.

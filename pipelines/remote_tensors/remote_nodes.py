@@ -329,7 +329,7 @@ def _kill_at_exit() -> None:
 
 
 def _raise_first(failures: list[RemoteError]) -> None:
-    """Raise the first failure, with the others as notes."""
+    """Raise the first failure, with the remaining failures as notes."""
     if not failures:
         return
     first, *others = failures

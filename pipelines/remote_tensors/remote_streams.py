@@ -41,7 +41,7 @@ class RemoteStream:
         self.device = self._client.device
 
     def query(self) -> bool:
-        """Return whether the node has run all commands. This does not wait."""
+        """Return whether the node has run all commands, without waiting."""
         client = self._client
         number, (probe, event) = next(client.numbers), client.probe
         if number == client.finished + 1:  # no command was issued since the node was found to be idle

@@ -5,8 +5,8 @@ determines the shapes, strides and dtypes of the results, and which results are 
 :class:`Template`, which is also sent to the node. Later calls with the same key only look up the template.
 
 The key of a call contains the default dtype, the metadata of the tensors, the Python types of the scalars,
-and all other arguments. It does not contain the values of scalars (schema type ``Scalar``), because some of
-them, such as a learning rate, may change with every step. The command carries these values.
+and all other arguments. The key does not contain the values of scalars (schema type ``Scalar``), because a
+value such as a learning rate may change with every step. The command carries these values.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ through the parts in reverse, micro-batch by micro-batch.
                         └──────┬──────┘
               gradients of x and of the parameters
 
-Everything around the pipe therefore works as with the plain module. This includes other layers, a loss over
+Everything around the pipe therefore works as with the plain module. Examples are other layers, a loss over
 the whole batch, hooks on parameters, wrappers that reduce gradients, and gradient accumulation. The workers
 (:mod:`graph_worker`) keep the autograd graph of a call until a backward pass without ``retain_graph``, or
 until the program drops the output.

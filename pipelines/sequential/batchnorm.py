@@ -1,8 +1,8 @@
 """Normalise micro-batches in batch norm layers, with running statistics for the whole batch.
 
 Each micro-batch is normalised with its own mean and variance, because the other micro-batches may not exist
-yet. ``eval`` mode uses the running statistics. They are updated once per step with the mean and variance of
-the whole batch, as in a module without a pipeline. A recomputed forward pass is not counted again.
+yet. ``eval`` mode uses the running statistics. The running statistics are updated once per step with the mean
+and variance of the whole batch, as in the plain module. A recomputed forward pass is not counted again.
 
 The idea comes from torchgpipe's ``DeferredBatchNorm``. Moments are combined as in Chan, Golub and LeVeque
 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances". Sums of squares would lose

@@ -138,10 +138,7 @@ def _check_skips(module: nn.Sequential) -> None:
 
 
 def _in_a_row(module: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers in execution order.
-
-    This includes the layers of nested ``nn.Sequential`` containers.
-    """
+    """Yield the layers in execution order, including the layers of nested ``nn.Sequential`` containers."""
     for name, layer in module._modules.items():
         assert layer is not None
         if isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward:

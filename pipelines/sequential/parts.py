@@ -186,6 +186,6 @@ def take_cores(number: int, processes: int, hosts: int = 0) -> None:
 
 
 def forks() -> bool:
-    """Return True if processes are started by fork. This does not fix the program's start method."""
+    """Return True if processes are started by fork, without fixing the program's start method."""
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     return method == "fork"

@@ -52,8 +52,9 @@ class Sequential(nn.Module):
 
     A pipe replaces the plain module: it has the same layers, parameters and ``state_dict``, and ``pipe(x)``
     returns the output of ``module(x)``. Gradients flow back through the parts. Workers start with the first
-    batch. They run until :meth:`close` is called, a ``with`` block is left, or the pipe is garbage-collected.
-    Several threads may use one pipe. If the pipe cannot be faster than its module, it warns once.
+    batch. The workers run until :meth:`close` is called, a ``with`` block is left, or the pipe is
+    garbage-collected. Several threads may use one pipe. If the pipe cannot be faster than its module, it
+    warns once.
 
     Args:
         module: An ``nn.Sequential``, a list of layers, or a module that ``torch.fx`` can trace.

@@ -1,8 +1,9 @@
 """Define the segments of a traced module: consecutive operations from its ``forward``.
 
-A segment uses the module's own layers, parameters and buffers. It passes on the values that later segments
-need: a single value, or a tuple of several values. A residual connection may therefore cross any number of
-segment borders. A segment is data, not generated code, so it can be copied and pickled like any layer.
+A segment uses the module's own layers, parameters and buffers. Each segment passes on the values that later
+segments need: a single value, or a tuple of several values. A residual connection may therefore cross any
+number of segment borders. A segment is data, not generated code, so it can be copied and pickled like any
+layer.
 """
 
 from __future__ import annotations

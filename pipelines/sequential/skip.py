@@ -7,7 +7,7 @@ stays until the next ``Stash`` with the same name. ``Sequential`` checks that ea
 
 Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", section 3.3,
 describe sending a skip directly to the part that pops it. This module sends a skip through the parts in
-between. This is simpler, but with processes, it costs one copy per part in between.
+between. The detour is simpler, but with processes, it costs one copy per part in between.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Pop(nn.Module):
 
     Args:
         name: Name shared with exactly one ``Stash``.
-        combine: Function of the input and the stashed tensor (default: their sum). It must be picklable if
-            the pipe has ``on="process"``.
+        combine: Function of the input and the stashed tensor (default: their sum). The function must be
+            picklable if the pipe has ``on="process"``.
 
     Example:
         >>> import torch

@@ -1,9 +1,10 @@
 """Detect changes to a pipe's module, and synchronise the module with its copies in other processes.
 
-On the same host, the program and the parts share the memory of the tensors. Another host has copies. Both
-sides list the tensors of a part in the same order. Torch counts the changes to each tensor, and each side
-records the count up to which the other side's copy is current. Later changes are sent with the next command
-or answer. Torch does not count changes through ``tensor.data``, so such changes are not detected.
+On the same host, the program and the parts share the memory of the tensors. Another host has copies. The
+program and the other host list the tensors of a part in the same order. Torch counts the changes to each
+tensor, and each side records the count up to which the other side's copy is current. Later changes are sent
+with the next command or answer. Torch does not count changes through ``tensor.data``, so such changes are not
+detected.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def state_of(parts: Sequence[Part], copied: bool = False) -> list[Any]:
 
     The value covers attributes, hooks, and the tensors whose memory the processes do not share, such as those
     on another host. If ``copied`` is true, tensors on a device are not shared either. Torch counts the
-    changes to each tensor, except those through ``tensor.data``. It does not count changes to inference
+    changes to each tensor, except those through ``tensor.data``. Torch does not count changes to inference
     tensors, which are therefore always treated as changed.
 
     Raises ``ValueError`` if layers have hooks.

@@ -83,7 +83,7 @@ class Traced:
     def verify(self, value: Any) -> None:
         """Raise ``ValueError`` if the segments and the module give different outputs for a micro-batch.
 
-        The check runs on copies, in ``eval`` mode. It ignores exceptions, which the run will report.
+        The check runs on copies, in ``eval`` mode. The check ignores exceptions, which the run will report.
         """
         plain, line = copy.deepcopy(self.module).eval(), copy.deepcopy(self.layers).eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -101,7 +101,7 @@ class Traced:
             )
 
     def _through(self) -> Iterator[nn.Module]:
-        """Yield the modules whose ``forward`` was traced; the others were kept whole."""
+        """Yield the modules whose ``forward`` was traced, but not the modules that were kept whole."""
         for path, one in self.module.named_modules(remove_duplicate=False):
             if not any(path == leaf or path.startswith(f"{leaf}.") for leaf in self._leaves):
                 yield one
@@ -117,7 +117,7 @@ class Traced:
     def _state(self) -> list[Any]:
         """Return the state that must not change.
 
-        It consists of the modules, and the hooks and parameters of the traced modules.
+        The state consists of the modules, and the hooks and parameters of the traced modules.
         """
         found: list[Any] = [id(one) for one in self.module.modules()]
         for one in self._through():

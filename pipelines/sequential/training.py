@@ -1,6 +1,6 @@
 """Implement the program's side of step-by-step training.
 
-This side declares the graph of workers, sends batches and collects answers.
+The program declares the graph of workers, sends batches and collects answers.
 
 The program owns the parameters. Threads train the program's own layers. Processes train copies whose
 parameters and buffers share the program's memory. On other hosts, the copies have separate memory. Each step
@@ -467,7 +467,7 @@ class Training:
     def _reached(self, job: Assignment, chunks: int, plan: list[list[Step]]) -> str:
         """Return the last step that a dead worker is known to have completed.
 
-        This is computed from the number of its messages that other workers have received.
+        The step follows from the number of the worker's messages that other workers have received.
         """
         ports = {f"{job.name}.onward": 1, f"{job.name}.back": -1}
         taken = {ports[link.name]: link.passed for link in self._run.run.stats().edges if link.name in ports}

@@ -88,7 +88,7 @@ def _named_tensors(part: Part) -> Iterator[tuple[str, str, Tensor]]:
 def _check_optimizer(parts: Sequence[Part], optimizer: Any) -> None:
     """Create the optimizers and discard them.
 
-    This detects errors early, and imports the optimizers' modules before processes are forked.
+    The test detects errors early, and imports the optimizers' modules before processes are forked.
     """
     if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(

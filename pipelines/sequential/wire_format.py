@@ -5,10 +5,10 @@ core's caches. The code that sends and receives is therefore five to ten times s
 this path is kept short. A tensor is sent as its memory, the name of its dtype and its shape, without being
 pickled. All other values, such as tensors inside tuples and dictionaries, are pickled.
 
-A receiver may change a value from a channel, so a large tensor gets a private mapping of its memory. This
-costs a page fault for every few pages that are read, and about as much time again for unmapping. If the first
-layer of a part only reads its input, the part avoids the mapping and reads the memory that the sender has
-written.
+A receiver may change a value from a channel, so a large tensor gets a private mapping of its memory. The
+mapping costs a page fault for every few pages that are read, and about as much time again for unmapping. If
+the first layer of a part only reads its input, the part avoids the mapping and reads the memory that the
+sender has written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Names of the test files that take the longest time.
 
-They run first, one in each process. If they ran last, the other processes would have nothing left to do. Use
-``--durations`` to find out whether the list is still right.
+These files run first, one in each process. If they ran last, the other processes would have nothing left to
+do. Use ``--durations`` to find out whether the list is still right.
 """
 
 LONG_FILES = frozenset(

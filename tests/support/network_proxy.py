@@ -98,8 +98,10 @@ class Wire:
             ctypes.CDLL(None).connect(sock.fileno(), NOWHERE, len(NOWHERE))
 
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
-        """Copy bytes in two threads. One receives the bytes and records when they are due; the other sends
-        them."""
+        """Copy bytes in two threads.
+
+        One thread receives the bytes and records when they are due; the other thread sends them.
+        """
         pieces: deque[tuple[float, bytes]] = deque()
         arrived, free_slots = (
             threading.Semaphore(0),

@@ -1,7 +1,7 @@
 """Separate program for peers.
 
-Like a program on another host, it inherits nothing from the test. It imports the modules that tests need
-once, and forks a child for each requested function. The imports do not start threads or open files, so a
+Like a program on another host, it inherits nothing from the test. The program imports the modules that tests
+need once, and forks a child for each requested function. The imports do not start threads or open files, so a
 child behaves like a new program, even when it exits. A child gets the gates of the tests, and a pipe for the
 result or error of the function.
 """

@@ -218,8 +218,10 @@ class HostPeer:
         os.kill(self._pid, signal.SIGKILL)
 
     def _has_ended(self, timeout: float) -> bool:
-        """Return whether the process exits within ``timeout`` seconds. It has not been reaped, so its pid is
-        unique."""
+        """Return whether the process exits within ``timeout`` seconds.
+
+        The process has not been reaped, so its pid is unique.
+        """
         process = os.pidfd_open(self._pid)
         try:
             return bool(select.select([process], [], [], timeout)[0])

@@ -2,10 +2,11 @@
 
 Usage: ``python program_server.py DESCRIPTOR MODULE …``. The descriptor is a connection for the orders, or a
 listening socket. If a socket is given, each connecting process gets its own child of the server, which
-executes its orders. Except for the imports, a program behaves as in a fresh Python interpreter. It has the
-arguments, folder, environment, streams and session that the caller has chosen, a separate ``__main__``, and
-the interpreter's usual shutdown. A program that lacks a necessary import may not fail here. For example, a
-program that does not import ``flowchan.pipelines`` still finds it as an attribute of its package.
+executes its orders. Except for the imports, a program behaves as in a fresh Python interpreter. The program
+has the arguments, folder, environment, streams and session that the caller has chosen, a separate
+``__main__``, and the interpreter's usual shutdown. A program that lacks a necessary import may not fail here.
+For example, a program that does not import ``flowchan.pipelines`` still finds it as an attribute of its
+package.
 """
 
 from __future__ import annotations

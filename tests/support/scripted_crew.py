@@ -1,8 +1,8 @@
 """Simulate whole runs with a scripted crew and scripted channels, without processes and threads.
 
-``ScriptedCrew`` implements ``CrewPart`` and ``ScriptedChannels`` implements ``RunChannels``. Both append the
-supervisor's calls to one list, ``calls``. A test scripts the rest: it reports worker events, sets the state
-of the channels, and reacts to calls with :meth:`ScriptedCrew.on`.
+``ScriptedCrew`` implements ``CrewPart`` and ``ScriptedChannels`` implements ``RunChannels``. Both classes
+append the supervisor's calls to one list, ``calls``. A test scripts the rest: it reports worker events, sets
+the state of the channels, and reacts to calls with :meth:`ScriptedCrew.on`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Helpers that wait for a state in a test. They poll until the state is reached instead of sleeping.
+"""Wait for a state in a test. The helpers poll until the state is reached instead of sleeping.
 
-``WAIT_LIMIT_S`` is not a promise about speed. It ends a wait that would otherwise last forever, so that a
-defect fails one test and does not hang the whole suite.
+``WAIT_LIMIT_S`` is not a promise about speed. The limit ends a wait that would otherwise last forever, so
+that a defect fails one test and does not hang the whole suite.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Watchdog:
     """Calls ``end`` when a test reaches its limit, and lets faulthandler end the process if the test still
     hangs.
 
-    Faulthandler's own thread runs even if native code never releases the GIL. It restarts only if its
+    Faulthandler's own thread runs even if native code never releases the GIL. The thread restarts only if its
     remaining time is shorter or much longer than a test's limit.
     """
 

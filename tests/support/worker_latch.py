@@ -9,7 +9,7 @@ from support.waiting import wait_blocked
 
 
 class Gate:
-    """Latch for workers. It reaches worker processes as a captured variable."""
+    """Latch for workers. The latch reaches worker processes as a captured variable."""
 
     def __init__(self) -> None:
         self.channel: Channel[Any] = Channel(1, across="processes")

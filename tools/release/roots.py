@@ -92,9 +92,9 @@ class Root(System):
 def headers(target: Target, work: Path, root_for: Callable[[str], Root]) -> Path:
     """Return a folder with the headers of this CPython version, for all processors and C libraries.
 
-    Debian's ``pyconfig.h`` only includes the file for the processor and does not work with musl. This folder
-    therefore contains the processor's own file. The file is valid for both processors, because their C types
-    have the same sizes.
+    Debian's ``pyconfig.h`` only includes the file for the processor and does not work with musl. The returned
+    folder therefore contains the processor's own file. The file is valid for both processors, because their C
+    types have the same sizes.
 
     Raises:
         NotHere: Neither Debian nor this machine has the headers.

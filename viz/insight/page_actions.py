@@ -21,7 +21,10 @@ Action = Callable[[Mapping[str, str]], Any]
 
 
 def actions_of(supervisor: Supervisor, ids: ElementIds) -> dict[str, Action]:
-    """Return the actions of a run's page by path. They hold only a weak reference to the supervisor."""
+    """Return the actions of a run's page by path.
+
+    The actions hold only a weak reference to the supervisor.
+    """
     reference = weakref.ref(supervisor)
     names = {id: name for name, id in ids.stages.items()}
 

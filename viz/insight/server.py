@@ -5,8 +5,8 @@ route is a function that returns an :class:`HttpReply` or a :class:`Streaming` r
 streaming reply part by part.
 
 The server answers only GET and HEAD requests, and requests cannot change anything. If the server listens on
-127.0.0.1, the ``Host`` header must name this server. This rejects requests from web sites whose name resolves
-to 127.0.0.1 (DNS rebinding). If the server has a token, all paths begin with that token.
+127.0.0.1, the ``Host`` header must name this server. The server thereby rejects requests from web sites whose
+name resolves to 127.0.0.1 (DNS rebinding). If the server has a token, all paths begin with that token.
 
 Invariants. A client that does not read, or does not send its request, occupies a thread for at most
 ``CLIENT_TIMEOUT_S`` seconds. When :meth:`LocalServer.close` returns, the port is closed and all threads have

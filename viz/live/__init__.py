@@ -1,6 +1,6 @@
 """Show live views of a run.
 
-A view subscribes to the run's statistics and computes its content from them. It shows the content on a
+A view subscribes to the run's statistics and computes its content from them. The view shows the content on a
 terminal, in a notebook, or as lines of text.
 """
 

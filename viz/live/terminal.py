@@ -88,7 +88,9 @@ def claim(stream: TextIO, ends: contextlib.ExitStack) -> bool:
 
 
 def draw_on(stream: TextIO, persists: bool, ends: contextlib.ExitStack) -> tuple[Live, threading.RLock]:
-    """Return a drawing on ``stream`` that lasts until ``ends`` closes. It stays visible if it ``persists``.
+    """Return a drawing on ``stream`` that lasts until ``ends`` closes.
+
+    The drawing stays visible if ``persists`` is true.
 
     If the stream is standard error, the output of this process and its children appears above the drawing.
     The caller must defer interrupts while it calls this function and while it closes ``ends``.

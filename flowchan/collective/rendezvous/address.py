@@ -1,15 +1,15 @@
 """Form a group at an address that all members know. After a failure, let the survivors meet there again.
 
-When a group across hosts shrinks, rank 0 decides which members remain. It listens on the address again, and
-waits for all members known to be alive. Each member that arrives reports which members on its host are alive,
-according to their shared memory. After ``REJOIN_TIMEOUT_S`` seconds, rank 0 tries to connect to the members
-that are still missing. A member that accepts the connection is merely late, so rank 0 waits longer for it.
-Finally, rank 0 sends the list of survivors to all that have arrived, and they form a group as usual. If
-another member dies before the new group is complete, all survivors start over.
+When a group across hosts shrinks, rank 0 decides which members remain. Rank 0 listens on the address again,
+and waits for all members known to be alive. Each member that arrives reports which members on its host are
+alive, according to their shared memory. After ``REJOIN_TIMEOUT_S`` seconds, rank 0 tries to connect to the
+members that are still missing. A member that accepts the connection is merely late, so rank 0 waits longer
+for it. Finally, rank 0 sends the list of survivors to all that have arrived, and they form a group as usual.
+If another member dies before the new group is complete, all survivors start over.
 
 In a partitioned network, only the part with rank 0 continues, because only rank 0 decides. A member that
-cannot reach rank 0 fails, and if rank 0 is gone, all members fail. While rank 0 is merely late, the others
-wait.
+cannot reach rank 0 fails, and if rank 0 is gone, all members fail. While rank 0 is merely late, the other
+members wait.
 """
 
 from __future__ import annotations

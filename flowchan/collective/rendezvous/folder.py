@@ -29,13 +29,13 @@ def meet_in(folder: Path, file: str, launcher: str, rank: int, size: int, timeou
     """Return this process's member of the group that meets through a file.
 
     Args:
-        folder: Folder that all hosts share. It is created if it is missing.
+        folder: Folder that all hosts share; created if it is missing.
         file: Name of the file, which differs between groups.
         launcher: Address, without a port, of the host that started the processes. Rank 0 listens on its route
             to that host.
         rank: Rank of this process.
         size: Number of members.
-        timeout: Seconds to wait for the others.
+        timeout: Seconds to wait for the other members.
         name: Name of the group, for messages.
 
     Returns:

@@ -34,7 +34,7 @@ def meet(job: str, rank: int | None, size: int, timeout: float, name: str = "") 
         job: Text that identifies the group.
         rank: Rank of this process; None if the order of arrival decides.
         size: Number of processes.
-        timeout: Seconds to wait for the others.
+        timeout: Seconds to wait for the other processes.
         name: Name of the group, for messages.
 
     Returns:

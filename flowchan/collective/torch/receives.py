@@ -31,7 +31,7 @@ class Receives:
     Receives from one source run one at a time, and so do receives that accept any source. A receive that
     accepts any source may get a message for which another receive, from that sender only, is waiting. The two
     kinds of receives therefore take turns, and each first checks the messages that the other kind has
-    received. This keeps each sender's messages in order.
+    received. This rule keeps each sender's messages in order.
     """
 
     def __init__(self, member: Group) -> None:

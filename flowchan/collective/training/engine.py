@@ -132,8 +132,8 @@ class Engine:
 
         Args:
             batches: Samples of each epoch (pairs of an input and a target), or a function that takes an
-                epoch's number and returns its samples. It may also be a stream from a graph's ``collect()``;
-                the graph then prepares samples during training.
+                epoch's number and returns its samples. ``batches`` may also be a stream from a graph's
+                ``collect()``; the graph then prepares samples during training.
             epochs: Total number of epochs.
 
         Raises:

@@ -387,7 +387,7 @@ class AllReduceSGD:
         self._group = group
 
     def step(self) -> int:
-        """Average this member's gradients with those of the others, and make an optimizer step.
+        """Average the gradients over the members that have a batch, and make an optimizer step.
 
         Returns:
             Number of members that contributed.
@@ -425,7 +425,7 @@ class AllReduceSGD:
                 for parameter in buffer.views:
                     parameter.grad = None  # a missing gradient counts as zero
         self._overlap.wait()
-        # This comes last, because it tells members without a batch whether this was a step.
+        # Call allreduce last, because it tells members without a batch whether this was a step.
         return int(self._group.allreduce(int(contributes)))
 
 
@@ -436,8 +436,8 @@ class ElasticAverage:
     replica moves towards the centre by the fraction ``strength / group.size``. All replicas start with the
     parameters of rank 0. The centre is bit-identical on all members.
 
-    This is elastic averaging SGD by Zhang, Choromanska and LeCun. The two factors are its beta and alpha,
-    which makes the algorithm stable for any group size.
+    The algorithm is elastic averaging SGD by Zhang, Choromanska and LeCun. The two factors are its beta and
+    alpha, which makes the algorithm stable for any group size.
 
     Args:
         module: This member's replica.

@@ -47,7 +47,7 @@ class Local:
 def local(count: int) -> Local:
     """Make a provider of ``count`` agents on this machine.
 
-    The agents share its memory, cores and files. They communicate over TCP on loopback, just as agents on
-    separate machines do over the network.
+    The agents share its memory, cores and files. The agents communicate over TCP on loopback, just as agents
+    on separate machines do over the network.
     """
     return Local(whole("local", "count", count, 1))

@@ -21,8 +21,8 @@ class Launch:
 
     Attributes:
         arguments: Arguments of the host's Python executable.
-        stdin: The whole standard input: one line of a few hundred bytes. It contains a secret, so it is not
-            printed. A provider must never put it into a command line, an environment variable or a file.
+        stdin: The whole standard input: one line of a few hundred bytes. The line contains a secret, so it is
+            not printed. A provider must never put it into a command line, an environment variable or a file.
     """
 
     arguments: tuple[str, ...]

@@ -84,7 +84,10 @@ class Ray:
 
 @dataclass
 class _Reservation:
-    """Placement group for the agents of one run. It is removed once no agent holds one of its bundles."""
+    """Placement group for the agents of one run.
+
+    The placement group is removed once no agent holds one of its bundles.
+    """
 
     group: Any
     taken: set[int] = field(default_factory=set)

@@ -60,7 +60,7 @@ class Device(Protocol):
         """Open memory by a handle that another process exported. Raise ``OSError`` on failure."""
 
     def close(self, device: str, memory: Any) -> None:
-        """Close memory from ``open``. This may wait for the device."""
+        """Close memory from ``open``. The call may wait for the device."""
 
     def copy_in(self, tensor: Any, memory: Any, offset: int, size: int) -> None:
         """Enqueue a copy of a tensor to ``offset`` in the memory."""

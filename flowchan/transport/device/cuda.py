@@ -91,7 +91,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _device(self, index: int) -> Iterator[None]:
-        """Make the device's primary context current. It is retained once and never released."""
+        """Make the device's primary context current. The context is retained once and never released."""
         if index not in self._contexts:
             device, context = ctypes.c_int(), ctypes.c_void_p()
             self._do("cuDeviceGet", ctypes.byref(device), index)

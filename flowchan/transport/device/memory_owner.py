@@ -35,7 +35,7 @@ class Owner:
         return self._ended
 
     def close(self) -> None:
-        """Close the process's memory and events. This may wait for the devices."""
+        """Close the process's memory and events. The call may wait for the devices."""
         self.events.clear()
         for device, identity, memory in self.arenas.values():
             with contextlib.suppress(OSError):  # the driver may have freed the memory when its process ended

@@ -3,11 +3,11 @@
 *Put.* The sender copies the contents, on the device and in the current stream, into a block from a pool of
 shared memory. The item contains a handle of the allocation, an offset, and an event that marks the end of the
 copy. Neither the sender nor the receiver waits: only the receiver's stream waits for the event. *Get.* The
-receiver opens the allocation once, and closes it only when its owner has ended. It copies the contents into
-new memory. An item is therefore a copy, as always between processes, and the sender may write to its tensor
-immediately. The receiver may write to the received tensor, and keep it after the sender has ended. If a
-worker dies, its item returns to the channel unchanged, even if the worker wrote to its copy. The cost is two
-copies at the speed of device memory, and memory for the contents of all items in flight.
+receiver opens the allocation once, and closes it only when its owner has ended. The receiver copies the
+contents into new memory. An item is therefore a copy, as always between processes, and the sender may write
+to its tensor immediately. The receiver may write to the received tensor, and keep it after the sender has
+ended. If a worker dies, its item returns to the channel unchanged, even if the worker wrote to its copy. The
+cost is two copies at the speed of device memory, and memory for the contents of all items in flight.
 
 *Lifetime of a block.* A block is kept until its item has ended and the receiver's copy is complete. The item
 is PINNED (frame.hpp): it has an id, and the channel knows which ids exist. A receiver keeps the item alive
@@ -25,7 +25,8 @@ raises ``ChannelError``.
 
 Tensors in expandable segments can be shared like others, because blocks do not come from torch's allocator.
 
-A :class:`Device` represents each kind of device. It is ``cuda`` for CUDA tensors; tests use a fake one.
+A :class:`Device` represents each kind of device. The device is ``cuda`` for CUDA tensors; tests use a fake
+device.
 """
 
 from __future__ import annotations

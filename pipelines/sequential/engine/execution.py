@@ -2,7 +2,8 @@
 
 Autograd's graph ends at the borders of the part. Inputs are detached, and become leaves if their gradients
 are needed. The backward pass starts from the gradients of the outputs and returns the gradients of the
-leaves. The previous part continues from these. This applies the chain rule by hand at the borders.
+leaves. The previous part continues from these gradients. In other words, the chain rule is applied by hand at
+the borders.
 
 *Recompute* (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): the first forward pass keeps
 only its input. Before the backward pass, the forward pass is repeated with the same random numbers.
@@ -59,7 +60,7 @@ class Passed(NamedTuple):
 class _Forward(NamedTuple):
     """Forward pass with its autograd graph.
 
-    It stores the leaves whose gradients are needed, and the outputs that may receive gradients.
+    The object stores the leaves whose gradients are needed, and the outputs that may receive gradients.
     """
 
     leaves: list[Tensor]
@@ -144,8 +145,8 @@ class Execution:
     def backward(self, key: Key, gradients: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass of a micro-batch.
 
-        It starts from ``gradients``, which has one gradient for each output that requires grad. If
-        ``gradients`` is ``None``, it starts from the loss. It adds to the ``grad`` of the part's parameters,
+        The pass starts from ``gradients``, which contains one gradient for each output that requires grad, or
+        from the loss if ``gradients`` is ``None``. The pass adds to the ``grad`` of the part's parameters,
         and returns the gradients of the inputs that require grad.
         """
         held = self._held.pop(key)

@@ -1,10 +1,10 @@
 """Implement the worker of one part, for calls whose outputs require grad.
 
 The worker runs forward passes, keeps the autograd graph of its part, and runs backward passes when the
-program requests them. It never changes the ``grad`` of the module's parameters. Their gradients are sent with
-the answer, and the program's autograd accumulates them and calls hooks. If a layer raises, the worker and the
-call continue. The worker passes the exception on to the following parts as a :class:`PartFailure`. The graphs
-of other calls stay valid.
+program requests them. The worker never changes the ``grad`` of the module's parameters. The gradients of the
+parameters are sent with the answer, and the program's autograd accumulates them and calls hooks. If a layer
+raises, the worker and the call continue. The worker passes the exception on to the following parts as a
+:class:`PartFailure`. The graphs of other calls stay valid.
 """
 
 from __future__ import annotations

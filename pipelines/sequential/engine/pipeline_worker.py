@@ -2,8 +2,8 @@
 
 The program sends commands, the micro-batches for the first part, and the targets for the last part. Channels
 connect each worker with its neighbours. Activations go to the worker of the next part, gradients to the
-worker of the previous part. Before each step, a worker receives the step's inputs. It stores messages that
-are for later steps.
+worker of the previous part. Before each step, a worker receives the step's inputs. Messages for later steps
+are stored.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The first half computes the gradients of the inputs, which the previous part is waiting for. The second half
 computes the gradients of the weights.
 
-In autograd's graph, a linear layer ``y = x @ w.T + b`` is one node. It receives the gradient of ``y`` and
-computes only those gradients of ``x``, ``w`` and ``b`` that are requested. The first half requests only the
-inputs. A fork is a node with one path to the inputs and another to weights. At each fork, the first half
+In autograd's graph, a linear layer ``y = x @ w.T + b`` is one node. The node receives the gradient of ``y``
+and computes only those gradients of ``x``, ``w`` and ``b`` that are requested. The first half requests only
+the inputs. A fork is a node with one path to the inputs and another to weights. At each fork, the first half
 records the arriving gradient. The second half starts at the forks with the recorded gradients, and requests
 the weights that can be reached without passing through another fork. Nothing is computed twice. ::
 
