@@ -46,7 +46,7 @@ def limited_hosts(count: int, rate: str) -> Iterator[tuple[str, ...]]:
             ``200mbit``.
 
     Yields:
-        The names of the namespaces. The first one belongs to the driver.
+        The names of the namespaces. The first namespace is the driver's.
     """
     names = tuple(f"flowchan-bench-{os.getpid()}-{number}" for number in range(count + 1))
     try:

@@ -47,7 +47,7 @@ SYSTEMS = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Number of results of each kind, and how the program ended."""
+    """Number of arrived, missing and repeated results, and how the program ended."""
 
     arrived: int
     missing: int

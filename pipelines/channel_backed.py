@@ -103,6 +103,6 @@ class _NotDone(Exception):
 def give_back(port: In[Any]) -> None:
     """Close a reading port and return its leased items to the front of the channel.
 
-    This is one atomic step: if the process is killed halfway, the channel completes the step.
+    The return is one atomic step: if the process is killed halfway, the channel completes the step.
     """
     port.__exit__(_NotDone, _NotDone(), None)

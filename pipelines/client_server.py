@@ -89,7 +89,8 @@ class _End:
 
         Args:
             timeout: Maximum seconds to wait (default: no limit).
-            into: Tensor or array to fill with the message. It must have the shape and type of the message.
+            into: Tensor or array to fill with the message. ``into`` must have the shape and type of the
+                message.
 
         Returns:
             The message, or ``into``.
@@ -345,7 +346,7 @@ class Server:
             The message and the client that sent it.
 
         Raises:
-            Broken: A client has died. This error is raised once for each such client.
+            Broken: A client has died. ``recv_any`` raises this error once for each dead client.
             Empty: No message arrived within ``timeout`` seconds.
 
         Example:

@@ -95,7 +95,7 @@ def dataset(stream: Stream[T], *, seed: int | None = None, pin_memory: bool = Fa
         seed: Seed for the workers' random numbers. An epoch with the same seed draws the same random numbers
             again. Default: a number from torch's generator, which ``torch.manual_seed`` determines.
         pin_memory: True to copy the tensors of each item into page-locked memory, on a thread of the graph
-            (default: False). This has no effect on a machine without a GPU.
+            (default: False). ``pin_memory`` has no effect on a machine without a GPU.
 
     Returns:
         An ``IterableDataset``. To resume training, set its attribute ``epoch``.

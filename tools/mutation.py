@@ -1,8 +1,8 @@
 """Change a module in many small ways, one at a time, and count the changes that its tests notice.
 
-Usage: ``python tools/mutation.py MODULE TEST... [--sample N] [--seed S]``. The changes are those of
-cosmic-ray, for example ``<`` instead of ``<=``. A change survives if all tests still pass. The script
-modifies the module's file and restores it after each change, so run it in a clone.
+Usage: ``python tools/mutation.py MODULE TEST... [--sample N] [--seed S]``. cosmic-ray makes the changes, for
+example ``<`` instead of ``<=``. A change survives if all tests still pass. The script modifies the module's
+file and restores it after each change, so run it in a clone.
 """
 
 from __future__ import annotations

@@ -59,7 +59,10 @@ PASSED, FAILED, NO_TESTS = 0, 1, 5
 
 @dataclass
 class Test:
-    """Failed test, with the duration and load average of its first run and, if it ended, of the run alone."""
+    """Failed test, with the duration and load average of its first run.
+
+    If the run alone ended, its figures are included.
+    """
 
     name: str
     first: tuple[float, float]

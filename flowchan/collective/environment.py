@@ -54,7 +54,7 @@ def place(environ: Mapping[str, str] = os.environ) -> Launched:
     """Read this process's rank and size from its launcher's variables.
 
     Args:
-        environ: Environment variables (default: those of this process).
+        environ: Environment variables (default: ``os.environ``).
 
     Returns:
         The rank and size. A process without a launcher is the only member.

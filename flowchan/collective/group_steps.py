@@ -43,7 +43,7 @@ Higher numbers identify functions that all members run.
 
 
 class GroupSteps(Moving, Starting):
-    """Argument checks and steps of each operation, for all kinds of groups."""
+    """Argument checks and steps of each operation, shared by groups on one host and on several."""
 
     name: str
     _failure: BaseException | None

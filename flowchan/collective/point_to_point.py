@@ -2,8 +2,8 @@
 
 The first message from one member to another creates a channel, which carries all later messages as well. On
 one host, the sender publishes the channel in the group's memory, and the receiver opens it there. Between
-hosts, a connection joins two channels (``messages_remote.py``). A member receives from both kinds in the same
-way, so it can wait for all other members at once.
+hosts, a connection joins two channels (``messages_remote.py``). To the receiver, both are ordinary channels,
+so it can wait for all other members at once.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def take(again: list[Any], channel: Any, timeout: float | None, use: Use) -> Any
     return the result without another call, because Python handles signals only at calls.
 
     Args:
-        again: Messages to receive before those in the channel.
+        again: Messages to return before the messages in the channel.
         channel: A channel or port.
         timeout: Seconds; None means no limit.
         use: Called with the message.

@@ -48,7 +48,7 @@ from flowchan.run.worker import logs
 
 
 class AgentReports:
-    """Receiver of the reports of all agents of a pool. The two threads of each agent call the methods.
+    """Receives the reports of all agents in a pool. The two threads of each agent call the methods.
 
     Args:
         ports: Ports of the run.

@@ -24,7 +24,7 @@ class HostGangs:
         self._members: dict[WorkerId, tuple[int, int, int]] = {}
 
     def form(self, ids: Sequence[WorkerId]) -> None:
-        """Form a new group of these workers in place of their previous groups."""
+        """Form a new group of these workers, which replaces their previous groups."""
         assert self.listener is not None
         self.dismiss(ids)
         group = self.listener.expect(len(ids))

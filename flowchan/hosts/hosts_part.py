@@ -1,6 +1,6 @@
 """Manage the hosts of one pool: the driver's side of one part of a run's crew.
 
-The ports of a remote worker are in the driver's process, like those of any other worker. All ports of one
+The ports of a remote worker are in the driver's process, as if it were a local worker. All ports of one
 worker share one stream on the link to its host. The link sends the items that the ports receive, and puts the
 outputs that come back. Leases, ordering and recovery therefore stay in the driver's channels.
 

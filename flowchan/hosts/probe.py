@@ -1,6 +1,6 @@
 """Check a host before a graph runs on it (``flowchan hosts check``).
 
-The provider starts this module on the host in place of an agent, so the probe runs under the same conditions
+The provider starts this module on the host instead of an agent, so the probe runs under the same conditions
 as an agent. The probe dials, authenticates, and describes the host in its hello. The program then sends
 requests:
 

@@ -77,7 +77,7 @@ class ChannelServer:
         self.id, self.pid = secrets.token_hex(16), os.getpid()
         self.tls, self.peer_timeout = tls, peer_timeout
         self.secret = secrets.token_bytes(32) if secret is None else secret
-        self.requests: dict[str, Callable[..., Any]] = {}  # additional kinds of requests, by name
+        self.requests: dict[str, Callable[..., Any]] = {}  # handlers of additional requests, by name
         # Called with each session when it ends.
         self.client_left: Callable[[ClientSession], None] = lambda _: None
         self._stays, self._kept, self._over = kept, True, False
@@ -251,7 +251,7 @@ class ChannelServer:
         weakref.finalize(channel, _dropped, weakref.ref(self), number, OrphanMemory(channel)).atexit = False
 
     def drop(self, number: int, memory: OrphanMemory) -> None:
-        """Schedule a check whether a channel is still in use, before one of its objects is released.
+        """Schedule a check for whether a channel is still in use, before one of its objects is released.
 
         The garbage collector may call this method.
         """
@@ -280,7 +280,7 @@ class ChannelServer:
             for number in self.sent_in(dropped.items()).elements():
                 self.item_done(number)
             if dropped.number in self._entrances:
-                self._dropped.append(dropped)  # the discarded items made room for those in transit
+                self._dropped.append(dropped)  # check again, for items in transit
                 self._loop.call_later(DISCARD_INTERVAL_S, self._changed.set)
 
     def entrance(self, channel: Channel[Any], number: int) -> Channel[Any]:

@@ -1,9 +1,9 @@
 """Transfer descriptors of channels and shared memory to other processes.
 
-There are three ways. A child inherits descriptors when it starts. If a channel's item contains descriptors,
-the kernel carries them next to the item (ring_fd_bundles.cpp), so the sender may end before the item is
-received. If the user pickles an object, the pickle refers to the sender's descriptors under ``/proc``. The
-last way works for processes of the same user while the sender is alive.
+A child inherits descriptors when it starts. If a channel's item contains descriptors, the kernel carries them
+next to the item (ring_fd_bundles.cpp), so the sender may end before the item is received. If the user pickles
+an object, the pickle refers to the sender's descriptors under ``/proc``. Only processes of the same user can
+open these descriptors, and only while the sender is alive.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def is_for_another_host() -> bool:
 
 
 def hand_over(memory: int, socket: int, owner: Any) -> Handle:
-    """Return the object to pickle in place of descriptors that ``owner`` keeps open.
+    """Return the object to pickle instead of descriptors that ``owner`` keeps open.
 
     ``socket`` is the socket of a channel, or -1.
     """

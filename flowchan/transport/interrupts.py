@@ -9,7 +9,7 @@ the code at any point. The tools in this file keep code correct nevertheless:
 - ``interrupts_allowed()``: a long wait within such a block, during which signals take effect immediately.
 - ``append_result(results, call, …)``: one native call whose result is never lost.
 - ``unless_interrupted(OSError)``: in an ``except`` clause, matches errors that the call itself raised, but
-  not those of a signal handler during the call. ``is_interrupt(error)`` is the same test outside an
+  not errors from a signal handler during the call. ``is_interrupt(error)`` is the same test outside an
   ``except`` clause.
 - ``InterruptWatch``: notices Ctrl-C and SIGTERM, and can replace the exception that they raise.
 - ``terminate_as_interrupt()``: a block in which SIGTERM acts like Ctrl-C.
@@ -285,7 +285,7 @@ class InterruptWatch:
             _end_termination()
 
     def still_raised(self) -> KeyboardInterrupt | None:
-        """Return the exception raised in place of ``KeyboardInterrupt``, if it is still in flight.
+        """Return the exception that replaced ``KeyboardInterrupt``, if it is still in flight.
 
         Return None if it was caught and dropped.
         """

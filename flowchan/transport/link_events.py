@@ -29,7 +29,7 @@ class LinkBroken:
     Attributes:
         why: Why it ended.
         stuck: Seconds since connections began to break before any of the items in transit arrived. The value
-            is 0 unless at least two connections in a row broke in this way. Parts of items and
+            is 0 unless at least two connections in a row broke before any item arrived. Parts of items and
             acknowledgements count as arrivals.
         in_vain: Number of consecutive connections in which nothing arrived.
     """

@@ -1,4 +1,4 @@
-"""Look up host names with a time limit, in a way that interrupts can end."""
+"""Look up host names with a time limit, and let interrupts end the lookup."""
 
 from __future__ import annotations
 

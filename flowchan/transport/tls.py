@@ -82,7 +82,7 @@ def _own_pidfd() -> Iterator[int | None]:
 class TlsProxy:
     """Process that takes over the connection ``sock`` and encrypts its data.
 
-    ``end`` is the socket to use in its place. The process ends after ``end`` is closed.
+    ``end`` is the socket to use instead of ``sock``. The process ends after ``end`` is closed.
 
     Args:
         sock: Connection to encrypt.

@@ -66,7 +66,7 @@ class Replica:
         self._adopt(self._pull)
 
     def _due(self, every: int, lead: int = 0) -> bool:
-        """Return whether an exchange that takes place every ``every`` steps is due in ``lead`` steps.
+        """Return whether an exchange is due in ``lead`` steps, if there is one every ``every`` steps.
 
         The steps of the delayed start do not count.
         """

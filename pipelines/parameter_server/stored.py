@@ -17,7 +17,7 @@ _HEADER = "flowchan.ParameterServer"
 
 @dataclass(frozen=True)
 class StoredState:
-    """Server state as stored in a file.
+    """State of a server, to save it to a file or after loading it from one.
 
     Args:
         version: Version of the state.
@@ -72,7 +72,7 @@ def load_state(path: str | os.PathLike[str]) -> StoredState:
 
 
 def check_slots(stored: Mapping[str, Any], slots: Mapping[str, Any]) -> None:
-    """Raise unless the stored slots match those of the given optimizers."""
+    """Raise an error unless the stored slots match the slots of the given optimizers."""
     if _described(stored) != _described(slots):
         raise ValueError(
             "ParameterServer.load: optimizer and rows must be those of the saved server, got "

@@ -96,7 +96,7 @@ def is_array(value: Any) -> bool:
 
 
 def form_of(given: Any) -> Form:
-    """Return the kind of state that the user passed."""
+    """Return whether the user passed a mapping, a single tensor or another object."""
     if is_array(given):
         return "tensor"
     is_mapping = isinstance(given, Mapping) and len(given) > 0

@@ -12,8 +12,8 @@ The trainer never waits for a lock. A reader does not wait either: if the traine
 front has already moved to another slot. If a reader is killed, the kernel releases its lock. All memory
 belongs to the trainer, and the kernel frees this memory when the trainer exits.
 
-``LatestValue`` publishes broadcast values in a similar way, but its readers keep the memory mapped, so each
-version needs a new file. Weights reuse slots, because allocating memory takes as long as copying the weights.
+``LatestValue`` publishes broadcast values similarly, but its readers keep the memory mapped, so each version
+needs a new file. Weights reuse slots, because allocating memory takes as long as copying the weights.
 """
 
 from __future__ import annotations

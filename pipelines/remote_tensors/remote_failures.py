@@ -16,7 +16,9 @@ _MASK = SITES - 1
 
 
 class RemoteFailure(NamedTuple):
-    """Root cause of a failed command. A node stores it in place of each tensor that depends on the command.
+    """Root cause of a failed command.
+
+    A node stores this object instead of each tensor that depends on the command.
 
     Attributes:
         node: Number of the node in its ``RemoteNodes``.

@@ -237,7 +237,7 @@ def _mode_of(tensor: Any) -> Any:
 
 
 def change_meta(tensor: Any, meta: TensorMeta) -> None:
-    """Give a tensor new metadata, after an in-place operation has changed its shape."""
+    """Set a tensor's metadata, after an in-place operation has changed its shape."""
     with _mode_of(tensor):
         _replace(tensor, wrapped(meta, tensor._h))
 

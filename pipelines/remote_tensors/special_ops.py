@@ -120,7 +120,7 @@ def _copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _replaced(client: NodeClient, target: Any, source: torch.Tensor) -> bool:
-    """Upload values in place of an empty tensor, if no other command has used the tensor."""
+    """Upload values to replace an empty tensor, if no other command has used the tensor."""
     id, meta = target._h.id, target._m
     if (
         client.buffer[-2:] != [id, id]

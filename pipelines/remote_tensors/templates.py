@@ -212,7 +212,7 @@ def _takes_number(kind: Any) -> bool:
     while kind.kind() in ("OptionalType", "ListType"):
         kind = kind.getElementType()
     # torch reports Scalar as NumberType, and the printed schema distinguishes it from int and float. A number
-    # in place of a tensor, such as the 2 in ``x * 2``, changes as often as a scalar.
+    # instead of a tensor, such as the 2 in ``x * 2``, changes as often as a scalar.
     return str(kind) in ("number", "Scalar", "Tensor")
 
 
@@ -317,7 +317,10 @@ def written_values(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _aliased(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any], write: bool) -> list[Any]:
-    """Return the arguments that the operator modifies (``write``), or those of which it returns views."""
+    """Return the arguments that the operator modifies.
+
+    If ``write`` is false, return the arguments that its results are views of.
+    """
     return [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(plan.op._schema.arguments)

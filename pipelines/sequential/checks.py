@@ -247,7 +247,7 @@ def _check_balance(balance: Any, sample: Any, counts: int | list[int]) -> None:
 def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.device] | None:
     """Return one device for each part.
 
-    Devices on this host must exist; those on other hosts cannot be checked here.
+    Devices on this host must exist. Devices on other hosts cannot be checked here.
     """
     if devices is None:
         return None

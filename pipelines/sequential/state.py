@@ -41,8 +41,8 @@ class _Same:
 def state_of(parts: Sequence[Part], copied: bool = False) -> list[Any]:
     """Return a value that changes whenever the layers of the parts change.
 
-    The value covers attributes, hooks, and the tensors whose memory the processes do not share, such as those
-    on another host. If ``copied`` is true, tensors on a device are not shared either. Torch counts the
+    The value covers attributes, hooks, and the tensors whose memory the processes do not share, such as
+    copies on another host. If ``copied`` is true, tensors on a device are not shared either. Torch counts the
     changes to each tensor, except those through ``tensor.data``. Torch does not count changes to inference
     tensors, which are therefore always treated as changed.
 

@@ -330,8 +330,8 @@ class Training:
         """Continue from a state that :meth:`state_dict` returned.
 
         The training must have the same model, parts and optimizer. A state that does not fit raises an error
-        and changes nothing. The parameter groups of the state, with their learning rates, replace those of
-        ``optimizer=``.
+        and changes nothing. The parameter groups of the state, including their learning rates, replace the
+        groups from ``optimizer=``.
 
         Args:
             state: The dictionary.
@@ -489,7 +489,7 @@ def _seen(parts: Sequence[Part]) -> Any:
 
 
 def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None] | None) -> None:
-    """Add to the ``grad`` of parameters like a backward pass, in memory that belongs to the parameters."""
+    """Add gradients to the ``grad`` of parameters, like a backward pass. Each ``grad`` has its own memory."""
     for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
         if gradient is not None and parameter.grad is None:
             parameter.grad = gradient.detach().to(parameter.device, copy=True)

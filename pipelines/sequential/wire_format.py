@@ -41,7 +41,7 @@ Sent = tuple[int, int, int, Any, dict[str, Tensor | None], tuple[tuple[float, fl
 
 
 def closed(value: Any) -> tuple[Any, Form]:
-    """Return the objects to send to another process in place of the value, and its form."""
+    """Return the objects to send to another process instead of the value, and the form of the value."""
     if type(value) is not Tensor or not _is_plain(value):
         return value, None
     memory = PickleBuffer(View.of(value.data_ptr(), value.nbytes, value))

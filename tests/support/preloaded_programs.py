@@ -33,7 +33,7 @@ class Template(ForkingProgram):
         super().__init__("program_server.py", *modules, **ONE_THREAD)
 
     def popen(self, *arguments: object, **options: Any) -> subprocess.Popen[Any]:
-        """Start ``python *arguments``. The options are those of ``subprocess.Popen``."""
+        """Start ``python *arguments``. The method takes the same options as ``subprocess.Popen``."""
         return _Program(self, [sys.executable, *map(str, arguments)], **options)
 
     def run(self, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:

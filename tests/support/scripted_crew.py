@@ -119,7 +119,7 @@ class ScriptedCrew(CrewPart):
         self.record("end group", stage)
 
     def cancel_tasks(self, all_of_them: bool) -> None:
-        """Record nothing, because the supervisor calls this method in every turn."""
+        """Record nothing, because the supervisor calls this method all the time."""
 
     def cancel_request(self, question: int) -> None:
         self.record("cancel request", question)

@@ -34,7 +34,7 @@ else:
 
 @contextlib.contextmanager
 def ssh_stub(folder: Path) -> Iterator[None]:
-    """Put the stand-in on ``PATH`` in place of ``ssh``. Every host name then refers to this machine."""
+    """Put the stand-in on ``PATH`` under the name ``ssh``. Every host name then refers to this machine."""
     before = os.environ["PATH"]
     (folder / "bin").mkdir()
     (folder / "bin" / "ssh").write_text(STUB.format(python=sys.executable))

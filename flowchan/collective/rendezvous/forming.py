@@ -155,7 +155,7 @@ def _connected(
 ) -> Group | None:
     """Connect ``part`` to the parts on the other hosts.
 
-    ``belongs`` contains one flag for each member of ``parent``: whether it joins.
+    ``belongs`` lists, for each member of ``parent``, whether it joins.
     """
 
     def gather(value: Any) -> list[Any]:

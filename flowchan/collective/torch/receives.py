@@ -104,7 +104,10 @@ class Receives:
         return None not in self._receiving and (self._has_received_from_any or not self._waiting[None])
 
     def _receive_next(self, source: int | None) -> None:
-        """Receive one message for any waiting receive, unless none arrives during this turn."""
+        """Receive one message, whichever receive it is for.
+
+        Give up if none arrives during this thread's turn.
+        """
         self._receiving.add(source)
         self._lock.release()
         received: Any = None

@@ -92,8 +92,8 @@ class Engine:
         optimizer: Optimizer of the module's parameters.
         group: Group of the replicas; None trains the module alone.
         hooks: Objects with any of the methods in :data:`HOOKS`, each of which takes the :class:`State`.
-        overlap: Average the gradients of later layers while ``backward`` computes those of earlier layers
-            (default True). Pass False if a hook calls ``backward`` itself.
+        overlap: Average the gradients of later layers while ``backward`` still computes earlier ones (default
+            True). Pass False if a hook calls ``backward`` itself.
 
     Raises:
         ValueError: A hook has an ``on_…`` method that is not in :data:`HOOKS`.

@@ -79,8 +79,8 @@ def check_equal(module: nn.Module, group: Group) -> None:
         group: Group of the replicas.
 
     Raises:
-        Mismatch: A parameter or buffer differs from that of rank 0. All members raise this error, which names
-            the first such tensor and rank.
+        Mismatch: A member's parameter or buffer differs from rank 0's. All members raise this error, which
+            names the first such tensor and rank.
 
     Example:
         >>> from torch import nn
@@ -353,8 +353,8 @@ class AllReduceSGD:
         module: This member's replica.
         optimizer: Optimizer of its parameters.
         group: Group of the replicas.
-        overlap: Average the gradients of later layers while ``backward`` computes those of earlier layers
-            (default False). Each step then allows only one ``backward``.
+        overlap: Average the gradients of later layers while ``backward`` still computes earlier ones (default
+            False). Each step then allows only one ``backward``.
 
     Example:
         >>> import torch

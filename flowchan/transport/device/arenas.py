@@ -36,7 +36,7 @@ class ArenaFull(Exception):
 
 
 class Device(Protocol):
-    """A kind of device, such as CUDA.
+    """Type of device, such as CUDA.
 
     A text that is the same in every process identifies each device. Copies and events are enqueued on the
     calling thread's current stream of that device. Only ``finish`` waits for the device.
@@ -144,7 +144,7 @@ class Block:
 
 
 class ArenaPool:
-    """Arenas of one kind of device.
+    """Arenas of all devices of one type.
 
     Calls from several threads must not overlap, but blocks may return in any thread at any time.
     """

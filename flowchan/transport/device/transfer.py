@@ -25,7 +25,7 @@ raises ``ChannelError``.
 
 Tensors in expandable segments can be shared like others, because blocks do not come from torch's allocator.
 
-A :class:`Device` represents each kind of device. The device is ``cuda`` for CUDA tensors; tests use a fake
+A :class:`Device` represents each type of device. The device is ``cuda`` for CUDA tensors; tests use a fake
 device.
 """
 
@@ -58,7 +58,7 @@ POLL_INTERVAL_S, IDLE_POLLS = 0.02, 25
 
 
 class DeviceKind(NamedTuple):
-    """Location of an item's contents: the device and its kind, the memory, and the memory's owner."""
+    """Location of an item's contents: the device and its type, the memory, and the memory's owner."""
 
     kind: str
     device: str
@@ -165,12 +165,12 @@ class TransferState:
 
 
 def use(device: Device) -> None:
-    """Use ``device`` to transfer tensors of the kind ``device.name``."""
+    """Use ``device`` to transfer tensors on devices of the type ``device.name``."""
     _state.devices[device.name] = device
 
 
 def reduce(tensor: Any, form: Any, size: int, kind: str) -> tuple[Any, ...]:
-    """Pickle a dense tensor of ``size`` bytes on a device of the kind ``kind``.
+    """Pickle a dense tensor of ``size`` bytes on a device of the type ``kind``.
 
     ``form`` contains everything else that a receiver needs to rebuild the tensor.
     """

@@ -147,7 +147,7 @@ class WorkersRun(PipelineRun):
         self.jobs, self.own_processes = jobs, on.own_process
         self._commands, answers = declare(self.graph, jobs, on, chunks)
         self.lend(*answers)
-        # For each worker, the tensors of those of its parts that are on other hosts.
+        # By worker and part, the tensors of the parts that are on other hosts.
         self._synced: list[list[SyncedTensors]] = []
 
     def begin(self) -> None:

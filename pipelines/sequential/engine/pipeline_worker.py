@@ -28,7 +28,7 @@ from flowchan.pipelines.sequential.timeline import Op, TimelineEvent
 
 
 class PipelineWorker(abc.ABC):
-    """Base class of workers; each subclass executes its own kinds of commands.
+    """Base class of workers. Each subclass executes different commands.
 
     The ports of a worker depend on its neighbours. ``forward`` and ``backward`` receive from the previous and
     the next worker; ``back`` and ``onward`` send to them.

@@ -244,7 +244,10 @@ class _Both:
         self._postponed: deque[Step] = deque()
 
     def do(self, ops: str, part: int) -> None:
-        """Append the next step of each kind for ``part``; ``B`` counts as both of its halves."""
+        """Append the next step of ``part`` for each letter in ``ops``.
+
+        A ``B`` counts as both of its halves.
+        """
         for op in ops:
             chunk = self.done("I" if op == "B" else op, part)
             self.steps.append(Step(cast("Op", op), chunk, part))
@@ -254,7 +257,7 @@ class _Both:
                 self._postponed.append(Step("W", chunk, part))
 
     def done(self, op: str, part: int) -> int:
-        """Return the number of micro-batches that have completed this kind of step."""
+        """Return the number of micro-batches that have completed the step ``op``."""
         return self._next.get((op, part), 0)
 
     def pay(self) -> None:

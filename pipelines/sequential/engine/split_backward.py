@@ -183,7 +183,7 @@ def _weights(nodes: Iterable[Node | None]) -> list[Tensor]:
 
 
 def _variable(node: Node) -> Tensor | None:
-    """Return the leaf that a node accumulates gradients for; ``None`` for other kinds of nodes."""
+    """Return the leaf for which a node accumulates gradients, or ``None`` if the node does not."""
     return getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
 
 

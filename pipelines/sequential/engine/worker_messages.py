@@ -151,7 +151,7 @@ class Item(NamedTuple):
 
 
 class PartFailure(NamedTuple):
-    """Exception raised by a part, sent in place of the part's output."""
+    """Exception raised by a part, sent instead of the part's output."""
 
     part: int
     error: Any
