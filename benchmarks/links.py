@@ -256,7 +256,7 @@ def move(wire: Wire, items: Callable[[int], Iterable[Any]], count: int) -> float
 
 
 def _move_beside_code(wire: Wire, items: Callable[[int], Iterable[Any]], count: int) -> float:
-    """Move the items while another thread of this process holds the GIL whenever it can."""
+    """Move the items while another thread of this process runs Python code all the time."""
     over = threading.Event()
 
     def compute() -> None:

@@ -66,7 +66,7 @@ def _case(name: str, stages: int, viewers: int | None, seconds: float) -> Case:
 
 
 def _run(stages: int, viewers: int | None, seconds: float) -> float:
-    """Return the CPU time of a run without its workers, in seconds per second.
+    """Return how many seconds of CPU time a run uses per second, without its workers.
 
     ``viewers`` is None for a run without a page.
     """

@@ -1,6 +1,6 @@
 """Functions that ``map`` benchmarks apply to each item.
 
-They have their own module, so that the peers' workers import nothing else.
+The functions have a module of their own, so that the peers' workers import nothing else.
 """
 
 from __future__ import annotations

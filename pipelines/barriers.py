@@ -3,9 +3,9 @@
 If ``across`` is ``"hosts"``, all three also work across machines, as long as the process that created them is
 alive. All three make threads wait at a gate, a channel that is almost always empty. A :class:`SharedDict`
 holds the current gate. Closing the gate releases all waiting and later threads; putting an item releases one
-thread. Each phase has its own gate, so a late thread cannot take an item that was meant for another phase. If
-``across`` is ``"hosts"``, the process that created the first gate owns all gates, so gates survive the exits
-of other processes.
+thread. Each phase uses another gate, so a late thread cannot take an item that was meant for another phase.
+If ``across`` is ``"hosts"``, the process that created the first gate owns all gates, so gates survive the
+exits of other processes.
 """
 
 from __future__ import annotations

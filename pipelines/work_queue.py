@@ -128,7 +128,7 @@ class WorkQueue:
 
         Raises:
             Empty: No item is available.
-            Drained: The queue is closed and has no more items for the caller.
+            Drained: The queue is closed and contains no more items for the caller.
         """
         return self.get(timeout=0)
 
@@ -330,7 +330,7 @@ def workqueue(name: str | None = None, capacity: int = 64, across: Across = "thr
     Args:
         name: Name of the queue (default: none, so the queue is new).
         capacity: Maximum number of questions that wait for a worker (default: 64). The number of waiting
-            answers is not limited. Only the creator's value has an effect.
+            answers is not limited. Only the value that the creator passes has an effect.
         across: ``"threads"`` (default): the name is valid in this process. ``"processes"``: the name is valid
             in all processes of the program, and the queue can be sent to them. ``"hosts"``: the queue can
             also be sent to other hosts, where the name is not valid.

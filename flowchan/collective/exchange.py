@@ -47,7 +47,7 @@ class ConnectionStats:
     Attributes:
         sent: Bytes sent.
         received: Bytes received.
-        steps: Number of completed steps; an operation has one or more.
+        steps: Number of completed steps. An operation consists of one or more steps.
         seconds: Total duration of these steps, measured on this side.
         delay: Time until one byte arrives, in seconds. Measured when a group on more than two hosts forms;
             otherwise None.
@@ -332,14 +332,14 @@ class ExchangeStep:
         return " and ".join(f"the host of rank {rank}" for rank in names)
 
     def _needs_hosts(self, host: int) -> Sequence[int]:
-        """Return the hosts whose messages ``host`` needs before it can send its own."""
+        """Return the hosts whose messages ``host`` needs before it can send a message."""
         return ()
 
 
 class Gathering(ExchangeStep):
     """Step that sends the data of all leaders to the root of a tree.
 
-    Each leader waits for the data of its children and adds its own.
+    Each leader waits for the data of its children, and adds its host's data.
     """
 
     def __init__(self, links: Connections, call: Call, own: Any, tree: Tree, timeout: float | None) -> None:

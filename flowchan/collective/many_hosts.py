@@ -415,7 +415,7 @@ class LinkedGroup(Group):
     ) -> bytes:
         """Run the leader's ``step``, and send its result or exception to all members on this host.
 
-        ``given`` has the arguments of the call, for messages.
+        ``given`` lists the arguments of the call, for messages.
         """
         word = b""
         if self._links is not None:

@@ -419,7 +419,7 @@ def start(what: str, work: Callable[..., None], *given: Any) -> threading.Thread
 def _shut_down(sock: socket.socket | None) -> None:
     """Shut down a socket, which ends calls that are waiting for it.
 
-    A TLS socket's own method would continue in plain text.
+    The method of a TLS socket would continue in plain text.
     """
     if sock is not None:
         with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
 """Exchange messages between pairs of members, in the order in which they were sent.
 
-The first message from one member to another creates a channel, which carries all later messages as well. On
-one host, the sender publishes the channel in the group's memory, and the receiver opens it there. Between
-hosts, a connection joins two channels (``messages_remote.py``). To the receiver, both are ordinary channels,
-so it can wait for all other members at once.
+The first message from one member to another creates a channel, which also carries all later messages. On one
+host, the sender publishes the channel in the group's memory, and the receiver opens it there. Between hosts,
+a connection joins two channels (``messages_remote.py``). To the receiver, both are ordinary channels, so it
+can wait for all other members at once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Peer(Protocol):
         """Return whether the peer's channel will get no more messages."""
 
     def has_left(self) -> bool:
-        """Return whether a peer that is gone has left the group, as far as this member knows."""
+        """Return whether a peer that is gone is known to have left the group."""
 
     def death_error(self, call: str) -> GroupError:
         """Return the error for a call with a peer that is gone."""
@@ -218,7 +218,7 @@ class Messages:
     def _from_one(
         self, channels: dict[int, Any], local: set[int], wait: float | None
     ) -> tuple[Any, int] | None:
-        """Return a message from any of the channels, or wait until a channel of ``local`` has one."""
+        """Return a message from any of the channels, or wait until a channel of ``local`` contains one."""
         for rank in _random.sample(list(channels), len(channels)):
             # Do not use a ``with`` block: its exit is a call, and Ctrl-C during that call would lose the
             # message.

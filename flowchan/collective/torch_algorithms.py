@@ -219,7 +219,7 @@ class TorchAlgorithm:
     ) -> None:
         """Run an operation of the backend between two rounds of the group.
 
-        ``what`` must be equal on all members; ``given`` has the call's arguments, for messages. Each member
+        ``what`` must be equal on all members; ``given`` lists the call's arguments, for messages. Each member
         sends its ``contribution`` in the first round. ``on_values`` gets all contributions before ``start``
         is called.
         """

@@ -270,7 +270,10 @@ class Agent:
                 port.close()
 
     def _report_process_end(self, event: ProcessEnded) -> None:
-        """Report that a process has ended. Its own reports are already in the channel of events."""
+        """Report that a process has ended.
+
+        Reports from the process itself are already in the channel of events.
+        """
         worker = self._workers.get(event.worker)
         if worker is not None:
             with contextlib.suppress(Closed, Broken):

@@ -40,7 +40,8 @@ class AgentCallbacks(NamedTuple):
     Attributes:
         report: Receives each report from the agent and its workers.
         finished: Receives the number of a stream whose outputs have all been put.
-        not_remade: Receives the numbers of a stream and of an output port whose lost item was not made again.
+        not_remade: Receives the numbers of a stream and of an output port, if an item was lost and could not
+            be reproduced.
         refused: Receives the numbers of a stream and of an input port whose item cannot leave this machine.
         ends: Reports workers that have ended and whose outputs have all arrived. Returns whether more workers
             are ending.

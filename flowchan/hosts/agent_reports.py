@@ -166,7 +166,7 @@ class AgentReports:
             channel.abort(refusal(channel._name, f"to host {agent.host!r}"))
 
     def not_remade(self, agent: AgentHandle, number: int, port: int) -> None:
-        """Break the channel of a lost item that was not made again."""
+        """Break the channel of a lost item that could not be reproduced."""
         if (id := self._streams.worker_on(agent, number)) is not None:
             channel = [*self._ports.ports[id].writers()][port].channel
             channel.abort(not_remade(channel._name))

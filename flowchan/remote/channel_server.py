@@ -144,7 +144,7 @@ class ChannelServer:
             number: Number of the channel.
 
         Returns:
-            False if no process has the channel any more.
+            False if no process uses the channel any more.
         """
         if os.getpid() != self.pid:
             with contextlib.suppress(Broken):
@@ -419,7 +419,7 @@ def server_of(id: str) -> ChannelServer | None:
 
 
 def server_at(address: str, secret: bytes) -> ChannelServer | None:
-    """Return this process's server at ``address``; None without such a server or with the wrong secret."""
+    """Return this process's server at ``address``, or None if there is none or the secret is wrong."""
     found = [server for server in _servers.values() if server.address == address]
     return found[0] if found and hmac.compare_digest(found[0].secret, secret) else None
 

@@ -166,7 +166,7 @@ class Connection(Calls):
             return RemotePort(self._stream_numbers, name, max_bytes, reads, counted)
 
     def open_stream(self, stream: RemotePort, channel: int) -> None:
-        """Join a stream to a new port of the channel; the stream's user already has its local end."""
+        """Join a stream to a new port of the channel. The stream's user already holds the local end."""
 
         def join(reply: Reply) -> None:
             """Add the stream to the link, even if the caller has given up.

@@ -97,7 +97,7 @@ class Clients:
     def _left(self, session: ClientSession) -> None:
         """Abort a client's inbound channel if the client left before it opened its end.
 
-        Such a client has no port whose loss would break the channel.
+        The loss of such a client does not break the channel, because the client has no port.
         """
         for one, up, _ in self._joined:
             if one is session and not up.closed:

@@ -20,10 +20,10 @@ they can end in any order. If the program installs another handler later, a seco
 that handler, and the first layer is never removed.
 
 Invariants. A layer without blocks and watches only passes signals on. If an exception leaves such a layer
-installed, it does no harm, and the next block removes it. A deferred signal is kept until it is delivered. If
-several signals are deferred, only the first is delivered, because all of them ask the program to end. The
-block counts all of them. Blocks have an effect only in the main thread, because Python runs handlers only
-there.
+installed, the layer does no harm, and the next block removes it. A deferred signal is kept until it is
+delivered. If several signals are deferred, only the first is delivered, because all of them ask the program
+to end. The block counts all of them. Blocks have an effect only in the main thread, because Python runs
+handlers only there.
 """
 
 from __future__ import annotations

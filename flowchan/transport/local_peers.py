@@ -12,7 +12,7 @@ from flowchan.transport.pidfd import open_pidfd
 
 
 def card() -> dict[str, Any]:
-    """Return a description of this process and its machine for its peers."""
+    """Return a description of this process and its machine, which peers pass to :func:`local_peer`."""
     return {"pid": os.getpid(), "started": _start(os.getpid()), "machine": machine()}
 
 
@@ -32,7 +32,10 @@ class LocalPeer:
 
 
 def local_peer(shown: dict[str, Any]) -> LocalPeer | None:
-    """Return the process with this card; None if it is on another machine or cannot be watched."""
+    """Watch the process that a :func:`card` describes.
+
+    Return None if it is on another machine or cannot be watched.
+    """
     pid = shown.get("pid")
     if not machine() or shown.get("machine") != machine() or not isinstance(pid, int) or pid <= 0:
         return None

@@ -199,7 +199,7 @@ def sparse_gradient(ids: Any, given: Any, scale: float, table: Any) -> Any:
 
 
 def check_row_optimizer(table: Any, name: str, optimizer: Any) -> None:
-    """Raise unless the optimizer is a ``RowOptimizer`` and the table has rows."""
+    """Raise an error unless the optimizer is a ``RowOptimizer`` and the table has rows."""
     if not isinstance(optimizer, RowOptimizer):
         raise TypeError(f"ParameterServer: rows[{name!r}] must be a RowOptimizer, got {shown(optimizer)}")
     if len(table.shape) < 1:

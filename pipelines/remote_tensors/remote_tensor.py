@@ -316,7 +316,7 @@ def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_device(plan: OpPlan, client: NodeClient, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise if a factory such as ``zeros_like`` would run on a device other than the requested one."""
+    """Raise an error if a factory such as ``zeros_like`` would not run on the requested device."""
     device = kwargs.get("device")
     if device is None or not any(type(one) is RemoteTensor for one in args):
         return

@@ -52,7 +52,7 @@ class SentCommands:
         self._handled = count
 
     def freed(self, ids: Sequence[int]) -> None:
-        """Forget the templates among these ids, once the messages so far are forgotten."""
+        """Forget the templates among these ids as soon as all messages sent so far are forgotten."""
         dropped = [id for id in ids if id in self._templates]
         if dropped:
             self._dropped.append((self.count, dropped))

@@ -49,7 +49,7 @@ def download(tensor: Any) -> torch.Tensor:
 
 
 def _refuse_dtensor() -> None:
-    """Raise if a ``DTensor`` would silently copy a remote tensor into this process.
+    """Raise an error if a ``DTensor`` would silently copy a remote tensor into this process.
 
     Raises:
         TypeError: Functions that create a ``DTensor`` are among the callers.
@@ -166,7 +166,7 @@ def _checked(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _refused(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Raise for an operator that creates tensors without strides."""
+    """Raise an error for an operator that creates tensors without strides."""
     raise RuntimeError(f"{plan.name}: remote tensors must be strided; call .cpu() before this operation")
 
 

@@ -115,7 +115,7 @@ class TensorMeta:
 
 
 def only_strided(what: str, tensor: torch.Tensor) -> None:
-    """Raise for sparse, quantized and nested tensors.
+    """Raise an error for sparse, quantized and nested tensors.
 
     Raises:
         RuntimeError: The tensor is not an ordinary strided tensor.
@@ -329,7 +329,10 @@ def _aliased(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any], write: b
 
 
 def spec_of(plan: OpPlan, shape: CallShape) -> TemplateSpec:
-    """Return the template of a call for the node. Its ``kept`` describes a single new tensor."""
+    """Return the template of a call in the form that is sent to the node.
+
+    ``kept`` describes a single new tensor.
+    """
     return TemplateSpec(
         plan.name,
         shape.args,

@@ -77,7 +77,7 @@ def costs(
 
 
 def seconds(module: nn.Sequential, value: Any) -> float:
-    """Measure the seconds that a forward pass through a copy of the whole module takes.
+    """Measure how many seconds a forward pass through a copy of the whole module takes.
 
     The measurement uses the current number of threads.
     """
@@ -243,7 +243,7 @@ def _kept(part: Part, value: Any, skips: Skips, training: bool) -> tuple[Any, Sk
 
 
 def _leaves(value: Any) -> list[Tensor]:
-    """Return the leaf tensors that require grad; the graph keeps these as well."""
+    """Return the leaf tensors that require grad, which the graph also keeps."""
     nodes = [tensor.grad_fn for tensor in tensors(value) if tensor.grad_fn is not None]
     seen = set(nodes)
     for node in nodes:

@@ -107,7 +107,7 @@ def _check_skips(module: nn.Sequential) -> None:
 
     Raises ``ValueError`` for a ``Pop`` without a ``Stash``, a ``Stash`` without a ``Pop``, and two ``Stash``
     layers without a ``Pop`` between them. A layer that is not an ``nn.Sequential`` may contain such layers
-    and use them in any order. Names in such a layer are not checked afterwards.
+    and use them in any order. From then on, names that such a layer uses are not checked.
     """
     stashed: dict[str, str] = {}  # stashed names, each with the path of its Stash layer
     unknown: set[str] = set()
@@ -408,7 +408,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def check_shapes(module: nn.Sequential, micro: Any, dim: int = 0) -> list[float] | None:
-    """Check the shape of each layer's output by a run on the device ``meta``, which has no values.
+    """Check the shape of each layer's output by a run with ``meta`` tensors, which have no values.
 
     Returns the operations per sample of each layer, or ``None`` if they are unknown. Raises ``TypeError`` if
     the output is not made of tensors, and ``ValueError`` if it does not have one row per sample. Both errors

@@ -171,7 +171,7 @@ class InferenceRun(PipelineRun):
             self._end_batch(micro.batch, batch.values)
 
     def _record_failure(self, failed: Failed[Any]) -> None:
-        """Record that a part failed on a micro-batch, or that its process died too often on it."""
+        """Record that a part failed on a micro-batch, or that its process died too often."""
         micro = Micro(*failed.item[: len(Micro._fields)])
         self._record_times(micro)
         part = self.parts[len(micro.events)]  # each finished part has appended an event

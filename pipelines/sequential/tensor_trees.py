@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
 
 
 class Micro(NamedTuple):
-    """One of the ``chunks`` micro-batches of batch number ``batch``; its own number is ``chunk``.
+    """Micro-batch number ``chunk`` of the ``chunks`` micro-batches of batch number ``batch``.
 
     ``skips`` are stashed tensors by name, which travel with the value to later parts. ``events`` holds the
     start and end times of each finished part, in seconds of ``time.monotonic()``.

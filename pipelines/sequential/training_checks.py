@@ -61,7 +61,7 @@ def _check_clip(clip: Any, optimizer: Any) -> None:
 
 
 def _check_tensors(parts: Sequence[Part]) -> None:
-    """Check that no tensor belongs to two parts or has a hook."""
+    """Check that no tensor is used by two parts, and that no tensor has a hook."""
     owners: dict[int, Part] = {}
     for part in parts:
         for kind, name, tensor in _named_tensors(part):

@@ -1,4 +1,4 @@
-"""Latch that holds workers in a test."""
+"""Provide a latch that holds workers in a test."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ history does not need an open page, because it uses snapshots that the superviso
 has ended, every connection sends the final snapshot, and the server closes.
 
 Invariants. ``_joining`` is held while a viewer joins or leaves, and therefore while the feed's thread starts
-or exits. The feed's thread takes only ``_changed``, so the two locks cannot deadlock. The page holds only a
-weak reference to the supervisor, so that a run is freed without a garbage collection.
+or exits. The feed's thread takes only ``_changed``, so the two locks cannot deadlock. The page refers to the
+supervisor only weakly, so that a run is freed without a garbage collection.
 """
 
 from __future__ import annotations

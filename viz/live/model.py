@@ -79,7 +79,7 @@ def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
 
 
 class _Totals:
-    """Totals of a run, as far as one snapshot of its statistics reveals them."""
+    """Totals of a run that follow from one snapshot of its statistics."""
 
     def __init__(self, graph: Blueprint, stats: RunStats) -> None:
         self._stages = {stage.name: stage for stage in graph.stages}

@@ -59,7 +59,7 @@ def linked(
 ) -> Group:
     """Connect the nodes on several hosts into a group; return a single node unchanged.
 
-    Members must connect within ``WITHIN`` seconds even if the call has no time limit.
+    Members must connect within ``WITHIN`` seconds, even if the call itself has no time limit.
     """
     if len(hosts) == 1:
         gather(None)

@@ -87,7 +87,7 @@ class OutputRelay:
     def finish(self) -> ProcessOutput:
         """Relay the remaining output of a process that has ended, and return its last lines.
 
-        Do not wait for other processes that hold the pipe, such as an ssh process that stays open for later
+        Do not wait for other processes that have the pipe open, such as an ssh process that stays for later
         connections.
         """
         if self._thread.is_alive():

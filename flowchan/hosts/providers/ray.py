@@ -1,7 +1,7 @@
 """Run agents on the nodes of a Ray cluster.
 
-Ray selects nodes with free resources and starts one actor on each. The actor's only job is to hold an agent.
-Items are sent over flowchan's links, not through Ray.
+Ray selects nodes with free resources and starts one actor on each. The actor only runs an agent. Items are
+sent over flowchan's links, not through Ray.
 
 Ray is imported on first use. Ray must not restart the actors, because each new agent needs a new epoch.
 """
@@ -96,8 +96,8 @@ class _Reservation:
     def warn_if_late(self, ray: Any, provider: Ray) -> None:
         """Log once which resources were requested, and which the cluster has.
 
-        An infeasible request is not an error, because an autoscaler may enlarge the cluster. Ray has no
-        public API that tells whether a cluster has an autoscaler.
+        An infeasible request is not an error, because an autoscaler may enlarge the cluster. No public API of
+        Ray reports whether a cluster has an autoscaler.
         """
         with _lock:
             if time.monotonic() < self.warn_at:

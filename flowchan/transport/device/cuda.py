@@ -1,8 +1,8 @@
 """Handle torch's CUDA tensors for ``transfer.py``.
 
 Copies, streams and events use torch. Shared memory uses the driver directly, with functions that every driver
-since CUDA 9 has. Memory from torch's allocator would not do, because some of it, such as expandable segments,
-has no handle. Torch's own sharing of storages is not used either, because it keeps its reference counts in
+since CUDA 9 has. Memory from torch's allocator is not used, because some of it, such as expandable segments,
+has no handle. Torch's method of sharing storages is not used either, because it keeps its reference counts in
 files. Like torch, each call uses the device's primary context.
 """
 
