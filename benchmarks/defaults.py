@@ -34,7 +34,7 @@ def _compare(report: Report, pairs: int, rows: int, effort: Effort) -> None:
     """Compare flowchan's defaults with the plain module: the medians, and the speeds that 9 of 10 runs
     reach."""
     count = (100_000 if effort.full else 8_000) // (pairs * rows // 4) // 2 * 2
-    count = max(24, count)  # at least 24 batches, far more than fit in flight
+    count = max(24, count)  # many more batches than can be in flight
     threads = torch.get_num_threads()
     jobs = {
         "flowchan": partial(_stream, pairs, rows),

@@ -195,7 +195,7 @@ def calibrate(move: Callable[[int], float], seconds: float) -> int:
     The number is at least 100, and a multiple of 4, so that threads can share the items equally.
     """
     count = 100
-    while (took := move(count)) < seconds / 2:  # until the start-up cost is negligible
+    while (took := move(count)) < seconds / 2:  # measure longer until the start-up cost is negligible
         count = 4 * count if took < seconds / 10 else 2 * count
     return max(100, int(count * seconds / took) // 4 * 4)
 

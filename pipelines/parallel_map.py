@@ -86,7 +86,7 @@ class Workers:
             True
         """
         self._run.abort()
-        with contextlib.suppress(RunError):  # join() raises this error
+        with contextlib.suppress(RunError):  # a later join() raises this error
             self._run.wait()
 
     def check_errors(self) -> None:

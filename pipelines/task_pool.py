@@ -158,7 +158,7 @@ class TaskPool(Executor):
         self._tasks[number] = Task(future, fn, args, kwargs)
         try:
             self._submitted.put(number)
-        except (ChannelError, ValueError) as error:  # the channel, or this process's port of it, is closed
+        except (ChannelError, ValueError) as error:  # the channel or this process's port is closed
             self._tasks.pop(number, None)
             self._refuse(error)
 

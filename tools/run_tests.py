@@ -44,7 +44,7 @@ from support.long_files import LONG_FILES  # noqa: E402
 from support.optional_packages import loads_large  # noqa: E402
 from support.preloaded_programs import TORCH, SharedTemplate  # noqa: E402
 
-# More processes than two cores can run at once, because tests wait for about half of the time. A test that
+# This is more than two cores can run at once, because tests wait for about half of the time. A test that
 # hangs ends its process.
 SIDE_BY_SIDE = 5
 LEAST_BYTES = 80_000

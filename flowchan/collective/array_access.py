@@ -73,7 +73,7 @@ def _has_memory(x: Any) -> bool:
     """Return False for tensor wrappers, and for tensors whose memory was freed."""
     try:
         return x.device.type == "meta" or not x.nbytes or bool(x.data_ptr())
-    except (RuntimeError, AttributeError):  # torch raises these for some wrappers
+    except (RuntimeError, AttributeError):  # some wrappers make torch raise one of these errors
         return False
 
 

@@ -231,7 +231,7 @@ class Links(Connections):
             self._go(ExchangeStep(self, call, peers, lambda _: None, None))
             return
         for host, peer in peers.items():
-            # a leader that is blocked on this connection notices that it is closed
+            # If the error cannot be sent, the peer notices that the connection is closed.
             with contextlib.suppress(OSError):
                 self.sockets[host].sendmsg(peer.out)
         self.close()
@@ -303,7 +303,7 @@ class Links(Connections):
     def interrupt(self) -> None:
         """Interrupt the step that another thread is running; call this before :meth:`leave`."""
         self._leaving = True
-        with contextlib.suppress(ValueError, OSError):  # if the step has failed, the event is closed
+        with contextlib.suppress(ValueError, OSError):  # a step that has failed has closed the event
             os.eventfd_write(self.leaves.fileno(), 1)
 
     def cut(self) -> None:

@@ -77,7 +77,7 @@ class LinkedGroup(Group):
             return local.peer(ours.index(rank)) if rank in ours else remote.peer(rank)
 
         self._messages = Messages(self._rank, self._size, peer)
-        weakref.finalize(self, remote.drop).atexit = False  # close an unused member at once, but not at exit
+        weakref.finalize(self, remote.drop).atexit = False  # drop an unused member at once, but not at exit
 
     @property
     def rank(self) -> int:

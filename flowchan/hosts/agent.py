@@ -152,7 +152,7 @@ class Agent:
             if isinstance(command, Leave):
                 break
             self._do(command)
-        self._processes.end()  # waits for workers that are still finishing their work
+        self._processes.end()  # let the workers finish their work
         self._end(0)
 
     def _end(self, code: int) -> NoReturn:

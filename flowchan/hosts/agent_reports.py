@@ -132,7 +132,7 @@ class AgentReports:
             if stream is None or stream.agent is not agent:
                 return
             if stream.ended is not None:
-                if not stream.finished:  # the process died before it closed its ports
+                if not stream.finished:  # the process may have died before it closed its ports
                     agent.send(Close(message.worker))
                 return
             if isinstance(message, Ended):

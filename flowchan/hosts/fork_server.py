@@ -227,7 +227,7 @@ def main() -> None:
     for name in SOON:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # otherwise, garbage collection would copy pages shared with the agents
+    gc.freeze()  # keep the garbage collector from copying pages that agents share
     Seed(control).grow().obey()
 
 

@@ -215,7 +215,7 @@ def _listen_at(provider: Provider, hosts: list[str], found: dict[int, Facts]) ->
                 raise
             hosts.remove(error.host)
             found[provider.hosts.index(error.host)] = Facts(error.host, str(error))
-    return "127.0.0.1"  # unused, because no host is left that could dial it
+    return "127.0.0.1"  # any address, because no host is left that could dial it
 
 
 def _accepted(

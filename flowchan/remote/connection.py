@@ -415,7 +415,7 @@ def _acquire(address: str, secret: bytes, tls: bool, timeout: float) -> Connecti
                 connection._starting += 1
                 return connection
             dialling = _dialling.setdefault(key, threading.Lock())
-        # Don't hold the registry's lock here, or an owner that does not reply would delay users of other
+        # Don't hold the registry's lock here: an owner that does not reply must not delay users of other
         # owners.
         left = max(0.0, give_up - time.monotonic())
         held: list[bool] = []

@@ -117,7 +117,7 @@ class Encrypted:
             self.over = True
         except ssl.SSLWantReadError:
             pass
-        except ssl.SSLError:  # the peer has sent close_notify, or a record was manipulated
+        except ssl.SSLError:  # raised if the peer has sent close_notify or a record was manipulated
             self.over = True
         return view[:size], self._to_send.read()
 

@@ -133,7 +133,7 @@ class StartedChildren:
 
     def _end_run(self, run: Run, abort: bool) -> None:
         """End the run after all children have exited or been closed, and release its channels."""
-        with contextlib.suppress(RunError):  # calls to the children raise this error instead
+        with contextlib.suppress(RunError):  # the calls to the children have raised this error
             if not abort:
                 with contextlib.suppress(TimeoutError):
                     run.wait(GRACE)  # the supervisor may still be replacing a dead child

@@ -140,7 +140,7 @@ class DiLoCo(Replica):
         self._grace = math.inf if grace is None else grace
         self._outer = OptimizerState(outer, _copies("DiLoCo", model), _OUTER)
         self._counts = Counts(0, 0, 0, 0)
-        self._contributed = False  # whether this replica has contributed to the current round
+        self._contributed = False  # true once this replica has contributed to the round
         self._finished = False
         super().__init__(client, model, options)
 
@@ -295,7 +295,7 @@ class DiLoCo(Replica):
                 )
             if now >= closes:
                 self._close(sent_at, limit)
-                closes = math.inf  # the next pull returns at once, because some push has raised the version
+                closes = math.inf  # some push has raised the version, so the next pull returns at once
             try:
                 counts = _counts(self._pulled([_ROUND], version + 1, min(closes, limit)))
             except TimeoutError:

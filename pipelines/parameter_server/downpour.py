@@ -163,7 +163,7 @@ class Downpour(Replica):
                 self._unsent[name] = update if unsent is None else unsent.add_(update)
 
     def _send_updates(self) -> None:
-        if not self._unsent:  # only the leader ever has unsent updates
+        if not self._unsent:  # always empty on members other than the leader
             return
         handle = self._send(self._unsent)
         if self._prefetch is not None:

@@ -84,7 +84,7 @@ class Shard:
         """Apply each push. The channel keeps the push on lease until the worker takes the next one."""
         for push in pushes:
             self._serve(push)
-            del push  # its arrays refer to the channel's memory
+            del push  # drop its arrays, which refer to the channel's memory
 
     def _serve(self, push: Push) -> None:
         before = self._own.record()

@@ -143,9 +143,9 @@ class ShardMemory:
         Raises:
             Broken: The server's program has exited.
         """
-        # Locks need their own open file description, because the descriptor of the mapping stays open. Locks
-        # on the same open file description never conflict. The kernel keeps them until the last descriptor of
-        # the description is closed.
+        # Open the file again for the locks, because locks on the same open file description never conflict.
+        # The kernel also keeps a lock until the last descriptor of its description is closed, and the
+        # descriptor of the mapping stays open.
         try:
             fd = os.open(self._file._path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:

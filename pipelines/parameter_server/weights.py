@@ -402,7 +402,7 @@ class _RemoteCopy:
                 "another machine, call flowchan.hosts.serve(address) there before you create the weights"
             ) from error
         self._block = bytearray(source.layout.size)
-        self._is_waiting = False  # whether a request is still unanswered
+        self._is_waiting = False  # true while a request has no answer
 
     def read(self, into: memoryview, offset: int) -> None:
         """Fill ``into`` with the bytes of the copy from ``offset`` onwards."""

@@ -317,8 +317,8 @@ class NodeClient:
         """Send a question, and return the node's answer."""
         self.waits += 1
         question, number = next(self._questions), next(self.numbers)
-        # A thread that sends may be waiting for the node, and the node may be waiting for room for
-        # its replies.
+        # Read replies while waiting for the lock: the thread that holds it may wait for the node, and the
+        # node for room for its replies.
         held: list[bool] = []
         try:
             while True not in held:

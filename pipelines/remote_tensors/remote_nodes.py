@@ -166,7 +166,7 @@ class RemoteNodes(Sequence[torch.device]):
         if reach is not None:  # run before a function that the provider may have registered
             atexit.unregister(_kill_at_exit)
             atexit.register(_kill_at_exit)
-        before_exit(_kill_at_exit, 102)  # before pools and runs are closed
+        before_exit(_kill_at_exit, 102)  # runs before pools and runs are closed
         report_at_exit()
 
     def __getitem__(self, number: Any) -> Any:
@@ -284,7 +284,7 @@ class RemoteNodes(Sequence[torch.device]):
         """End the nodes. If ``kill`` is true, do not wait for the running commands."""
         if kill:
             for client in self._clients:
-                client.closed = True  # so that the watching thread does not record a death
+                client.closed = True  # keeps the watching thread from recording a death
             self._kids._started.kill()
         self._routes.close()
         for number, client in enumerate(self._clients):

@@ -211,8 +211,8 @@ def _takes_number(kind: Any) -> bool:
     """Return whether the command carries numbers of a schema type: ``Scalar``, ``Scalar[]``, ``Tensor``."""
     while kind.kind() in ("OptionalType", "ListType"):
         kind = kind.getElementType()
-    # torch reports Scalar as NumberType, and the printed schema distinguishes it from int and float. A number
-    # instead of a tensor, such as the 2 in ``x * 2``, changes as often as a scalar.
+    # torch reports Scalar as NumberType, and only the printed schema distinguishes it from int and float.
+    # Tensor is included, because a number such as the 2 in ``x * 2`` may also change with every call.
     return str(kind) in ("number", "Scalar", "Tensor")
 
 

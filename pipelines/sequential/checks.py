@@ -294,9 +294,9 @@ def _device(name: Any) -> torch.device:
     return device
 
 
-# --- FSDP gathers parameters for a whole call and reduces their gradients once. That works for a whole pipe
-# with its parts on threads. For layers inside a pipe, FSDP would gather and reduce once per micro-batch, and
-# the gradients would be wrong. ---
+# --- FSDP gathers parameters for a whole call and reduces their gradients once. FSDP therefore works around a
+# pipe whose parts are on threads. Inside a pipe, FSDP would gather and reduce once per micro-batch, and the
+# gradients would be wrong. ---
 
 
 def refuse_sharded_layers(module: nn.Module) -> None:

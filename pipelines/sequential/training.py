@@ -168,7 +168,7 @@ class Training:
             share(part.module for part in self._parts if not part.remote)
             self._seen = _seen(self._parts)
         self._run.begin()
-        self._run.run.__enter__()  # this object's block is also the run's block, which handles Ctrl-C
+        self._run.run.__enter__()  # enter the run's block, which handles Ctrl-C
 
     @property
     def graph(self) -> Graph:

@@ -6,7 +6,7 @@ do. Use ``--durations`` to find out whether the list is still right.
 
 LONG_FILES = frozenset(
     {
-        # in make test
+        # files of make test
         "test_child_kills.py",
         "test_cli_launch.py",
         "test_conftest.py",
@@ -14,7 +14,7 @@ LONG_FILES = frozenset(
         "test_protocol_model.py",
         "test_refused_calls.py",
         "test_start_methods.py",
-        # in make soak
+        # files of make soak
         "test_new_transport.py",
         "test_fault_walk.py",
         "test_native_links.py",

@@ -48,7 +48,7 @@ def wheel(target: Target, source: Path, headers: Path, folder: Path, zig_cache: 
         f"-ffile-prefix-map={headers}=.",
     ]
     if target.free_threaded:
-        flags.append("-DPy_GIL_DISABLED=1")  # because the headers come from a build with the GIL
+        flags.append("-DPy_GIL_DISABLED=1")  # needed because the headers come from a build with the GIL
     environment = {
         **os.environ,
         **compilers,

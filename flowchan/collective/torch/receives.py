@@ -37,8 +37,8 @@ class Receives:
     def __init__(self, member: Group) -> None:
         self._member = member
         self._threads: dict[int | None, ThreadPoolExecutor] = {}
-        # Guards the attributes below. A signal handler that raises in Condition.__enter__() would leave the
-        # lock locked, so methods enter the lock.
+        # Guards the attributes below. Methods enter the lock itself, not the condition: if a signal handler
+        # raised in Condition.__enter__(), the lock would stay locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._other: defaultdict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)

@@ -266,7 +266,7 @@ def _request_agent(launch_fd: int) -> tuple[_Seed, socket.socket]:
             seed = _seed()
             try:
                 seed.ask(agent_end, launch_fd)
-            except ConnectionError:  # the server has just died
+            except ConnectionError:  # the server may have died just now
                 seed = _seed(new=True)
                 seed.ask(agent_end, launch_fd)
             seed.agents += 1
@@ -310,7 +310,7 @@ def end_seeds() -> None:
 
 
 def _end_at_exit() -> None:
-    abort_unfinished()  # otherwise, runs would replace their lost agents
+    abort_unfinished()  # so that no run replaces its lost agents
     end_seeds()
 
 

@@ -23,7 +23,7 @@ OPTIONS = (
     "-T",
     "-oBatchMode=yes",  # makes ssh fail instead of asking for a password
     "-oConnectTimeout=15",
-    "-oControlMaster=no",  # otherwise, ending this ssh would also end others that share its connection
+    "-oControlMaster=no",  # no other ssh shares this connection, so ending this one ends no others
     "-oClearAllForwardings=yes",
     "-oRemoteCommand=none",
 )

@@ -52,8 +52,8 @@ from flowchan.transport.device.memory_owner import Owner
 SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
 MAGIC = b"flowchan device memory\0"
-EVERY_FEW = 16  # number of items after which to check which items still exist
-# seconds between checks for running copies, and number of checks in a row without one that ends the checks
+EVERY_FEW = 16  # after this many items, release the blocks that no item needs
+# Seconds between checks for finished copies. The checks end after this many in a row without a running copy.
 POLL_INTERVAL_S, IDLE_POLLS = 0.02, 25
 
 

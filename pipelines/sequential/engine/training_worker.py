@@ -73,7 +73,8 @@ class TrainingWorker(PipelineWorker):
     def _train(self, train: Train) -> WorkerAnswer:
         job = self.job
         self.losses = []
-        # On threads, without an optimizer of the workers, the gradients accumulate in the user's parameters.
+        # On threads, gradients for the program's own optimizer accumulate in the user's parameters, so keep
+        # those.
         if job.optimizer is not None or job.own_process:
             for parameter in job.parameters:
                 parameter.grad = None
