@@ -158,7 +158,7 @@ def end_role(stage: Stage) -> Role:
 
 
 def workers_text(stage: Stage) -> str:
-    """Return ``x4`` with a multiplication sign, or an empty string for a single worker.
+    """Return the number of workers as ``x4`` with a multiplication sign; empty for a single worker.
 
     If the run chooses the number, return ``auto``, followed by the limit if the user has set one.
     """

@@ -64,7 +64,10 @@ class Peer(Protocol):
 
 
 class ReceiveHandle(Handle):
-    """Receive that was started with ``wait=False``; it makes progress in :meth:`wait` and :meth:`done`."""
+    """Handle of a receive that was started with ``wait=False``.
+
+    The receive makes progress only in :meth:`wait` and :meth:`done`.
+    """
 
     def __init__(self, messages: Messages, source: int, use: Use) -> None:
         self._messages, self._source, self._use = messages, source, use

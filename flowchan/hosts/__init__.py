@@ -34,7 +34,7 @@ def local(count: int, *, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False
 
     Args:
         count: Number of agents to start, at least 1.
-        peer_timeout: Seconds without a message from the program after which an agent and its workers end.
+        peer_timeout: An agent and its workers end after this many seconds without a message from the program.
         tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
@@ -71,7 +71,7 @@ def ssh(
         python: Python executable on the hosts, with flowchan installed.
         address: Address, without a port, at which the hosts can reach this machine (default: the one that the
             kernel uses on its route to them).
-        peer_timeout: Seconds without a message from the program after which an agent and its workers end.
+        peer_timeout: An agent and its workers end after this many seconds without a message from the program.
         tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
@@ -99,7 +99,7 @@ def slurm(*, address: str | None = None, peer_timeout: float = PEER_TIMEOUT_S, t
     Args:
         address: Address, without a port, at which the nodes can reach this machine (default: the one that the
             kernel uses on its route to them).
-        peer_timeout: Seconds without a message from the program after which an agent and its workers end.
+        peer_timeout: An agent and its workers end after this many seconds without a message from the program.
         tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
@@ -136,7 +136,7 @@ def ray(
             ``"CPU"``).
         address: Address, without a port, at which the nodes can reach this machine (default: the one that the
             kernel uses on its route to them).
-        peer_timeout: Seconds without a message from the program after which an agent and its workers end.
+        peer_timeout: An agent and its workers end after this many seconds without a message from the program.
         tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:

@@ -36,7 +36,7 @@ class Start:
         most: Maximum size of the driver's channels, in bytes.
         share: Number of these bytes that a channel may use when it has more than one item.
         gpus: Number of GPUs reserved for the worker.
-        membership: Its membership in its gang's group, if it has one already.
+        membership: The worker's membership in its gang's group, if that group exists already.
         elastic: True if its gang is elastic, so later memberships follow in ``NewMembership``.
         sampled: Position of its stage in the graph if the run follows sampled items, otherwise None.
         keeps_outputs: True if large outputs stay on the host until another host fetches them.

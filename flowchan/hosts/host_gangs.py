@@ -42,7 +42,7 @@ class HostGangs:
         self._members.pop(id, None)
 
     def membership(self, worker: PlannedWorker, host: str) -> Any:
-        """Make the membership with which a worker on a host joins its group.
+        """Create the membership with which a worker on a host joins its group.
 
         Return None if the worker has no group.
         """

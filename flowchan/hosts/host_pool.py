@@ -35,8 +35,8 @@ class Pool(Placement):
 
     Attributes:
         provider: Provider that starts the agents.
-        peer_timeout: Seconds without a message from the driver after which an agent and its workers end. The
-            driver gives up on an agent after 1.5 times as long.
+        peer_timeout: An agent and its workers end after this many seconds without a message from the driver.
+            The driver gives up on an agent after 1.5 times as long.
         tls: True if the connections are encrypted.
 
     Example:

@@ -215,7 +215,7 @@ class InferenceRun(PipelineRun):
         return found
 
     def _take_in(self, gets: list[Any], puts: list[Any]) -> Any:
-        """Read outputs of all batches until another of the operations succeeds, and return its item."""
+        """Read outputs of all batches until one of the given operations succeeds, and return its item."""
         if not self.ports and self.opened.wait() and not self.ports:
             raise Closed("the run of the pipe has ended")
         operations = [self.ports[0], *gets], puts, None

@@ -214,7 +214,7 @@ class Captured:
             self._pass_on(text + b"\n")
 
     def _pass_on(self, text: bytes) -> bytes:
-        """Show the complete lines, and return what would be visible of the incomplete last line."""
+        """Show the complete lines, and return the visible part of the incomplete last line."""
         *lines, rest = text.split(b"\n")
         for line in lines:
             _suppressing(self._show, _last_drawn(line).decode(errors="replace"))

@@ -70,7 +70,7 @@ class Receives:
         return source
 
     def next(self, source: int | None, tag: Hashable, limit: float | None) -> tuple[int, Any]:
-        """Return the sender of the next message with this tag, and the message.
+        """Return the sender and the content of the next message with this tag.
 
         Even with a ``limit`` of 0, a message that has arrived is returned.
         """

@@ -33,7 +33,7 @@ class OperationTimeout(TimeoutError, dist.DistBackendError):
 
 @contextlib.contextmanager
 def timed(limit: float | None) -> Iterator[None]:
-    """Convert a timeout of the group to the error and text that torch's users search for."""
+    """Convert a group's ``TimeoutError`` to :class:`OperationTimeout`, with the words that torch uses."""
     try:
         yield
     except TimeoutError as error:

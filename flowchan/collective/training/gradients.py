@@ -267,7 +267,7 @@ class Gradients:
 
 
 class _Flat:
-    """Contiguous buffer with a view for each of several parameters of one type."""
+    """Contiguous buffer for gradients of one type, with a view for each parameter."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         like, sizes = parameters[0], [p.numel() for p in parameters]

@@ -84,7 +84,7 @@ def _explain(
 
 
 def how_it_ended(host: str, python: str, code: int, output: ProcessOutput, remedy: str) -> str:
-    """Explain an agent's exit code, as a shell reports it, and its last lines."""
+    """Explain how an agent ended, from the exit code that the shell reports and the last lines of output."""
     if code in NOT_FOUND:
         return f"{host} has no Python at {python} ({output.last()}); {remedy}"
     if code and any("No module named" in line and "flowchan" in line for line in output.lines):

@@ -33,8 +33,8 @@ Function = Callable[[int, int, int, int], str | Iterable[Step]]
 class PartOwners:
     """Assignment of parts to workers.
 
-    The workers form a row. If any part's next part is neither on the same worker nor on a neighbour in the
-    row, the workers form a ring.
+    The workers form a row. If two consecutive parts are on workers that are not adjacent in the row, the
+    workers form a ring.
     """
 
     workers: int
