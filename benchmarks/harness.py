@@ -59,7 +59,7 @@ QUICK = Effort(rounds=1, seconds=0.05, full=False)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """System to measure.
+    """One system that a benchmark measures.
 
     ``work()`` does the work once and returns ``(samples, items)``: the measured values in ``unit``, and the
     number of items that they cover.

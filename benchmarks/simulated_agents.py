@@ -101,7 +101,7 @@ class _Processes:
 
 
 class _Started:
-    """Simulated agent."""
+    """Simulated agent, as seen by the driver."""
 
     def __init__(self, processes: _Processes, number: int, launch: Launch) -> None:
         self._processes, self._number = processes, number

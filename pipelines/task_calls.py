@@ -148,7 +148,7 @@ def end_future(end: Callable[[Any], None], value: Any) -> None:
 
 
 class _NotReady(Exception):
-    """Error of a worker whose initializer raised ``args[0]``."""
+    """Raised in a worker whose initializer raised ``args[0]``."""
 
 
 def initializer_failed(error: BaseException) -> BrokenExecutor:

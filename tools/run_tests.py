@@ -202,7 +202,7 @@ processes = Processes()
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM arrived; ``args[0]`` is its number."""
+    """Raised when SIGINT or SIGTERM arrives; ``args[0]`` is the signal's number."""
 
 
 def interrupt(number: int, _: object) -> None:

@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Gantt:
-    """Content of a timeline picture.
+    """Content of a timeline's picture: its rows, texts, colours and sizes.
 
     Attributes:
         title: Text above the picture.

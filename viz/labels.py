@@ -52,7 +52,7 @@ ARROW = 55.0
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Content of a picture.
+    """Content of a graph's picture: its stages, arrows, texts and positions.
 
     Stages are numbered in the order of declaration, because names may not be unique in an invalid graph.
 

@@ -26,7 +26,7 @@ def algorithms_of(operation: str) -> tuple[str, ...]:
 
 
 class AlgorithmChoice:
-    """Methods of a group that choose algorithms."""
+    """Base class of groups, with the methods that choose algorithms."""
 
     if TYPE_CHECKING:
 

@@ -28,7 +28,7 @@ from flowchan.collective.value_bytes import dumps, loads
 
 
 class Moving(AlgorithmChoice):
-    """Methods of a group that move data between members."""
+    """Base class of groups, with the operations that move data between members."""
 
     if TYPE_CHECKING:
 

@@ -37,7 +37,7 @@ Call = tuple[str, int, int]
 
 
 class Differs(Exception):
-    """The leaders made different calls."""
+    """Raised when the leaders made different calls."""
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class Connections:
 
 
 class LeaderPeer:
-    """Messages exchanged with one other leader in one step.
+    """State of the exchange with one other leader during a step.
 
     ``out`` lists the buffers of the message to that leader. ``out`` is None while the message depends on data
     that has not arrived yet.
@@ -162,7 +162,7 @@ def interrupts(error: BaseException) -> bool:
 
 
 class Leaves(Exception):
-    """Another thread of this process is closing the member."""
+    """Raised when another thread of this process closes the member during a step."""
 
 
 class ExchangeStep:

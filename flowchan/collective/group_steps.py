@@ -43,7 +43,7 @@ Higher numbers identify functions that all members run.
 
 
 class GroupSteps(Moving, Starting):
-    """Argument checks and steps of each operation, shared by groups on one host and on several."""
+    """Base class of groups on one or several hosts, with the argument checks and steps of each operation."""
 
     name: str
     _failure: BaseException | None

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Handle:
-    """Operation that was started with ``wait=False``.
+    """Handle of an operation that was started with ``wait=False``.
 
     Example:
         >>> from flowchan.collective import group
@@ -144,7 +144,7 @@ threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 
 class Starting:
-    """Methods that run an operation now or in the member's thread."""
+    """Base class of groups, with the methods that run an operation now or in the member's thread."""
 
     _later: Later | None
 

@@ -276,7 +276,7 @@ def _channel(end: In[Any] | Channel[Any]) -> Channel[Any]:
 
 
 class SharedMember(Protocol):
-    """Methods that messages need from a member of a single-host group.
+    """Methods of a single-host group's member that this module calls.
 
     ``_ranks`` lists the ranks that errors show.
     """

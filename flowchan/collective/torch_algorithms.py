@@ -53,7 +53,7 @@ _Ended = Callable[[float], bool]
 
 
 class StuckBackend(Exception):
-    """The backend has not noticed that a member is lost."""
+    """Raised when the backend does not notice that a member is lost."""
 
 
 def check(name: str) -> None:

@@ -98,7 +98,7 @@ class Orders:
 
 
 class _PortNames(NamedTuple):
-    """Names of the channels behind a worker's ports."""
+    """Names of the channels for each port of a worker."""
 
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
@@ -107,7 +107,7 @@ class _PortNames(NamedTuple):
 
 @dataclass
 class _Worker:
-    """Worker on this host.
+    """Worker on this host, with its channels and ports.
 
     Attributes:
         start: Command that started the worker.

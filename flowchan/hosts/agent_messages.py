@@ -22,7 +22,7 @@ from flowchan.run.worker.logs import Logged
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start this worker.
+    """Command to start a worker.
 
     Attributes:
         stream: Number of the worker's stream on the link.
@@ -65,7 +65,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Recover:
-    """Recover the items of this worker, whose process died.
+    """Command to recover the items of a worker whose process died.
 
     ``blame`` is true if the worker's item may have killed the process.
     """
@@ -76,7 +76,7 @@ class Recover:
 
 @dataclass(frozen=True, slots=True)
 class NewMembership:
-    """Pass ``membership``, in the gang's next group, to this waiting worker of an elastic gang."""
+    """Command to pass ``membership``, in the gang's next group, to a waiting worker of an elastic gang."""
 
     worker: WorkerId
     membership: Any
@@ -84,21 +84,21 @@ class NewMembership:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close the ports of this worker, whose process died after reporting that it was done."""
+    """Command to close the ports of a worker whose process died after it had reported that it was done."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Release all resources of this worker."""
+    """Command to release all resources of a worker."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Send this message back.
+    """Command to send this message back.
 
     Its return shows the driver that all earlier reports from workers have arrived.
     """
@@ -108,7 +108,7 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """Return this message with ``at`` set to the time on the agent's monotonic clock, in nanoseconds.
+    """Command to return this message, with ``at`` set to the agent's monotonic clock in nanoseconds.
 
     ``asked`` is the time at which the driver sent it, on the driver's clock.
     """
@@ -119,14 +119,14 @@ class ClockReading:
 
 @dataclass(frozen=True, slots=True)
 class AskWaits:
-    """Report what all workers wait for."""
+    """Command to report which workers wait, and for which channels."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class AskStacks:
-    """Send each of these workers' Python stack in a ``WrittenStack``."""
+    """Command to send the Python stack of each of these workers in a ``WrittenStack``."""
 
     number: int
     workers: tuple[WorkerId, ...]
@@ -134,7 +134,7 @@ class AskStacks:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The run is over: end all remaining workers and the agent."""
+    """Command to end all remaining workers and the agent, because the run is over."""
 
 
 Command = (
@@ -155,7 +155,7 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """The host lacks these modules, so the worker was not started."""
+    """Report that a worker was not started, because the host lacks these modules."""
 
     worker: WorkerId
     modules: tuple[str, ...]
@@ -163,7 +163,7 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class PeerEnded:
-    """This worker's process has ended, and all its reports have been sent."""
+    """Report that a worker's process has ended. All its own reports have been sent before."""
 
     worker: WorkerId
     exit: ProcessExit

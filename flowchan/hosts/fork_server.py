@@ -73,7 +73,7 @@ class _Agent:
 
 
 class _Order:
-    """Description of a new process."""
+    """Requested process. ``launch_fd`` is a file that describes it."""
 
     def __init__(self, launch_fd: int, stderr: int) -> None:
         self._launch_fd, self._stderr = launch_fd, stderr

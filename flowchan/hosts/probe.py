@@ -49,7 +49,7 @@ PIECE = bytes(1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Description of a host.
+    """Result of a probe: whether the host is usable, and what it provides.
 
     Attributes:
         host: Host's name.

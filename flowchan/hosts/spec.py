@@ -28,7 +28,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 
 class Spec(NamedTuple):
-    """Parsed text form of a pool."""
+    """Provider and options of a pool, parsed from its text form."""
 
     provider: Provider
     peer_timeout: float

@@ -21,7 +21,7 @@ from flowchan.run.policy.stats import HostStats
 
 @dataclass
 class WorkerPorts:
-    """State of one worker on a link.
+    """State of a remote worker, in the driver.
 
     Attributes:
         number: Number of the worker's stream.

@@ -27,7 +27,7 @@ POLL_INTERVAL_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class JoinedClient:
-    """A client, on the server's side.
+    """Server's handle of a client that has joined.
 
     Args:
         id: Number of the client, from 1.

@@ -50,7 +50,7 @@ class Cancel:
 
 
 class CallCancelled(ChannelError):
-    """The call was cancelled before it had any effect."""
+    """Reply to a call that was cancelled before it had any effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A stream carries no more items in either direction.
+    """Message that a stream carries no more items in either direction.
 
     Attributes:
         stream: Number of the stream.
@@ -97,7 +97,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class ServerClosed:
-    """The owner has closed its server.
+    """Message that the owner has closed its server.
 
     Attributes:
         why: The reason, for the message of ``Broken``.

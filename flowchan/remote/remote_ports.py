@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class RemotePort:
-    """Local side of a port that is open at the owner.
+    """Local side of a port that this process has opened at the owner of a channel.
 
     The local side consists of a ring, the user's end and the link's end.
 

@@ -112,7 +112,7 @@ def meet(
 
 
 class PendingHandshake:
-    """Connection whose peer has not proved yet that it knows the secret.
+    """Handshake in progress: a connection whose peer has not proved yet that it knows the secret.
 
     No method blocks: ``receive_step()`` takes only data that has arrived.
     """

@@ -115,7 +115,7 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 
 class Termination(KeyboardInterrupt):
-    """SIGTERM arrived where it acts like Ctrl-C."""
+    """Raised instead of ``KeyboardInterrupt`` when SIGTERM arrives where it acts like Ctrl-C."""
 
     signal = signal.SIGTERM
 

@@ -30,7 +30,7 @@ Accept = Callable[[float], tuple[socket.socket, dict[str, Any]]]
 
 
 class RendezvousEnded(Exception):
-    """The rendezvous has ended; ``why`` is the reason.
+    """Raised when the rendezvous has ended; ``why`` is the reason.
 
     If ``refused`` is true, its members can never form a group.
     """

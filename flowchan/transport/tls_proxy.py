@@ -27,7 +27,7 @@ PARENT_CHECK_MS = 500  # milliseconds between checks of a parent without a pidfd
 
 
 class ProxyFailed(Exception):
-    """The connection could not be encrypted; the message says why."""
+    """Raised when the connection cannot be encrypted; the message says why."""
 
 
 def context(pem: str) -> ssl.SSLContext:

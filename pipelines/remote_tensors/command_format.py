@@ -53,7 +53,7 @@ class Payload:
 
 
 class TemplateSpec(NamedTuple):
-    """Describe the commands of one template to a node.
+    """Description of one template's commands, which is sent to the node.
 
     Attributes:
         operation: Name of the operator with its overload, such as ``aten::add.Tensor``.

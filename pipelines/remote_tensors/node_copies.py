@@ -35,7 +35,7 @@ log = logging.getLogger("flowchan.remote_tensors")
 
 
 class Reach(NamedTuple):
-    """Describe how hosts reach the program, based on the options of their pool.
+    """Description of how hosts reach the program, based on the options of their pool.
 
     Attributes:
         at: Address of the program.
@@ -57,7 +57,7 @@ class Reach(NamedTuple):
 
 
 class NodePlace(NamedTuple):
-    """Describe how other nodes reach a node.
+    """Description of how other nodes reach a node.
 
     Attributes:
         id: Identity of the node.
@@ -175,7 +175,7 @@ class Outbox:
 
 
 class Senders:
-    """Inboxes of other nodes."""
+    """Inboxes of other nodes, to which this node can send tensors."""
 
     def __init__(self) -> None:
         self._peers: dict[str, Outbox] = {}

@@ -28,7 +28,7 @@ from flowchan.pipelines.remote_tensors.remote_streams import (
 
 
 class RemoteModule:
-    """The module ``torch.remote``."""
+    """Implementation of the module ``torch.remote``."""
 
     Stream, Event, device, stream = RemoteStream, RemoteEvent, DeviceContext, StreamContext
     current_stream = default_stream = staticmethod(current_stream)

@@ -45,7 +45,7 @@ The program has twice this overhead, because it works at both ends of the pipe.
 
 
 class Cut:
-    """Choice of a module's parts, which several threads can share.
+    """Decides where to cut a module into parts. Several threads can share this object.
 
     ``counts`` is the number of layers in each part, or the number of parts. If only the number of parts is
     given, the parts first have equal numbers of layers. The first batch then determines the cut that makes

@@ -97,7 +97,7 @@ class PartWorker:
 
 @dataclass(slots=True)
 class Batch:
-    """Batch in flight.
+    """Batch in flight, with the outputs that have arrived.
 
     ``sizes`` are the sample counts of its micro-batches. ``values`` are the outputs of the micro-batches,
     except those whose numbers are in ``missing``.

@@ -259,7 +259,7 @@ def _run_in_child(answer: Connection, function: Callable[..., Any], args: tuple[
 
 
 class Gate:
-    """A barrier for peers of any kind.
+    """A barrier for threads, forked processes and separate programs.
 
     Each peer calls ``arrive()``, and the test calls ``open()``. After all peers have arrived, they continue.
     The gate consists of two eventfds, which threads and forked processes share and separate programs inherit.

@@ -145,7 +145,7 @@ class ScriptedCrew(CrewPart):
 
 
 class ScriptedChannels(RunChannels):
-    """Channels of a run, as scripted values.
+    """Channels of a run whose state a test sets.
 
     Attributes:
         plan: The plan of the run.

@@ -29,7 +29,7 @@ OLDER_LIBCS = {
 
 
 class Wrong(Exception):
-    """A file of the release is wrong; the message says why."""
+    """Raised if a file of the release is wrong; the message says why."""
 
 
 def digest(path: Path) -> str:

@@ -20,7 +20,7 @@ COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "zig")
 
 
 class NotHere(Exception):
-    """This machine lacks a requirement of a step; the message names it."""
+    """Raised if this machine lacks a requirement of a step; the message names the requirement."""
 
 
 def command(*words: str | Path, env: Mapping[str, str] | None = None) -> str:

@@ -127,7 +127,7 @@ def _reached(
 
 @dataclass(frozen=True)
 class Place:
-    """Address where a group met.
+    """Address where a group met, and where its survivors can meet again.
 
     ``number`` counts how many times the original group has shrunk.
     """

@@ -26,7 +26,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Receives:
-    """Receives that run while their caller sends.
+    """Receive operations that run while their caller sends.
 
     Receives from one source run one at a time, and so do receives that accept any source. A receive that
     accepts any source may get a message for which another receive, from that sender only, is waiting. The two

@@ -19,7 +19,7 @@ _is_profiling: Any = torch._C._autograd._profiler_enabled
 
 
 class OperationTimeout(TimeoutError, dist.DistBackendError):
-    """An operation of a process group exceeded the group's timeout.
+    """Raised when an operation of a process group exceeds the group's timeout.
 
     After the timeout of a collective, the group is unusable. As in other backends, the error is a
     ``RuntimeError``.

@@ -68,7 +68,7 @@ class _Forward(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """Inputs of a forward pass that will be recomputed."""
+    """Inputs that are kept to recompute a forward pass."""
 
     passed: Passed
     seed: int
