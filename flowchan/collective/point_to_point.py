@@ -199,7 +199,8 @@ class Messages:
             over = died or (ended if len(ended) == len(others) else set())
             opened = self._opened(others)
             wait = 0.0 if over else remaining()
-            # Some members have neither ended nor opened a channel, so their first message may still arrive.
+            # Poll if some members have neither ended nor opened a channel, because their first message may
+            # still arrive.
             if not others.keys() <= opened.keys() | ended:
                 wait = POLL_INTERVAL_S if wait is None else min(POLL_INTERVAL_S, wait)
             if (found := self._from_one(opened, opened.keys() - ended, wait)) is not None:

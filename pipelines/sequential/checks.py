@@ -415,7 +415,7 @@ def check_shapes(module: nn.Sequential, micro: Any, dim: int = 0) -> list[float]
     name the layer. If a layer cannot run on ``meta``, the check ends without an error.
     """
     samples = batch_size(micro, dim=dim)
-    for size in (samples, samples + 1):  # the second size rules out that the first one matches by coincidence
+    for size in (samples, samples + 1):  # two sizes, because one could match by coincidence
         counts = _check_run(module, mapped(partial(_without_numbers, size, dim), micro), size, dim)
     return [count / size for count in counts] if any(counts) else None
 

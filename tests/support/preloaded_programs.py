@@ -104,7 +104,7 @@ class _Program(subprocess.Popen[Any]):
         streams = [number if end == -1 else end for number, end in enumerate(ends)]
         arguments, cwd, env, session = (told[name] for name in ("args", "cwd", "env", "start_new_session"))
         self.pid = self._template.start(arguments[1:], cwd, env, session, streams)
-        self._handle = os.pidfd_open(self.pid)  # valid, because no other process reaps this one
+        self._handle = os.pidfd_open(self.pid)  # no other process reaps it, so the pid is valid
         self._close_pipe_fds(*(told[f"{pipe}{end}"] for pipe, end in PIPE_ENDS))
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
