@@ -16,15 +16,15 @@ from typing import Any
 from benchmarks.harness import Effort, Report, Result, Row, at_most, in_words
 
 ISOLATES = (
-    "One node, a process on this machine with one compute thread; for copies between nodes, two. "
-    "Operations on 64 × 64 float32 values are issued many times, and the results are dropped. The figure "
-    "of an operation is the CPU time of the calling thread, or of all threads of the program, until the "
-    "node has finished all commands. For `rpc.remote`, the arguments are two RRefs, and the worker "
-    "applies the operation to their local values. Monarch runs in its own Python if `MONARCH_PYTHON` "
-    "names one; without Monarch, its rows are missing. The local program includes the kernels. Copies are "
-    "timed by the clock: each is read once per page where it arrives, as is the memory copy, whose pages "
-    "are already allocated. The network of the training step has the layers 64-128-10 and a batch of 32. "
-    "Each round starts new processes."
+    "There is one node, or two for copies between nodes. A node is a process on this machine with one "
+    "compute thread. Operations on 64 × 64 float32 values are issued many times, and the results are "
+    "dropped. The figure of an operation is a CPU time, either of the calling thread or of all threads of "
+    "the program. The measurement ends when the node has finished all commands. For `rpc.remote`, the "
+    "arguments are two RRefs, and the worker applies the operation to their local values. Monarch runs in "
+    "its own Python if `MONARCH_PYTHON` names one; without Monarch, its rows are missing. The local "
+    "program includes the kernels. Copies are timed by the wall clock. The receiver reads each copy once "
+    "per page. The memory copy is read in the same way, and its pages are already allocated. The network "
+    "of the training step has the layers 64-128-10 and a batch of 32. Each round starts new processes."
 )
 MICROSECOND = 1e-6
 PYTHON_S, NATIVE_S, ITEM_S = 8 * MICROSECOND, 3 * MICROSECOND, 60 * MICROSECOND
