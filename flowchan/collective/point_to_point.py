@@ -334,7 +334,7 @@ class SameHostPeer:
     def _show(self) -> Out[Any]:
         """Create and publish the channel.
 
-        If Ctrl-C interrupts the call before that, the next send publishes it.
+        If Ctrl-C interrupts the call before the channel is published, the next send publishes it.
         """
         with self._lock:
             if self._made is None:

@@ -155,7 +155,7 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """Report that a worker was not started, because the host lacks these modules."""
+    """Reports that a worker was not started, because the host lacks these modules."""
 
     worker: WorkerId
     modules: tuple[str, ...]
@@ -163,7 +163,7 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class PeerEnded:
-    """Report that a worker's process has ended. All its own reports have been sent before."""
+    """Reports that a worker's process has ended. All its own reports have been sent before."""
 
     worker: WorkerId
     exit: ProcessExit

@@ -80,7 +80,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Message that a stream carries no more items in either direction.
+    """Announces that a stream carries no more items in either direction.
 
     Attributes:
         stream: Number of the stream.
@@ -97,7 +97,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class ServerClosed:
-    """Message that the owner has closed its server.
+    """Announces that the owner has closed its server.
 
     Attributes:
         why: The reason, for the message of ``Broken``.

@@ -352,7 +352,7 @@ class ClientSession:
         )
 
     def _do_room(self, channel: Channel[Any], stream: int) -> tuple[int, bool, int]:
-        """Return the room for this client's items.
+        """Return how many items the client may put into the channel in total.
 
         Returns:
             The total number of items that the client may put, whether the channel has ended, and its total

@@ -89,8 +89,8 @@ def meet(
         that encrypts the data (``tls.py``) and ends when the socket is closed.
 
     Raises:
-        Refused: The peer does not know the secret, sends nothing, or uses another protocol. The message, one
-            line, contains the peer's address.
+        Refused: The peer does not know the secret, sends nothing, or uses another protocol. The message is
+            one line, which contains the peer's address.
     """
     try:
         pending = PendingHandshake(sock, handshake(secret, hello, dialled=dialled, tls=tls), timeout)

@@ -188,7 +188,10 @@ def _layers(
 
 
 def lstm(inputs: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
-    """Run ``aten::lstm.input``. Use oneDNN where torch uses it on a CPU; otherwise go step by step."""
+    """Run ``aten::lstm.input``.
+
+    Use oneDNN where torch uses it on a CPU; otherwise, compute each step separately.
+    """
     biases, layers, dropout, train, both, batch_first = options
     hidden = (hx[0], hx[1])
     projections = hx[0].size(2) != hx[1].size(2)

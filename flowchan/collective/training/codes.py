@@ -18,7 +18,7 @@ from flowchan.items.text import shown
 
 
 class Code(Protocol):
-    """Methods of a user-defined code that compresses gradients.
+    """Interface of a user-defined code, which compresses gradients.
 
     Encoded values are pickled and may differ in size.
 
