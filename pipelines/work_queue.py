@@ -336,7 +336,7 @@ def workqueue(name: str | None = None, capacity: int = 64, across: Across = "thr
             also be sent to other hosts, where the name is not valid.
 
     Returns:
-        The queue. Its attribute ``creator`` is True if this call created the queue.
+        The queue, whose attribute ``creator`` is True if this call created it.
 
     Raises:
         TimeoutError: Another process has claimed the name, but did not publish its queue within 10 seconds.

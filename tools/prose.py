@@ -60,8 +60,10 @@ class Hit(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Rule for sentences. Its ``pattern`` is searched for in each sentence, after code has been replaced with
-    ``CODE``."""
+    """Rule for sentences.
+
+    A sentence breaks it if ``pattern`` matches, after code has been replaced with ``CODE``.
+    """
 
     pattern: re.Pattern[str]
     rule: str

@@ -56,8 +56,8 @@ def draw(blueprint: Blueprint, path: str | os.PathLike[str]) -> Path:
 
     Args:
         blueprint: Graph to draw.
-        path: Path of the file. Its suffix selects the format: .svg, .png and .pdf are rendered by Graphviz;
-            .dot and .mmd (Mermaid) are text and need no renderer.
+        path: Path of the file, whose suffix selects the format. Graphviz renders .svg, .png and .pdf; .dot
+            and .mmd (Mermaid) are text and need no renderer.
 
     Returns:
         The path of the file.

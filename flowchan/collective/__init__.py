@@ -79,8 +79,8 @@ def group(
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
-        ValueError: An argument is out of range, only one of ``size`` and ``at`` is given, or the members
-            cannot learn the port.
+        ValueError: An argument is out of range, or only one of ``size`` and ``at`` is given. Also if ``at``
+            contains port 0, but this member cannot publish or learn the actual port.
         TimeoutError: Some members did not arrive in time, or rank 0 is unreachable.
         OSError: Rank 0 cannot listen on ``at``.
         GroupError: The launcher's variables are wrong, two members have the same rank, or ``FLOWCHAN_AT`` or

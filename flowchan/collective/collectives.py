@@ -161,7 +161,7 @@ class Collectives(GroupSteps):
         """Combine the arrays of all members, and return this member's part of the result.
 
         Args:
-            x: Array or tensor. Its first dimension is divided into ``size`` equal parts; rank i gets part i
+            x: Array or tensor, whose first dimension is divided into ``size`` equal parts. Rank i gets part i
                 of the result.
             op: Name of the operation, as in :meth:`allreduce`.
             out: Array for this member's part (default: a new one).

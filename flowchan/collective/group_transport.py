@@ -19,7 +19,7 @@ from flowchan.transport.tcp import Listener, accept_waiting
 class GroupTransport(Protocol):
     """Interface of a transport between hosts, for :func:`register_transport`.
 
-    Its sockets must be operating-system stream sockets, such as ``AF_UNIX`` or ``AF_VSOCK`` sockets, or
+    The sockets must be operating-system stream sockets, such as ``AF_UNIX`` or ``AF_VSOCK`` sockets, or
     sockets connected through a proxy. Other protocols need a thread that copies bytes to and from one end of
     ``socket.socketpair()``. ``ssl.SSLSocket`` is not allowed, because it cannot send parts of several buffers
     at once.

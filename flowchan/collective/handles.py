@@ -100,7 +100,7 @@ class Later:
         return Handle(future)
 
     def settle(self, timeout: float | None) -> None:
-        """Wait until all started operations have ended. Their handles raise their errors."""
+        """Wait until all started operations have ended. The handles of these operations raise any errors."""
         if self._last is not None:
             try:
                 self._last.exception(timeout)

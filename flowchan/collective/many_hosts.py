@@ -150,7 +150,7 @@ class LinkedGroup(Group):
     def _part(self, key: Any, name: str, timeout: float | None) -> Group | None:
         """Form the subgroup of the members with this member's key.
 
-        Its members on the same host share memory.
+        Members of the subgroup on the same host share memory.
         """
         remaining = countdown(timeout)
         part = self._on_node(
@@ -391,7 +391,7 @@ class LinkedGroup(Group):
         """Run a step in the node. If it fails, the leader reports the error to the other hosts.
 
         If the ``first`` step finds that members made different calls, the group stays usable. In a later
-        step, other hosts have already completed the operation. Their messages could no longer be matched to
+        step, other hosts have already completed the operation. Messages could no longer be matched to
         operations, so the group fails.
         """
         if self._failure is not None:

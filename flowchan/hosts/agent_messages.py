@@ -27,7 +27,7 @@ class Start:
     Attributes:
         stream: Number of the worker's stream on the link.
         info: Description of the worker, which its code can query.
-        stage: Its pickled stage.
+        stage: Pickled stage of the worker.
         modules: Modules that the pickle refers to and that the host may lack.
         suspicion: Earlier deaths that may be due to the worker's first item.
         inputs: Channels of its input ports. The rings behind the ports outlive the worker's process.
@@ -100,7 +100,7 @@ class Release:
 class Echo:
     """Command to send this message back.
 
-    Its return shows the driver that all earlier reports from workers have arrived.
+    The returned message shows the driver that all earlier reports from workers have arrived.
     """
 
     number: int

@@ -30,7 +30,8 @@ class WorkerPorts:
         process_ended: True if its process has ended and not been replaced.
         failed: True if it has reported a failure.
         blame: True if the item that the worker held may have killed the worker.
-        ended: Its report that it has ended. Until ``finished`` is true, its last outputs may be in transit.
+        ended: The worker's report that it has ended. Until ``finished`` is true, its last outputs may be in
+            transit.
         finished: True if all its outputs have arrived.
         kill_by: Time by which its agent must have killed it.
     """

@@ -23,7 +23,7 @@ CLOSED_HERE = "this process has closed its connection to their owner"
 
 
 class Unanswered(Exception):
-    """The owner has not replied in time. Its reply will go to ``late``."""
+    """Raised when the owner has not replied in time. A late reply will go to ``late``."""
 
 
 def is_transient(error: BaseException) -> bool:

@@ -200,7 +200,7 @@ class RemoteChannel(Channel[T]):
             port.close()
 
     def abort(self, cause: BaseException | None = None) -> None:
-        """Break the channel for all users. Their calls raise ``Broken`` with ``cause`` as its cause."""
+        """Break the channel for all users. Calls of all users then raise ``Broken`` from ``cause``."""
         if cause is not None and not isinstance(cause, BaseException):
             raise TypeError(f"abort: cause must be an exception or None, got {cause!r}")
         if (report := hears_aborts.get()) is not None:

@@ -75,7 +75,8 @@ def reach(
         The connection, the peer's hello, and the IP address of this host in the connection.
 
     Raises:
-        OSError: No attempt succeeded in time. Its cause is the error of the last complete attempt.
+        OSError: No attempt succeeded in time. The cause of this error is the error of the last complete
+            attempt.
     """
     give_up = time.monotonic() + within
     backoff, wait, absent = Backoff(), threading.Event(), False

@@ -93,7 +93,7 @@ def append_result(results: MutableSequence[T], call: Callable[..., T], *args: An
 
     An interrupt takes effect either before the call, or once its result is in ``results``. The caller
     therefore always knows what the call received or sent. To acquire a lock, call this in a ``try`` block
-    with ``lock.acquire``. Its ``finally`` clause then releases the lock if the list contains True.
+    with ``lock.acquire``. The ``finally`` clause then releases the lock if the list contains True.
     """
     results.extend(itertools.starmap(call, (args,)))
 

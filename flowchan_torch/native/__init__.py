@@ -1,8 +1,8 @@
 """Compile the C++ files of remote tensors against the installed torch, on first use.
 
 The compiled files are stored in torch's extension folder: ``TORCH_EXTENSIONS_DIR``, or
-``~/.cache/torch_extensions`` by default. Their names depend on the source and on the versions of torch and
-Python. Without a compiler, :func:`load` returns None and logs the reason once.
+``~/.cache/torch_extensions`` by default. The names of these files depend on the source and on the versions of
+torch and Python. Without a compiler, :func:`load` returns None and logs the reason once.
 """
 
 from __future__ import annotations

@@ -208,8 +208,8 @@ class Children:
 
         Args:
             timeout: Seconds to wait for all members (default: no limit).
-            into: Maps numbers of members to arrays or tensors to fill (default: none). Their dtypes and
-                shapes must match the values.
+            into: Maps numbers of members to arrays or tensors to fill (default: none). The dtypes and shapes
+                must match the values.
 
         Returns:
             A dict that maps the number of each member to its value.

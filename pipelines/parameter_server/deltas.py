@@ -49,7 +49,7 @@ def changed_units(old: memoryview, new: memoryview) -> Any:
     """Return a NumPy bit array with one bit per unit. A bit is 1 if the unit has changed.
 
     Args:
-        old: The old block. Its size must be a multiple of 16 bytes.
+        old: The old block, whose size must be a multiple of 16 bytes.
         new: The new block, with the same size.
     """
     import numpy as np

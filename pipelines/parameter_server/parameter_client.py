@@ -372,7 +372,10 @@ class ParameterClient(RowClient):
         return PullHandle(lambda: self._copied(names=names), self._taken)
 
     def _taken(self, pulled: tuple[int, Any], out: Any) -> Any:
-        """Return the result of a prefetch. Its version becomes the client's last pulled version."""
+        """Return the result of a prefetch.
+
+        The version of the result becomes the client's last pulled version.
+        """
         self._pulled, found = pulled
         return found if out is None else self._filled(found, out)
 

@@ -301,7 +301,7 @@ class WeightsReader:
         overwrites all of its weights.
 
         Args:
-            model: The ``nn.Module`` or mapping to overwrite, on any device. Its names, dtypes and shapes must
+            model: The ``nn.Module`` or mapping to overwrite, on any device. The names, dtypes and shapes must
                 match the weights (default: :attr:`values`).
             timeout: Maximum seconds to wait for ``at_least`` and for a trainer on another machine (default:
                 no limit).

@@ -157,7 +157,10 @@ class NodeClient:
         self._put((self.id, "template", id, pickle.dumps(spec)))
 
     def remember(self, templates: dict[Any, Any], key: Any) -> None:
-        """Record where a template is stored. Discard all templates if there are too many."""
+        """Record where a template is stored, so that it can be discarded.
+
+        Discard all templates if there are too many.
+        """
         self._remembered.append((templates, key))
         if len(self._remembered) > MAX_TEMPLATES:
             self.forget()

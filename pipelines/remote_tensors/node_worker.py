@@ -259,7 +259,7 @@ class Node:
     # --- messages ---
 
     def on_template(self, client: str, table: ClientTable, id: int, data: bytes) -> None:
-        """Add a template. Its commands fail if this node does not have the operator."""
+        """Add a template. Commands of the template fail if this node does not have the operator."""
         spec = pickle.loads(data)
         try:
             function = compiled(spec, self.device)

@@ -6,7 +6,7 @@ from flowchan import FlowchanError
 
 
 class RemoteError(FlowchanError):
-    """A remote operation failed. Its ``__cause__`` is the exception that the node raised.
+    """Raised when a remote operation has failed. ``__cause__`` is the exception that the node raised.
 
     The message contains the node's traceback and the line of the program that issued the operation.
 

@@ -1,6 +1,6 @@
 """Run calls of a pipe whose outputs require grad.
 
-For autograd, all parts together are one function of the input and of all parameters. Its backward pass runs
+For autograd, all parts together are one function of the input and of all parameters. The backward pass runs
 through the parts in reverse, micro-batch by micro-batch.
 
     batch ──split──> [part 0] ──> [part 1] ──> … ──> outputs ──join──> y      y = pipe(x)
@@ -306,7 +306,7 @@ class _Passage:
 class _Parts(torch.autograd.Function):
     """Autograd function of all inputs and parameters, which runs all parts.
 
-    Its output is an empty CPU tensor, the token, from which :class:`_Outputs` creates the output tensors.
+    The output is an empty CPU tensor, the token, from which :class:`_Outputs` creates the output tensors.
     Autograd therefore runs the backward pass in the thread that called ``backward()``. For a CUDA tensor,
     autograd would use its only thread for that device. The thread would wait for workers whose own backward
     passes need the same thread.

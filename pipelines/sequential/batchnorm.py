@@ -43,7 +43,7 @@ class Moments:
 
 
 def moments(x: Tensor) -> Moments:
-    """Compute the moments of a batch norm layer's input. Its dimension 1 is the channel dimension."""
+    """Compute the moments of a batch norm layer's input, in which dimension 1 is the channel dimension."""
     variance, mean = torch.var_mean(x.double(), [0, *range(2, x.dim())], correction=0)
     count = x.numel() // x.shape[1]
     return Moments(count, mean, variance * count)
@@ -52,7 +52,7 @@ def moments(x: Tensor) -> Moments:
 class DeferredBatchNorm:
     """Deferred updates of the running statistics in a module's batch norm layers.
 
-    In a :meth:`deferring` block, the layers do not update their statistics. Their inputs are accumulated
+    In a :meth:`deferring` block, the layers do not update their statistics. The inputs are accumulated
     instead, and :meth:`commit` updates the statistics once, with all inputs.
     """
 

@@ -111,7 +111,7 @@ def called(module: nn.Sequential, value: Any) -> Any:
 def may_write(module: nn.Module) -> bool:
     """Return True if the module may change its input in place.
 
-    A torch layer that has parameters and no hooks does not change its input. Its output is new memory, which
+    A torch layer that has parameters and no hooks does not change its input. The output is new memory, which
     later layers may change. Every other layer is assumed to change its input.
     """
     while isinstance(module, nn.Sequential) and len(module) and not module._forward_pre_hooks:

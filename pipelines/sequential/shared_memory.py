@@ -1,6 +1,6 @@
 """Put parameters and buffers into memory that the program shares with the processes of its parts.
 
-The program owns the parameters. Its optimizer, ``load_state_dict``, ``tensor.data`` and wrappers that reduce
+The program owns the parameters. The optimizer, ``load_state_dict``, ``tensor.data`` and wrappers that reduce
 gradients all change the program's tensors, and the processes must compute with the current values. Therefore,
 this module moves the memory of the tensors once, in place, into a memfd that each part's process maps. The
 tensors stay the same objects. Other tensors that share this memory move as well. A change is immediately
@@ -89,7 +89,7 @@ def _move(storage: Any, tensors: list[Tensor], place: Any) -> None:
 
 
 class _Block(mmap.mmap):
-    """Memory block of this process. Its address identifies the block until the block is unmapped.
+    """Memory block of this process. The address identifies the block until it is unmapped.
 
     A weak reference's callback would run after the memory is unmapped. In between, another thread could map a
     new block at the same address, and the callback would then close the descriptor of the new block.

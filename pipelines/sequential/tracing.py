@@ -3,11 +3,11 @@
 ``forward`` is called once with proxies for its inputs. The recorded list of operations can be cut between any
 two operations.
 
-torch's own layers stay whole. Their modes, hooks, parameters and buffers therefore behave as in the plain
-module, and so do ``eval()``, ``to()``, optimizers and ``load_state_dict``. A submodule that cannot be traced
-with proxies, because it branches on values or its operations depend on its mode, is also kept whole. The
-module is traced in both modes. If a trace fails or the two traces differ, both are repeated, and the
-innermost submodule at fault is kept whole.
+torch's own layers stay whole. The modes, hooks, parameters and buffers of these layers therefore behave as in
+the plain module, and so do ``eval()``, ``to()``, optimizers and ``load_state_dict``. A submodule that cannot
+be traced with proxies, because it branches on values or its operations depend on its mode, is also kept
+whole. The module is traced in both modes. If a trace fails or the two traces differ, both are repeated, and
+the innermost submodule at fault is kept whole.
 """
 
 from __future__ import annotations

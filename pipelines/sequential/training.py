@@ -277,7 +277,7 @@ class Training:
         layers that draw random numbers, also save ``torch.get_rng_state()``.
 
         Returns:
-            A dictionary. Its keys are ``"module"`` (a ``state_dict``), ``"parts"`` (the number of layers in
+            A dictionary. The keys are ``"module"`` (a ``state_dict``), ``"parts"`` (the number of layers in
             each part), ``"steps"``, ``"optimizer"`` (the class name), and ``"optimizers"`` (a ``state_dict``
             per part). The entry of a part without parameters is ``None``. ``"parts"`` is ``None`` until the
             first batch has determined the cut.

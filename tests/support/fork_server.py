@@ -30,8 +30,8 @@ def started(file: str, given: socket.socket, *arguments: str, **environment: str
 class ForkingProgram:
     """A running program: ``file`` from this folder.
 
-    Its first argument is the descriptor for orders. ``close()`` waits for all its children to end, and then
-    ends the program.
+    The program's first argument is the descriptor for orders. ``close()`` waits for all its children to end,
+    and then ends the program.
     """
 
     def __init__(self, file: str, *arguments: str, **environment: str) -> None:

@@ -27,7 +27,7 @@ def script(folder: Path, text: str, name: str = "script.py") -> Path:
 def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
     """Start ``python *command`` in a new session, like a terminal would, with its output in pipes.
 
-    Its environment is the tests' environment, updated by ``env``.
+    The program gets the tests' environment, updated by ``env``.
     """
     pipe: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     env = os.environ | {"PYTHONUNBUFFERED": "1"} | options.pop("env", {})

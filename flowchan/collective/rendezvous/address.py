@@ -65,7 +65,7 @@ def meet_at(
 
     If ``rank`` is None, the order of arrival decides: the first member to listen on ``at`` is rank 0.
     ``host`` identifies the host (default: detected). Rank 0 calls ``publish`` once it listens. Raise
-    ``ValueError`` if the other members cannot learn the port.
+    ``ValueError`` if the other members cannot learn which port rank 0 has picked.
     """
     _, port = split(at)
     if port == 0 and size > 1 and (rank != 0 or publish is None):

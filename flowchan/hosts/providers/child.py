@@ -28,8 +28,8 @@ class AgentProcess:
     """Child process through which an agent runs.
 
     The child runs in a new session, so Ctrl-C in a terminal does not end it; the driver decides when to end
-    it. Its output is relayed line by line, prefixed with the host's name. The signal ``kill_by`` makes the
-    child end the agent.
+    it. The child's output is relayed line by line, prefixed with the host's name. The signal ``kill_by``
+    makes the child end the agent.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class Provider(Protocol):
             The address, without a port.
 
         Raises:
-            HostError: No address was found. Its ``host`` is set if the error concerns only one host.
+            HostError: No address was found. ``host`` of the error is set if it concerns only one host.
         """
 
     def start(self, number: int, launch: Launch) -> StartedAgent:
@@ -82,7 +82,7 @@ class Provider(Protocol):
             launch: Description of the agent.
 
         Returns:
-            The agent. Its ``ended()`` reports an unreachable host.
+            The agent, whose ``ended()`` reports an unreachable host.
 
         Raises:
             HostError: The cause of the failure is on this machine.

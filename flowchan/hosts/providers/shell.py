@@ -56,7 +56,7 @@ def explainer(
         remedy: Advice if Python is missing or lacks flowchan.
         unreached: Explains why the script did not run at all.
         cut_off: Returns the reason if something outside the script has certainly ended the agent, otherwise
-            None. Its second argument is true if the script reported the agent's end.
+            None. The second argument is true if the script reported the agent's end.
 
     Returns:
         The function.
