@@ -175,7 +175,7 @@ class Channel(_core.Channel[T]):
 
     Raises:
         ValueError: An argument is out of range, or ``across`` is unknown.
-        TypeError: An argument has the wrong type or an unknown name.
+        TypeError: An argument has the wrong type, or its name is unknown.
         OSError: The machine lacks memory or file descriptors.
         RuntimeError: gevent or eventlet has replaced Python's threads.
 

@@ -78,7 +78,7 @@ def group(
         This member. Use it as a context manager, or close it.
 
     Raises:
-        TypeError: An argument has the wrong type or an unknown name.
+        TypeError: An argument has the wrong type, or its name is unknown.
         ValueError: An argument is out of range, or only one of ``size`` and ``at`` is given. Also if ``at``
             contains port 0, but this member cannot publish or learn the actual port.
         TimeoutError: Some members did not arrive in time, or rank 0 is unreachable.

@@ -133,7 +133,7 @@ class Blueprint(General):
             The stream. Put items into ``run[stream]``.
 
         Raises:
-            TypeError: An argument has the wrong type or an unknown name.
+            TypeError: An argument has the wrong type, or its name is unknown.
             ValueError: ``capacity`` is less than 1.
 
         Example:
@@ -261,7 +261,7 @@ class Blueprint(General):
             max_bytes: Maximum size of the file in bytes (default: 1,000,000,000).
 
         Raises:
-            TypeError: An argument has the wrong type or an unknown name.
+            TypeError: An argument has the wrong type, or its name is unknown.
             ValueError: No stage reads a channel with this name, or not all workers share the channel. The
                 path cannot be written, or a limit is out of range.
 

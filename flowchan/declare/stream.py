@@ -319,7 +319,7 @@ class Stream(StreamEnd[T_co]):
             The stream of lists.
 
         Raises:
-            TypeError: An argument has the wrong type or an unknown name.
+            TypeError: An argument has the wrong type, or its name is unknown.
             ValueError: ``size``, ``timeout`` or an option is out of range.
 
         Example:
@@ -439,7 +439,7 @@ class Stream(StreamEnd[T_co]):
             stream, failed and late items go there. Otherwise the first one ends the run.
 
         Raises:
-            TypeError: An argument has the wrong type or an unknown name.
+            TypeError: An argument has the wrong type, or its name is unknown.
             ValueError: An argument is out of range.
 
         Example:

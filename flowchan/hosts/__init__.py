@@ -41,7 +41,7 @@ def local(count: int, *, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False
         The pool. Its agents start when a graph that uses the pool starts.
 
     Raises:
-        TypeError: An argument has the wrong type or an unknown name.
+        TypeError: An argument has the wrong type, or its name is unknown.
         ValueError: ``count`` is less than 1, or ``peer_timeout`` is not a positive finite number.
 
     Example:
@@ -78,7 +78,7 @@ def ssh(
         The pool. Its agents start when a graph that uses the pool starts.
 
     Raises:
-        TypeError: An argument has the wrong type or an unknown name.
+        TypeError: An argument has the wrong type, or its name is unknown.
         ValueError: No host is given, a number of cores is less than 1, or another argument is out of range.
 
     Example:
@@ -106,7 +106,7 @@ def slurm(*, address: str | None = None, peer_timeout: float = PEER_TIMEOUT_S, t
         The pool. Its agents start when a graph that uses the pool starts.
 
     Raises:
-        TypeError: An argument has the wrong type or an unknown name.
+        TypeError: An argument has the wrong type, or its name is unknown.
         ValueError: ``peer_timeout`` is not a positive finite number.
 
     Example:
@@ -143,7 +143,7 @@ def ray(
         The pool. Its agents start when a graph that uses the pool starts.
 
     Raises:
-        TypeError: An argument has the wrong type or an unknown name.
+        TypeError: An argument has the wrong type, or its name is unknown.
         ValueError: ``count`` is less than 1, or ``peer_timeout`` is not a positive finite number.
 
     Example:

@@ -93,7 +93,7 @@ def serve(
         peer_timeout: Seconds without a message from this program after which clients give up (default: 10).
 
     Raises:
-        TypeError: An argument has the wrong type or an unknown name.
+        TypeError: An argument has the wrong type, or its name is unknown.
         ValueError: An argument is out of range.
 
     Example:

@@ -32,7 +32,7 @@ def connect(address: str, secret: bytes, *, timeout: float = 10.0, tls: bool = F
 
     Raises:
         HostError: The listener did not accept this program in time, for example because the secrets differ.
-        TypeError: An argument has the wrong type or an unknown name.
+        TypeError: An argument has the wrong type, or its name is unknown.
         ValueError: ``address`` is not an address, or ``secret`` is too short.
 
     Example:
@@ -78,7 +78,7 @@ def listen(address: str, secret: bytes, *, tls: bool = False) -> SocketListener:
     Raises:
         OSError: This machine cannot listen on the address.
         ImportError: The package for TLS is not installed.
-        TypeError: An argument has the wrong type or an unknown name.
+        TypeError: An argument has the wrong type, or its name is unknown.
         ValueError: ``address`` is not an address, or ``secret`` is too short.
 
     Example:

@@ -293,7 +293,7 @@ def _busy(events: Iterable[TimelineEvent]) -> float:
 
 
 def _peak(events: Iterable[TimelineEvent], sizes: Sequence[float] | None = None) -> float:
-    """Return the largest number of micro-batches between their forward and backward passes.
+    """Return the largest number of micro-batches that wait for their backward pass at the same time.
 
     If ``sizes`` is given, each micro-batch counts with the size of its part.
     """

@@ -170,7 +170,7 @@ class TorchDevice:
             address, handle = self._driver.allocate(index, size)
         except OSError:
             try:
-                cuda.empty_cache()  # rarely needed, because it waits for the device
+                cuda.empty_cache()  # frees cached memory; this waits for the device, but is rarely needed
                 address, handle = self._driver.allocate(index, size)
             except OSError as error:
                 raise ArenaFull(str(error)) from error
