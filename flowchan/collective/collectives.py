@@ -35,8 +35,8 @@ class Collectives(GroupSteps):
                 ``"xor"``. For values other than arrays, it may also be a function of two values, which rank 0
                 runs for all members.
             out: Array for the result, with the element type and size of ``x``; ``x`` then stays unchanged.
-            timeout: Seconds; None means no limit.
-            wait: False returns a :class:`Handle` at once.
+            timeout: Seconds to wait; None means no limit.
+            wait: If False, return a :class:`Handle` at once.
 
         Returns:
             ``out`` if given, otherwise ``x`` if it is an array or tensor, otherwise the combined value.
@@ -65,8 +65,8 @@ class Collectives(GroupSteps):
             x: Array or tensor of the same type and shape on all members, or any other value on ``root``. On
                 members other than ``root``, the array is overwritten.
             root: Rank of the member that sends its value (default 0).
-            timeout: Seconds; None means no limit.
-            wait: False returns a :class:`Handle` at once.
+            timeout: Seconds to wait; None means no limit.
+            wait: If False, return a :class:`Handle` at once.
 
         Returns:
             ``x`` if it is an array or tensor, otherwise the value from ``root``.
@@ -84,8 +84,8 @@ class Collectives(GroupSteps):
         """Wait until all members have called ``barrier``.
 
         Args:
-            timeout: Seconds; None means no limit.
-            wait: False returns a :class:`Handle` at once.
+            timeout: Seconds to wait; None means no limit.
+            wait: If False, return a :class:`Handle` at once.
 
         Returns:
             None, or a :class:`Handle` with ``wait=False``.
@@ -107,8 +107,8 @@ class Collectives(GroupSteps):
                 must be an array or tensor with its element type.
             out: Where to put the result: one array with ``size`` times the elements of ``x``, or a list of
                 one array per member.
-            timeout: Seconds; None means no limit.
-            wait: False returns a :class:`Handle` at once.
+            timeout: Seconds to wait; None means no limit.
+            wait: If False, return a :class:`Handle` at once.
 
         Returns:
             ``out`` if given, otherwise the list of values in rank order.
@@ -138,8 +138,8 @@ class Collectives(GroupSteps):
             xs: Values to send; ``xs[i]`` goes to rank i.
             out: Arrays to receive into, one per member. All of ``xs`` must then be arrays of the same element
                 type.
-            timeout: Seconds; None means no limit.
-            wait: False returns a :class:`Handle` at once.
+            timeout: Seconds to wait; None means no limit.
+            wait: If False, return a :class:`Handle` at once.
 
         Returns:
             The list of received values in rank order.
@@ -165,8 +165,8 @@ class Collectives(GroupSteps):
                 of the result.
             op: Name of the operation, as in :meth:`allreduce`.
             out: Array for this member's part (default: a new one).
-            timeout: Seconds; None means no limit.
-            wait: False returns a :class:`Handle` at once.
+            timeout: Seconds to wait; None means no limit.
+            wait: If False, return a :class:`Handle` at once.
 
         Returns:
             This member's part of the result.
@@ -201,8 +201,8 @@ class Collectives(GroupSteps):
             root: Rank of the member that gets the result (default 0).
             op: Operation, as in :meth:`allreduce`.
             out: Array for the result on ``root``.
-            timeout: Seconds; None means no limit.
-            wait: False returns a :class:`Handle` at once.
+            timeout: Seconds to wait; None means no limit.
+            wait: If False, return a :class:`Handle` at once.
 
         Returns:
             The result on ``root``, and None on the other members.
@@ -228,8 +228,8 @@ class Collectives(GroupSteps):
         Args:
             x: Any value. The shapes of arrays and tensors may differ between members.
             root: Rank of the member that gets the list (default 0).
-            timeout: Seconds; None means no limit.
-            wait: False returns a :class:`Handle` at once.
+            timeout: Seconds to wait; None means no limit.
+            wait: If False, return a :class:`Handle` at once.
 
         Returns:
             On ``root``, the list of values in rank order; None on the other members.
@@ -252,8 +252,8 @@ class Collectives(GroupSteps):
         Args:
             xs: On ``root``, one value for each member; ``xs[i]`` goes to rank i. None on the other members.
             root: Rank of the sender (default 0).
-            timeout: Seconds; None means no limit.
-            wait: False returns a :class:`Handle` at once.
+            timeout: Seconds to wait; None means no limit.
+            wait: If False, return a :class:`Handle` at once.
 
         Returns:
             The value for this member.
@@ -292,8 +292,8 @@ class Collectives(GroupSteps):
         Args:
             value: Value of this member.
             fn: Function of two values, which may modify its first argument.
-            timeout: Seconds; None means no limit.
-            wait: False returns a :class:`Handle` at once.
+            timeout: Seconds to wait; None means no limit.
+            wait: If False, return a :class:`Handle` at once.
 
         Returns:
             The result, and the number of members that contributed.

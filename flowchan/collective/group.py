@@ -111,7 +111,7 @@ class Group(Collectives):
         Args:
             x: Any value.
             to: Rank of another member.
-            timeout: Seconds; None means no limit.
+            timeout: Seconds to wait; None means no limit.
 
         Raises:
             MemberDied: The receiver is gone. The error is :class:`MemberLeft` if it closed the group.
@@ -144,8 +144,8 @@ class Group(Collectives):
         Args:
             source: Rank of another member.
             out: Array with the same type and number of elements, to fill and return.
-            timeout: Seconds; None means no limit.
-            wait: False returns a :class:`Handle` at once. The handle receives only while its ``wait`` or
+            timeout: Seconds to wait; None means no limit.
+            wait: If False, return a :class:`Handle` at once. The handle receives only while its ``wait`` or
                 ``done`` runs. Receives from the same member stay in order.
 
         Returns:
@@ -194,7 +194,7 @@ class Group(Collectives):
         If Ctrl-C interrupts the call, the value is not lost: a later call returns it.
 
         Args:
-            timeout: Seconds; None means no limit.
+            timeout: Seconds to wait; None means no limit.
 
         Returns:
             The value and the rank of its sender.
@@ -265,7 +265,7 @@ class Group(Collectives):
         Args:
             key: Members with equal keys form a group, in the same order as before.
             name: Name of the new groups, for messages.
-            timeout: Seconds; None means no limit.
+            timeout: Seconds to wait; None means no limit.
 
         Returns:
             This process's member of its new group, or None if ``key`` is None. On rank 0 of each new group,
@@ -313,7 +313,7 @@ class Group(Collectives):
 
         Args:
             name: Name of the new group (default: the name of this one).
-            timeout: Seconds; None means no limit.
+            timeout: Seconds to wait; None means no limit.
 
         Returns:
             This process's member of the new group.

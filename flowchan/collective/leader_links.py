@@ -105,7 +105,7 @@ class Links(Connections):
             call: This leader's call, to compare with the calls of the other leaders.
             out: Returns the parts of the message for a host.
             into: Returns memory for the data from a host, or None for new memory (default).
-            timeout: Seconds; None means no limit.
+            timeout: Seconds to wait; None means no limit.
 
         Returns:
             The data from each host.

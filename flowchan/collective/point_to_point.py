@@ -252,7 +252,7 @@ def take(again: list[Any], channel: Any, timeout: float | None, use: Use) -> Any
     Args:
         again: Messages to return before the messages in the channel.
         channel: A channel or port.
-        timeout: Seconds; None means no limit.
+        timeout: Seconds to wait; None means no limit.
         use: Called with the message.
 
     Returns:

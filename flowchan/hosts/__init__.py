@@ -69,8 +69,8 @@ def ssh(
             ``{"gpu1": 8, "gpu2": 16}``, also sets the number of cores that workers may use on each host, for
             :meth:`Pool.dealt`. Otherwise, hosts report this number when it is needed.
         python: Python executable on the hosts, with flowchan installed.
-        address: Address, without a port, at which the hosts can reach this machine (default: the one that the
-            kernel uses on its route to them).
+        address: Address, without a port, at which the hosts can reach this machine (default: its
+            address on the route to them).
         peer_timeout: An agent and its workers end after this many seconds without a message from the program.
         tls: Encrypt and authenticate the traffic with TLS.
 
@@ -97,8 +97,8 @@ def slurm(*, address: str | None = None, peer_timeout: float = PEER_TIMEOUT_S, t
     """Make a pool with one agent on each node of this program's Slurm allocation.
 
     Args:
-        address: Address, without a port, at which the nodes can reach this machine (default: the one that the
-            kernel uses on its route to them).
+        address: Address, without a port, at which the nodes can reach this machine (default: its
+            address on the route to them).
         peer_timeout: An agent and its workers end after this many seconds without a message from the program.
         tls: Encrypt and authenticate the traffic with TLS.
 
@@ -134,8 +134,8 @@ def ray(
         count: Number of agents to start, at least 1.
         resources: Resources that each agent reserves on its node, by their names in Ray (default: one
             ``"CPU"``).
-        address: Address, without a port, at which the nodes can reach this machine (default: the one that the
-            kernel uses on its route to them).
+        address: Address, without a port, at which the nodes can reach this machine (default: its
+            address on the route to them).
         peer_timeout: An agent and its workers end after this many seconds without a message from the program.
         tls: Encrypt and authenticate the traffic with TLS.
 

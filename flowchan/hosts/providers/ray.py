@@ -326,8 +326,8 @@ def ray(count: int, *, resources: Mapping[str, float] | None = None, address: st
         count: Number of agents to start, at least 1.
         resources: Resources that each agent reserves on its node, by their names in Ray (default: one
             ``"CPU"``).
-        address: Address, without a port, at which the nodes can reach this machine (default: the one that the
-            kernel uses on its route to them).
+        address: Address, without a port, at which the nodes can reach this machine (default: its
+            address on the route to them).
 
     Returns:
         The provider.

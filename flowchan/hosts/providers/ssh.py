@@ -104,8 +104,8 @@ def ssh(*hosts: str | Mapping[str, int], python: str = "python3", address: str |
         hosts: Hosts as ``ssh`` accepts them: ``"gpu1"``, ``"user@gpu2"``. Alternatively one mapping, which
             also sets each host's number of cores; otherwise, hosts report it when it is needed.
         python: Python executable on the hosts, with flowchan installed: ``~/venv/bin/python``.
-        address: Address, without a port, at which the hosts can reach this machine (default: the one that the
-            kernel uses on its route to them).
+        address: Address, without a port, at which the hosts can reach this machine (default: its
+            address on the route to them).
 
     Returns:
         The provider.
