@@ -36,7 +36,7 @@ It exceeds the default, because the agents of a process take turns and may start
 
 @dataclass(frozen=True)
 class Simulated:
-    """Provider of a pool of simulated hosts."""
+    """Provider that starts agents on simulated hosts."""
 
     count: int
 

@@ -72,7 +72,7 @@ def _refresh(reader: WeightsReader, go_on: Channel[int], refreshed: Channel[int]
 
 
 def _delta(weights: Weights, trained: dict[str, Any]) -> Result:
-    """Return the size of a delta as a percentage of the size of the weights."""
+    """Return the size of a delta in percent of the weights' size."""
     reader = weights.reader()
     reader._source = dataclasses.replace(reader._source, machine="another machine")
     reader.refresh()

@@ -72,8 +72,8 @@ def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any
 def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> str:
     """Describe the first pair of ranks whose sizes differ; return an empty string if there is none.
 
-    ``sizes`` contains two lists for each rank: the number of bytes that it sends to each rank, and the number
-    that it expects from each.
+    For each rank, ``sizes`` contains two lists. One lists how many bytes the rank sends to each rank, the
+    other how many it expects.
     """
     for source, to in itertools.product(range(len(sizes)), repeat=2):
         given, room = sizes[source][0][to], sizes[to][1][source : source + 1]

@@ -71,8 +71,8 @@ def times_between(quick: float, large: float) -> Times:
 def least(exchanges: Sequence[float]) -> float:
     """Return the shortest exchange time, given the times of consecutive exchanges.
 
-    If one side starts later, it finds the data of every second exchange already there, and waits twice as
-    long in the next one. Consecutive exchanges are therefore averaged in pairs.
+    If one side starts later, the data of every second exchange has already arrived there. That side then
+    waits twice as long in the next exchange. Consecutive exchanges are therefore averaged in pairs.
     """
     return min(first + second for first, second in itertools.pairwise(exchanges)) / 2
 

@@ -42,7 +42,7 @@ class Push(NamedTuple):
         rule: Name of the rule, or a packed function.
         scale: Factor that multiplies the values.
         values: Tensors by name, or the packed object.
-        rows: Ids of the rows of each table; None for whole tensors.
+        rows: Ids of the pushed rows, by table; None for whole tensors.
         size: Size of the values in bytes.
     """
 

@@ -345,9 +345,9 @@ class Sequential(nn.Module):
                 adds to the ``grad`` of the module's parameters, for your own optimizer.
             schedule: ``"gpipe"``, ``"1f1b"`` or ``"zbh1"`` with one part per worker, ``"interleaved"`` with
                 several, ``"zbv"`` or ``"dualpipev"`` with two. Your own schedule is text with one line per
-                worker, or a function of worker, workers, parts and chunks that returns steps or a line.
-                ``None``: ``"dualpipev"`` if ``parts`` is a number and each part can be cut in two, else
-                ``"1f1b"``.
+                worker, or a function. The function takes worker, workers, parts and chunks, and returns steps
+                or a line. ``None``: ``"dualpipev"`` if ``parts`` is a number and each part can be cut in two,
+                else ``"1f1b"``.
             workers: Number of workers; ``None``: the number that the schedule needs.
             recompute: Recompute activations in the backward pass; ``None``: as in the pipe.
             clip: Maximum norm of all gradients together; ``None``: no clipping.

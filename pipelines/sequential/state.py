@@ -107,7 +107,10 @@ Numbers = list[tuple[int, Tensor]]
 
 
 class SyncedTensors:
-    """One side of the synchronisation of tensors. Initially, the tensors are equal on both sides."""
+    """One side that keeps tensors synchronised with another process.
+
+    Initially, the tensors are equal on both sides.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)

@@ -91,7 +91,7 @@ class LocalServer:
     """Server that answers requests until it is closed.
 
     Args:
-        name: Prefix of the names of the server's threads.
+        name: Prefix for the names of the server's threads.
         routes: Function for each path. Paths omit the leading slash and the token; the root is an empty path.
         port: Port to listen on; 0 chooses a free port.
         with_token: True to require a random token as the first part of all paths.

@@ -28,9 +28,10 @@ Optimizers = Callable[[list[Tensor]], Optimizer]
 class Assignment:
     """Settings that a worker receives when it starts.
 
-    ``own_process`` means that the worker runs in a process, possibly on one of ``hosts`` other hosts, and not
-    on a thread of the program. ``trains`` and all later fields are only for training. Only the worker of the
-    last part has a ``loss``. ``optimizer`` is ``None`` if the program has its own optimizer.
+    If ``own_process`` is true, the worker runs in a process, possibly on one of ``hosts`` other hosts.
+    Otherwise, it runs on a thread of the program. ``trains`` and all later fields are only for training. Only
+    the worker of the last part has a ``loss``. ``optimizer`` is ``None`` if the program has its own
+    optimizer.
     """
 
     worker: int
@@ -114,7 +115,7 @@ class Forward(NamedTuple):
     """Command to compute the outputs of a call.
 
     ``keeps_graph`` means that a backward pass may follow. For each of the worker's parts, ``modes`` lists
-    whether each module is in training mode and whether each parameter requires grad; ``None`` means no
+    whether each module is in training mode and whether each parameter requires grad. ``None`` means no
     change. ``dropped`` lists the calls whose graphs are no longer needed.
     """
 
