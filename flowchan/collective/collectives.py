@@ -286,8 +286,9 @@ class Collectives(GroupSteps):
         """Combine the values of all members that still contribute one, using a function of two values.
 
         The function is applied to each leaf of nested dictionaries, lists and tuples, in rank order. Rank 0
-        runs it for all members; if it raises, all members raise. If ``fn`` is ``min`` or ``max``, or ``add``,
-        ``mul``, ``and_``, ``or_`` or ``xor`` from ``operator``, each member runs it, which saves a step.
+        runs the function for all members; if the function raises, all members raise. If ``fn`` is ``min`` or
+        ``max``, or ``add``, ``mul``, ``and_``, ``or_`` or ``xor`` from ``operator``, each member runs it,
+        which saves a step.
 
         Args:
             value: Value of this member.

@@ -164,7 +164,7 @@ def host_for(
 
 
 def together(agents: Sequence[AgentHandle], streams: Mapping[WorkerId, WorkerPorts | None]) -> Waits:
-    """Combine the agents' reports on which threads of these streams' workers wait."""
+    """Combine what the agents report about waiting threads in the workers of these streams."""
     reading: Counter[str] = Counter()
     writing: Counter[str] = Counter()
     states = {agent.number: agent.link.state() for agent in agents}

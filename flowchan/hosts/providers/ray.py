@@ -43,7 +43,7 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Ray:
-    """One agent on each of ``count`` different nodes that have these ``resources`` (Ray's names) free."""
+    """Provider of one agent on each of ``count`` different Ray nodes that have these ``resources`` free."""
 
     count: int
     resources: tuple[tuple[str, float], ...] = ()
