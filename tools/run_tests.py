@@ -5,6 +5,8 @@ usage: run_tests.py [--large WHICH] [--ignore FOLDER]... [PYTEST OPTIONS] [--fil
 The files are dealt out in groups. Each group runs in one pytest process, several processes at a time. A
 process thus collects only its own files, and its forks copy little memory. A group never mixes files that
 load large libraries with others. Groups become smaller towards the end, so that all processes end together.
+The processes are forks of a program that has already imported pytest, flowchan and, for files that need it,
+torch.
 
 After all groups have ended, each failed test runs once more in its own pytest process. A test that fails in
 both runs fails the whole run. A test that passes alone does not fail the run, but is listed with its duration
@@ -29,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -38,19 +40,26 @@ from typing import IO, Any
 
 import psutil
 
+Popen = Callable[..., subprocess.Popen[Any]]
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.append(str(TESTS))
 from support.long_files import LONG_FILES  # noqa: E402
 from support.optional_packages import loads_large  # noqa: E402
-from support.preloaded_programs import TORCH, SharedTemplate  # noqa: E402
+from support.preloaded_programs import TORCH, SharedTemplate, Template  # noqa: E402
 
 # This is more than two cores can run at once, because tests wait for about half of the time. A test that
 # hangs ends its process.
 SIDE_BY_SIDE = 5
-LEAST_BYTES = 80_000
+LEAST_BYTES = 50_000
 """Size of the last groups. The size of a file is a rough measure of the time that its tests take."""
 MOST = 20
 """Maximum number of failed tests to run again. More failures are due to a change, not to load."""
+SMALL = ("pytest", "psutil", "cloudpickle", "numpy", "flowchan.hosts", "flowchan.pipelines")
+IMPORTED = {
+    "without": SMALL,
+    "with": (*SMALL, "torch", "flowchan.pipelines.sequential"),
+}
+"""Modules that each group would import. pytest's plugins are missing, because it rewrites them on import."""
 END_WITHIN_S = 20.0
 """Seconds that interrupted pytest processes have for their teardown."""
 PASSED, FAILED, NO_TESTS = 0, 1, 5
@@ -145,7 +154,7 @@ def groups(files: list[str]) -> Iterator[list[str]]:
     group: list[str] = []
     for file in others:
         group.append(file)
-        if sum(sizes[one] for one in group) >= max(left / (2 * SIDE_BY_SIDE), LEAST_BYTES):
+        if sum(sizes[one] for one in group) >= max(left / (3 * SIDE_BY_SIDE), LEAST_BYTES):
             left -= sum(sizes[one] for one in group)
             yield group
             group = []
@@ -161,17 +170,17 @@ class Processes:
         self._running: list[subprocess.Popen[bytes]] = []
         self._ends = False
 
-    def call(self, command: list[str], output: IO[bytes]) -> int:
-        """Run a command and return its exit status; run nothing after ``end()``."""
+    def call(self, start: Popen, arguments: list[str], output: IO[bytes]) -> int:
+        """Run ``python *arguments`` and return its exit status; run nothing after ``end()``."""
         with self._starting:
             if self._ends:
                 return -signal.SIGKILL
-            process = subprocess.Popen(
-                command,
+            process = start(
+                *arguments,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                process_group=0,  # Ctrl-C must reach it only once, through end()
+                start_new_session=True,  # Ctrl-C must reach it only once, through end()
             )
             self._running.append(process)
         status = process.wait()
@@ -184,11 +193,12 @@ class Processes:
             self._ends = True
         running, family = list(self._running), set(descendants())
         give_up = time.monotonic() + END_WITHIN_S
-        with contextlib.suppress(RunInterrupted, subprocess.TimeoutExpired):
+        with contextlib.suppress(RunInterrupted):
             for process in running:
-                process.send_signal(signal.SIGINT)
-            for process in running:
-                process.wait(max(0.0, give_up - time.monotonic()))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGINT)
+            while self._running and time.monotonic() < give_up:  # other threads wait for these processes
+                time.sleep(0.02)
         for left in family | set(descendants()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
@@ -209,31 +219,45 @@ def interrupt(number: int, _: object) -> None:
     raise RunInterrupted(number)
 
 
-def pytest_run(*arguments: str) -> tuple[int, dict[str, Any] | None, str]:
+def new_program(*arguments: str, **options: Any) -> subprocess.Popen[Any]:
+    return subprocess.Popen([sys.executable, *arguments], **options)
+
+
+def pytest_run(start: Popen, *arguments: str) -> tuple[int, dict[str, Any] | None, str]:
     """Run pytest; return its exit status, its outcomes and its output. The outcomes are ``None`` if pytest
     was killed before it wrote them."""
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "outcomes"
-        command = [sys.executable, "-m", "pytest", f"--outcomes={kept}", *arguments]
+        command = ["-m", "pytest", f"--outcomes={kept}", *arguments]
         output = Path(folder) / "output"  # a leftover process of a test would keep a pipe open
         with output.open("wb") as file:
-            status = processes.call(command, file)
+            status = processes.call(start, command, file)
         outcomes = json.loads(kept.read_text()) if kept.exists() else None
         return status, outcomes, output.read_text(errors="replace")
 
 
 def run_alone(test: Test, options: list[str]) -> None:
-    """Run a test in its own process."""
+    """Run a test in its own process, which imports all modules itself."""
     print(f"running once more, alone: {test.name}", flush=True)
     load = os.getloadavg()[0]
     # Drop --only-long: pytest needs all parameters of a test to find the longer ones, but collects only one
     # here.
     options = [option for option in options if option != "--only-long"]
-    status, outcomes, output = pytest_run(*options, test.name)
+    status, outcomes, output = pytest_run(new_program, *options, test.name)
     print(output, end="", flush=True)
     if outcomes is not None:
         test.alone = outcomes["in_tests"], load
         test.passed_alone = status == PASSED and outcomes["counts"]["passed"] == 1
+
+
+@contextlib.contextmanager
+def forking(*modules: str) -> Iterator[Popen]:
+    """Provide a function that starts programs as forks of a program that has imported these modules."""
+    template = Template(*modules)
+    try:
+        yield template.popen
+    finally:
+        template.kill()
 
 
 def main() -> int:
@@ -253,9 +277,17 @@ def main() -> int:
     if known.large != "without":
         runs += [("with", group) for group in groups([file for file in files if file in loading])]
     total = Total()
-    with contextlib.closing(SharedTemplate(*TORCH)) as template, ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        options = [f"--torch-programs={template.name.hex()}", *options]
-        running = [pool.submit(pytest_run, "--large", large, *options, *group) for large, group in runs]
+    with contextlib.ExitStack() as templates, ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        starts = {
+            large: templates.enter_context(forking(*IMPORTED[large])) if count > 1 else new_program
+            for large, count in Counter(large for large, _ in runs).items()
+        }
+        shared = templates.enter_context(contextlib.closing(SharedTemplate(*TORCH)))
+        options = [f"--torch-programs={shared.name.hex()}", *options]
+        running = [
+            pool.submit(pytest_run, starts[large], "--large", large, *options, *group)
+            for large, group in runs
+        ]
         try:
             for ended in as_completed(running):
                 status, outcomes, output = ended.result()

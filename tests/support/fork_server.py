@@ -24,6 +24,7 @@ def started(file: str, given: socket.socket, *arguments: str, **environment: str
         pass_fds=[given.fileno()],
         stdin=subprocess.DEVNULL,
         env={**os.environ, **environment},
+        process_group=0,  # Ctrl-C must not end it before the processes that use it
     )
 
 
@@ -57,6 +58,12 @@ class ForkingProgram:
             self._orders.send(child)
             code: int = self._orders.recv()
             return code
+
+    def kill(self) -> None:
+        """End the program, but not its children."""
+        self._program.kill()
+        self._program.wait()
+        self._orders.close()
 
     def close(self) -> None:
         self._orders.send(None)

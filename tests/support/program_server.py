@@ -16,6 +16,7 @@ import gc
 import importlib
 import multiprocessing.process
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -106,6 +107,10 @@ def become(order: Order, streams: Sequence[int]) -> None:
     arguments = warned(list(order.arguments))
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
+    if arguments[0] == "-m":
+        sys.argv[:], sys.path[0] = arguments[1:], os.getcwd()
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+        return
     if arguments[0] == "-c":
         text, file, sys.path[0] = arguments.pop(1), "<string>", ""
     else:
