@@ -28,6 +28,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
@@ -57,6 +58,14 @@ STDERR = pytest.StashKey[int]()
 WATCHDOG = pytest.StashKey[Watchdog]()
 HELD = pytest.StashKey[set[str] | None]()
 """Resources after the last test, if nothing has acquired any since then."""
+MANY = pytest.StashKey[bool]()
+"""Whether tests have loaded modules with many objects, which make garbage collections slow."""
+SLOW_COLLECTION_S = 0.01
+PEER_FILES = pytest.StashKey[set[Path]]()
+AGENT_FILES = pytest.StashKey[set[Path]]()
+"""Files whose tests have peers in a separate program, and files whose tests have agents."""
+_unmapped: list[int] = []
+"""Size of the shared and file mappings, in pages, when none of them was a memfd's."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -107,6 +116,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted(
         (item for item in items if runs[item]), key=lambda item: item.path.name not in LONG_FILES
     )
+    config.stash[PEER_FILES] = {item.path for item in items if has_peers(item)}
+    config.stash[AGENT_FILES] = {item.path for item in items if has_agents(item)}
     if not long:
         skip = pytest.mark.skip(reason="one of the longest: make soak runs it")
         for item in items:
@@ -156,6 +167,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError(
             f"a file loads {', '.join(loaded)}, but its imports do not show it (optional_packages.py)"
         )
+    exempt_from_collection()
+
+
+def exempt_from_collection() -> None:
+    """Exclude all objects that exist now, between two tests, from garbage collection."""
     gc.collect()
     gc.freeze()
 
@@ -202,18 +218,31 @@ def catches(pid: int, signum: int) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Start the program that forks a test's peers, before the check for leftovers begins."""
-    fixtures, module = getattr(item, "fixturenames", ()), getattr(item, "module", None)
-    if "spawn_peer" in fixtures or hasattr(module, "HostPeer") or hasattr(module, "PEERS"):
+    if has_peers(item) and LaunchedElsewhere.running is None:
         LaunchedElsewhere.begin()
         item.config.stash[HELD] = None
 
 
+def has_peers(item: pytest.Item) -> bool:
+    fixtures, module = getattr(item, "fixturenames", ()), getattr(item, "module", None)
+    return "spawn_peer" in fixtures or hasattr(module, "HostPeer") or hasattr(module, "PEERS")
+
+
+def has_agents(item: pytest.Item) -> bool:
+    return hasattr(getattr(item, "module", None), "local")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End that program and the fork servers before the next file, whose tests may list all processes."""
+    """End that program and the fork servers before the next file, whose tests may list all processes.
+
+    They stay if the tests in that file also use them.
+    """
     if nextitem is None or nextitem.path != item.path:
-        LaunchedElsewhere.end()
-        if seeds_of_agents():
+        stash = item.config.stash
+        if nextitem is None or nextitem.path not in stash[PEER_FILES]:
+            LaunchedElsewhere.end()
+        if seeds_of_agents() and (nextitem is None or nextitem.path not in stash[AGENT_FILES]):
             sys.modules["flowchan.hosts.providers.forked_agents"].end_seeds()
         return_free_memory()
 
@@ -313,6 +342,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a passed test that leaves a child process, thread, descriptor or shared-memory mapping behind."""
     stash = request.config.stash
+    if stash.get(MANY, False):
+        stash[MANY] = False
+        exempt_from_collection()
     before, stash[HELD] = stash.get(HELD, None) or holdings(), None
     yield
     # these resources live until the end of the file
@@ -323,7 +355,9 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     if not leftovers(before, after):
         stash[HELD] = after
         return
+    began = time.thread_time()
     gc.collect()  # an exception that pytest.raises keeps forms a cycle, which holds the test's locals
+    stash[MANY] = time.thread_time() - began > SLOW_COLLECTION_S
     with contextlib.suppress(AssertionError):  # the check below reports anything that has not ended
         # The task of a joined thread ends a moment after the join. A channel server checks dropped channels
         # later.
@@ -420,8 +454,13 @@ def descriptors() -> set[str]:
 
 
 def mappings() -> set[str]:
+    pages = Path("/proc/self/statm").read_bytes().split()
+    size = int(pages[0]) - int(pages[5])  # without the private memory, which nearly every test changes
+    if size in _unmapped:
+        return set()
     maps = Path("/proc/self/maps").read_bytes()
     if b"memfd:" not in maps:  # usually true, and saves parsing hundreds of lines
+        _unmapped[:] = [size]
         return set()
     lines = os.fsdecode(maps).splitlines()
     return {f"mapping {line.split()[0]} ({line.split()[-1]})" for line in lines if "memfd:" in line}
