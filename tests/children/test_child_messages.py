@@ -19,9 +19,9 @@ from flowchan.pipelines.children import Children, Parent
 WAIT_S = 60
 
 
-@pytest.fixture(params=["process", "pool"])
+@pytest.fixture(params=[pytest.param(on, marks=pytest.mark.alternative(on)) for on in ("process", "pool")])
 def kids(request: pytest.FixtureRequest) -> Iterator[Children]:
-    """Provide three children per placement."""
+    """Provide three children. ``make test`` uses one of the placements, and ``make soak`` uses both."""
     with children.start(3, on="process" if request.param == "process" else local(2)) as made:
         yield made
 

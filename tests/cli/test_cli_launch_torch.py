@@ -31,7 +31,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("backend", ["gloo", "flowchan"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.long), "flowchan"])
 def test_ranks_form_a_torch_process_group(tmp_path: Path, backend: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

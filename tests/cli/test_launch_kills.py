@@ -70,6 +70,7 @@ def launch_and_kill(script: Path, where: list[str], chosen: random.Random) -> No
     wait_until(lambda: not alive(mark), what=lambda: (case, alive(mark)))
 
 
+@pytest.mark.any_value
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:2"]], ids=["here", "on hosts"])
 def test_launch_reports_random_deaths_and_leaves_nothing(
     tmp_path: Path, where: list[str], long_walk: bool

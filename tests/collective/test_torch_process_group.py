@@ -146,6 +146,7 @@ ABSENT = """
 """
 
 
+@pytest.mark.any_value
 @pytest.mark.parametrize("every", [False, True])
 def test_monitored_barrier_names_absent_ranks_on_all_ranks(
     every: bool, torch_programs: Template, tmp_path: Path

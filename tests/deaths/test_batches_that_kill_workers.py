@@ -222,6 +222,7 @@ def test_async_callable_class_gets_suspect_items_one_at_a_time() -> None:
     assert any("has a new Later" in warning for warning in run.stats().warnings)
 
 
+@pytest.mark.any_value
 @pytest.mark.usefixtures("by_fork")
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
 def test_random_kills_neither_lose_nor_repeat_a_batch_item(

@@ -161,6 +161,7 @@ for file, picture in zip(files[::2], files[1::2]):
 """A program that runs ``flowchan check`` and ``flowchan viz`` on several files."""
 
 
+@pytest.mark.any_value
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_example_can_be_checked_and_drawn_without_running(
     torch_programs: Template, kind: str, tmp_path: Path

@@ -31,6 +31,7 @@ def add(a: Any, b: Any) -> Any:
     return a | b if isinstance(a, set) else a + b
 
 
+@pytest.mark.any_value
 @pytest.mark.parametrize("workers", [2, 3])
 def test_elastic_gang_continues_with_fewer_members_and_regrows(tmp_path: Path, workers: int) -> None:
     """The user's object keeps its state, and all members of every group have the same bits.
@@ -79,6 +80,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows(tmp_path: Path, w
     assert next(stage.restarts for stage in run.stats().stages if stage.name == "work") == 1
 
 
+@pytest.mark.any_value
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
 def test_elastic_gang_puts_each_output_once(tmp_path: Path, deed: Callable[[], Any], workers: int) -> None:

@@ -120,6 +120,7 @@ def run_disturbed(
     return found, disturbance
 
 
+@pytest.mark.any_value
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
 @pytest.mark.parametrize("function", [double, pairs], ids=["map", "flat_map"])
 def test_outputs_arrive_once_despite_breaks_and_deaths(
@@ -136,6 +137,7 @@ def test_outputs_arrive_once_despite_breaks_and_deaths(
     assert disturbance.done == {"cuts": 20, "agents": 4, "workers": 10}
 
 
+@pytest.mark.any_value
 @pytest.mark.parametrize("elastic", [False, True], ids=["", "elastic"])
 def test_gang_and_allreduce_outputs_arrive_once_despite_deaths(
     elastic: bool, monkeypatch: pytest.MonkeyPatch

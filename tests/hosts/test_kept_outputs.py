@@ -83,6 +83,7 @@ def test_small_items_and_items_for_the_program_pass_through_driver():
     assert result[large] == [make(number) for number in range(4)]
 
 
+@pytest.mark.any_value
 @pytest.mark.parametrize("ordered", [True, False])
 def test_items_of_killed_hosts_are_recreated_exactly_once(tmp_path: Path, ordered: bool):
     graph, pool = Graph("deaths"), local(3)

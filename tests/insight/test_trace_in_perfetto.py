@@ -153,7 +153,7 @@ graph.run(trace=sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("name", ["out.json", "out.json.gz"])
+@pytest.mark.parametrize("name", [pytest.param("out.json", marks=pytest.mark.long), "out.json.gz"])
 def test_perfetto_opens_trace_of_killed_program(
     perfetto: tuple[Browser, str], tmp_path: Path, name: str
 ) -> None:

@@ -85,6 +85,7 @@ def test_inconsistent_pull_reads_once_and_may_mix_versions(monkeypatch: pytest.M
         assert (found["a"][0], found["b"][0]) == (0, 2)
 
 
+@pytest.mark.any_value
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("on", ["thread", "process"])
 def test_reader_processes_see_whole_versions_in_ascending_order(on: str, shards: int) -> None:

@@ -46,6 +46,7 @@ def push_and_check(client: Any, worker: int) -> list[int]:
     return versions
 
 
+@pytest.mark.any_value
 @pytest.mark.parametrize("shards", [1, 2])
 def test_s1_clients_on_hosts_push_and_pull_whole_versions(shards: int) -> None:
     with ParameterServer(tensors(), shards=shards) as server:

@@ -31,6 +31,7 @@ def run(programs: Template, text: str, on: str = "process") -> Any:
     return programs.run("-c", START + text, on, start_new_session=True)
 
 
+@pytest.mark.any_value
 @pytest.mark.parametrize("on", ["process", "hosts"])
 def test_program_that_ends_reports_an_unseen_failure_once(torch_programs: Template, on: str) -> None:
     found = run(torch_programs, "x.index_select(0, torch.tensor([7], device=nodes[0]))", on)

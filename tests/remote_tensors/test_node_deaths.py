@@ -298,6 +298,7 @@ def workers_of_agents() -> list[psutil.Process]:
     return [worker for agent in agents_of(psutil.Process()) for worker in agent.children()]
 
 
+@pytest.mark.any_value
 @pytest.mark.parametrize("victim", ["worker", "agent"])
 def test_killed_node_on_a_host_raises_node_died(victim: str) -> None:
     with contextlib.suppress(NodeDied), RemoteNodes(2, on=hosts.local(2, peer_timeout=2.0)) as nodes:

@@ -1,12 +1,12 @@
 """Choose a few combinations of a test's parameters. ``--long`` runs all of them.
 
-A test with the marker ``each_pair`` keeps enough combinations to cover each pair of values of any two
-parameters. A test with the marker ``each_value``, or with several parameters and more than ``MOST``
-combinations, keeps enough combinations to cover each value of each parameter. A test that runs under every
-start method of processes keeps either ``forkserver`` or ``spawn``, because each takes seconds. Parameters can
-have the marker ``alternative(value)``. One of these values is drawn for each test, and parameters with
-another value do not run. The choice depends only on the names of the test and its parameters, so all
-processes of a run make the same choice.
+A test with the marker ``any_value`` keeps one combination. A test with the marker ``each_pair`` keeps enough
+combinations to cover each pair of values of any two parameters. A test with the marker ``each_value``, or
+with several parameters and more than ``MOST`` combinations, keeps enough combinations to cover each value of
+each parameter. A test that runs under every start method of processes keeps either ``forkserver`` or
+``spawn``, because each takes seconds. Parameters can have the marker ``alternative(value)``. One of these
+values is drawn for each test, and parameters with another value do not run. The choice depends only on the
+names of the test and its parameters, so all processes of a run make the same choice.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Iterable
 
 import pytest
 
-MARKERS = {"each_value": 1, "each_pair": 2}
+MARKERS = {"any_value": 0, "each_value": 1, "each_pair": 2}
 """Number of parameters to combine, by marker."""
 ALTERNATIVE = "alternative"
 COSTLY = ("forkserver", "spawn")
-MOST = 6
+MOST = 3
 """Unmarked tests with several parameters run all their combinations if there are at most this many."""
 
 
