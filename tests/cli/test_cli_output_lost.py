@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,12 @@ ARGUMENTS = {
     "peek": ["recorded.rec"],
 }
 
-commands = pytest.mark.parametrize("command", ARGUMENTS)
+EXPECTED = {
+    "no reader": (141, ""),
+    "full": (1, "flowchan: can't write to standard output: No space left on device\n"),
+    "closed": (0, ""),
+}
+"""Exit code and errors of a command, by the state of its standard output."""
 
 
 def ended(command: str, folder: Path, **streams: Any) -> tuple[int, str]:
@@ -39,23 +46,26 @@ def ended(command: str, folder: Path, **streams: Any) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@commands
-def test_command_ends_quietly_if_its_output_pipe_has_no_reader(command: str, tmp_path: Path) -> None:
-    reads, writes = os.pipe()
-    os.close(reads)
+@contextlib.contextmanager
+def streams(output: str) -> Iterator[dict[str, Any]]:
+    """Provide the options of ``subprocess.run`` for a program whose standard output is in this state."""
+    if output == "closed":
+        yield {"preexec_fn": lambda: os.close(1)}
+        return
+    if output == "full":
+        writes = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reads, writes = os.pipe()
+        os.close(reads)
     try:
-        assert ended(command, tmp_path, stdout=writes) == (141, "")
+        yield {"stdout": writes}
     finally:
         os.close(writes)
 
 
-@commands
-def test_command_reports_that_the_output_device_is_full(command: str, tmp_path: Path) -> None:
-    with open("/dev/full", "wb") as full:
-        code, said = ended(command, tmp_path, stdout=full)
-    assert (code, said) == (1, "flowchan: can't write to standard output: No space left on device\n")
-
-
-@commands
-def test_command_works_if_standard_output_is_closed(command: str, tmp_path: Path) -> None:
-    assert ended(command, tmp_path, preexec_fn=lambda: os.close(1)) == (0, "")
+@pytest.mark.each_value
+@pytest.mark.parametrize("output", EXPECTED)
+@pytest.mark.parametrize("command", ARGUMENTS)
+def test_command_that_loses_its_output_ends_as_documented(command: str, output: str, tmp_path: Path) -> None:
+    with streams(output) as lost:
+        assert ended(command, tmp_path, **lost) == EXPECTED[output]

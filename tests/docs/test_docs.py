@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import os
@@ -32,9 +33,26 @@ def has_code(page: Path) -> bool:
     return any(block.language in ("python", "sh") for block in blocks(page.read_text()))
 
 
+def needs_torch(page: Path) -> bool:
+    return any("torch" in block.text for block in blocks(page.read_text()))
+
+
+WITH_TORCH = " with torch"
 FOLDERS = ("howto", "from", "explanation", "appendix", "groups", "sequential")
-TOGETHER = {name: sorted((DOCS / name).glob("*.md")) for name in FOLDERS}
-"""Short pages; those in one folder run in the same process."""
+TOGETHER = {
+    folder + suffix: pages
+    for folder in FOLDERS
+    for suffix in ("", WITH_TORCH)
+    if (
+        pages := [
+            page
+            for page in sorted((DOCS / folder).glob("*.md"))
+            if needs_torch(page) == (suffix == WITH_TORCH)
+        ]
+    )
+}
+"""Short pages. Those in one folder run in the same process, but those that need torch run in another one,
+because its forks are slow."""
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(DOCS.glob("*.md")),
@@ -64,12 +82,20 @@ def execute(programs: Template, directory: Path, *pages: Path) -> subprocess.Com
     return programs.run(EXECUTE, *pages, cwd=directory, env={**os.environ, "PATH": path})
 
 
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Template]:
+    """Provide the template that runs programs without torch."""
+    with contextlib.closing(Template("flowchan.hosts", "flowchan.pipelines")) as template:
+        yield template
+
+
 @pytest.mark.parametrize("pages", RUNS)
 def test_code_on_a_page_prints_the_stated_output(
-    torch_programs: Template, pages: str, tmp_path: Path
+    programs: Template, torch_programs: Template, pages: str, tmp_path: Path
 ) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    done = execute(torch_programs, tmp_path, *RUNS[pages])
+    used = torch_programs if any(map(needs_torch, RUNS[pages])) else programs
+    done = execute(used, tmp_path, *RUNS[pages])
     assert done.returncode == 0, done.stderr
 
 
@@ -86,10 +112,10 @@ def test_code_on_a_page_prints_the_stated_output(
     ids=["text", "comment", "unmentioned", "exception", "command", "name of another block"],
 )
 def test_page_with_failing_code_or_wrong_output_is_rejected(
-    torch_programs: Template, page: str, tmp_path: Path
+    programs: Template, page: str, tmp_path: Path
 ) -> None:
     (tmp_path / "page.md").write_text(page)
-    assert execute(torch_programs, tmp_path, tmp_path / "page.md").returncode != 0
+    assert execute(programs, tmp_path, tmp_path / "page.md").returncode != 0
 
 
 def test_samples_that_start_processes_have_a_main_guard() -> None:

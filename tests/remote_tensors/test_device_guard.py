@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support import scripts
 from support.optional_packages import optional
+from support.preloaded_programs import Template
 
 torch = optional("torch")
 
@@ -20,13 +21,19 @@ COMPILER = os.environ.get("CXX", "g++")
 pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="needs a C++ compiler")
 
 
+def output(programs: Template, *command: object) -> str:
+    ended = programs.run(*command)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
 def outcomes(count: int) -> str:
     return f"{{'equal': {count - count // 10}, 'refused': {count // 10}}} fork 0\n"
 
 
-def test_failing_passes_do_not_affect_other_passes(long_walk: bool) -> None:
+def test_failing_passes_do_not_affect_other_passes(torch_programs: Template, long_walk: bool) -> None:
     count = 10_000 if long_walk else 300
-    assert in_any_order(scripts.run_python(PROGRAM, str(count))) == outcomes(count)
+    assert in_any_order(output(torch_programs, PROGRAM, count)) == outcomes(count)
 
 
 def in_any_order(text: str) -> str:
@@ -50,8 +57,8 @@ except Closed as error:
 """
 
 
-def test_pass_over_closed_nodes_raises() -> None:
-    assert "the nodes were closed" in scripts.run_python("-c", CLOSED)
+def test_pass_over_closed_nodes_raises(torch_programs: Template) -> None:
+    assert "the nodes were closed" in output(torch_programs, "-c", CLOSED)
 
 
 THREADS = """
@@ -76,8 +83,8 @@ with RemoteNodes(3) as nodes:
 """
 
 
-def test_thread_runs_passes_of_nodes_that_started_later() -> None:
-    assert scripts.run_python("-c", THREADS) == ("[3.0, 3.0] 3\n[3.0, 3.0] 3\n[2.0, 2.0] remote:3 4\n")
+def test_thread_runs_passes_of_nodes_that_started_later(torch_programs: Template) -> None:
+    assert output(torch_programs, "-c", THREADS) == ("[3.0, 3.0] 3\n[3.0, 3.0] 3\n[2.0, 2.0] remote:3 4\n")
 
 
 WITHOUT_COMPILER = """
@@ -91,14 +98,13 @@ with RemoteNodes(2) as nodes:
 """
 
 
-def test_nodes_work_without_a_compiler(tmp_path: Path) -> None:
-    env = {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    with scripts.start("-c", WITHOUT_COMPILER, env=env) as process:
-        out, err = process.communicate()
-    assert (process.returncode, out) == (0, "[3.0, 3.0]\n")
+def test_nodes_work_without_a_compiler(torch_programs: Template, tmp_path: Path) -> None:
+    env = os.environ | {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    ended = torch_programs.run("-c", WITHOUT_COMPILER, env=env)
+    assert (ended.returncode, ended.stdout) == (0, "[3.0, 3.0]\n")
     for name in ("device_guard.cpp", "command_path.cpp"):
-        assert err.count(f"remote tensors do not use {name}, so ") == 1
-    assert "'no-such-compiler'" in err
+        assert ended.stderr.count(f"remote tensors do not use {name}, so ") == 1
+    assert "'no-such-compiler'" in ended.stderr
 
 
 ASSERTIONS = ("-O1", "-g1", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS")

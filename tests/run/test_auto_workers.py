@@ -173,7 +173,7 @@ def test_run_can_end_during_a_decision(decide: Any) -> None:
 def test_stopping_or_aborting_while_scaling_leaves_no_workers(on: Any, end: str, decide: Any) -> None:
     decide(lambda scaler, stats: {"work": 1 + stats.stages[1].workers % 4})
     graph = Graph("auto")
-    graph.source(iter(int, 1)).map(same, on=on, workers="auto", name="work").sink(hash)
+    graph.source(iter(int, 1)).map(slow, on=on, workers="auto", name="work").sink(hash)
     run = graph.start()
     wait_until(lambda: len(run.decisions()) > 3)
     getattr(run, end)()

@@ -11,6 +11,7 @@ LONG_FILES = frozenset(
         "test_cli_launch.py",
         "test_conftest.py",
         "test_docs.py",
+        "test_docstrings.py",
         "test_protocol_model.py",
         "test_refused_calls.py",
         "test_start_methods.py",
