@@ -12,6 +12,7 @@ package.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import multiprocessing.process
@@ -56,6 +57,11 @@ def load() -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a child would miss a thread"
     gc.collect()
     gc.freeze()
+    libc = ctypes.CDLL(None)
+    if "torch" in sys.modules and hasattr(libc, "on_exit"):  # only glibc has it
+        # After Python's shutdown, a program ends without the destructors of torch's libraries. They would
+        # copy the memory that the program shares with this server.
+        libc.on_exit(libc._exit, None)
 
 
 def accepted(listener: socket.socket) -> socket.socket:
