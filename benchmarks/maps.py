@@ -17,18 +17,20 @@ from joblib.externals.loky import get_reusable_executor
 from benchmarks.harness import Effort, Report, at_least, calibrate, throughput
 from benchmarks.peers import CONTEXT
 from benchmarks.tasks import identity, spin
-from flowchan import Graph
+from flowchan import Graph, Stream
 
 ISOLATES = (
     "The graph has a source of ready items, one map on two worker processes, and the ordered list of "
     "results. For flowchan and pypeln, the clock includes starting and ending the workers. The pools of "
-    "multiprocessing, concurrent.futures and joblib are already started and warm. flowchan always passes one "
-    "item at a time. Pool.imap passes one item at a time by default. With a chunk size, it returns a result "
-    "only after its whole chunk. concurrent.futures and joblib use the fastest chunk size of a trial "
-    "just before the measurement."
+    "multiprocessing, concurrent.futures and joblib are already started and warm, and so are the workers of "
+    "flowchan's graph.pool(). A channel of flowchan or pypeln holds up to 1,024 items. flowchan passes "
+    "several items at once if they are ready, but no item waits for others. Pool.imap passes one item at a "
+    "time by default. With a chunk size, it returns a result only after its whole chunk. concurrent.futures "
+    "and joblib use the fastest chunk size of a trial just before the measurement."
 )
 
 WORKERS = 2
+CAPACITY = 1024
 CHUNKS = (1, 8, 64, 256)
 IMAP_CHUNKS = (64, 500)
 WORK = 100e-6
@@ -39,17 +41,20 @@ def measure(effort: Effort) -> Report:
     longer = replace(effort, seconds=3 * effort.seconds)
     moves: dict[str, Callable[[int], float]] = {
         "flowchan": partial(_flowchan, identity, 0),
+        "flowchan, graph.pool()": partial(_flowchan_pool, identity, 0),
         "multiprocessing.Pool.imap": partial(_pool, identity, 0, 1),
         "pypeln.process.map": partial(_pypeln, identity, 0),
     }
     for chunk in IMAP_CHUNKS:
         moves[f"multiprocessing.Pool.imap(chunksize={chunk})"] = partial(_pool, identity, 0, chunk)
     cases = [throughput(name, move, longer) for name, move in moves.items()]
-    mine, pool, pypeln_map, *chunked = report.interleave(
+    mine, warm, pool, pypeln_map, *chunked = report.interleave(
         "map of the identity, 2 processes", cases, effort.rounds
     )
     report.rows += [at_least(10, mine, pool), at_least(100, mine, pypeln_map)]
     report.rows += [at_least(1, mine, imap) for imap in chunked]
+    work = "map of the identity, 2 processes already started"
+    report.rows += [replace(at_least(1, warm, imap), work=work) for imap in chunked]
 
     turns = calibrate(_turns, 0.1)
     per_item = int(turns * WORK / _turns(turns))
@@ -82,14 +87,27 @@ def _best(
 
 def _flowchan(function: Callable[[int], int], item: int, count: int) -> float:
     began = time.perf_counter()
+    graph, results = _graph(function, lambda: repeat(item, count))
+    return _checked(graph.run()[results], count, began)
+
+
+def _flowchan_pool(function: Callable[[int], int], item: int, count: int) -> float:
+    counts = iter((WORKERS, count))
+    graph, results = _graph(function, lambda: repeat(item, next(counts)))
+    with graph.pool() as pool:
+        pool.run()
+        began = time.perf_counter()
+        return _checked(pool.run()[results], count, began)
+
+
+def _graph(
+    function: Callable[[int], int], items: Callable[[], Iterable[int]]
+) -> tuple[Graph, Stream[list[int]]]:
     graph = Graph("map")
-    results = (
-        graph.source(repeat(item, count))
-        .map(function, workers=WORKERS, on="process", capacity=1024)
-        .collect()
+    mapped = graph.source(items, capacity=CAPACITY).map(
+        function, workers=WORKERS, on="process", capacity=CAPACITY
     )
-    found = graph.run()[results]
-    return _checked(found, count, began)
+    return graph, mapped.collect()
 
 
 def _pool(function: Callable[[int], int], item: int, chunk: int, count: int) -> float:
@@ -104,7 +122,7 @@ def _pool(function: Callable[[int], int], item: int, chunk: int, count: int) -> 
 
 def _pypeln(function: Callable[[int], int], item: int, count: int) -> float:
     began = time.perf_counter()
-    stage = pypeln.process.map(function, repeat(item, count), workers=WORKERS, maxsize=1024)
+    stage = pypeln.process.map(function, repeat(item, count), workers=WORKERS, maxsize=CAPACITY)
     return _checked(list(stage), count, began)
 
 
