@@ -197,9 +197,17 @@ void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
              const std::vector<In*>& successors, bool all, bool blame) {
     if (inputs.size() != successors.size())
         throw nb::value_error("take_up: successors must have one port for each input");
+    uint64_t committed = 0;
+    for (Out* out : outputs)
+        locked_ring(*out->ch, [&](Ring& ring, Wakes&) {
+            const Session& s = ring.session(out->state.session);
+            const bool own = s.role == Session::WRITER && s.generation == out->generation;
+            committed = std::max(committed, own ? s.committed_item : 0);
+        });
     std::vector<uint64_t> items;
     for (In* in : inputs)
-        locked_ring(*in->ch, [&](Ring& ring, Wakes&) {
+        locked_ring(*in->ch, [&](Ring& ring, Wakes& wakes) {
+            ring.finish_in_run(in->state.session, committed, wakes);
             for (const Slot* slot : ring.leased_slots(in->state.session)) items.push_back(slot->number);
             for (const uint64_t number : ring.reserved_numbers(in->state.session)) items.push_back(number);
         });
@@ -375,7 +383,11 @@ NB_MODULE(_core, m) {
             "_give_up", [](In& in) { in.close(false); }, nb::lock_self())
         .def("_supervise", supervise<In>)
         .def("_waited", waited<In>)
-        .def("_wake_lazily", [](In& in) { in.state.lazy = true; })
+        .def("_wake_lazily",
+             [](In& in) {
+                 in.state.lazy = true;
+                 locked_ring(*in.ch, [](Ring& ring, Wakes&) { ring.header().lazy = 1; });
+             })
         .def("_remain",  // no process owns the session from now on; it ends with the channel
              [](In& in) {
                  locked_ring(*in.ch, [&](Ring& ring, Wakes&) {
@@ -406,6 +418,8 @@ NB_MODULE(_core, m) {
             },
             "deaths"_a, "handler"_a.none())
         .def("_trace", trace<In>, "tracing"_a.none())
+        .def("_map", map_items, nb::lock_self(), "out"_a, "function"_a)
+        .def("_nap", nap, nb::lock_self())
         .def("_hand_over", port_state<In>)
         // The session is shared with another process, which will end it.
         .def("_leave_open", [](In& in) { in.open = false; })

@@ -63,6 +63,7 @@ struct Traits<LocalQueue> {
         q.wake_waiting(caller.side, wakes);
     }
     static bool ready(LocalQueue&, Side) { return false; }
+    static bool tries_again(LocalQueue& q, const Caller& caller) { return may_pass(q, caller, nullptr); }
     static void check_for_dead(LocalQueue&, Wakes&) {}
     static constexpr bool is_check_due(LocalQueue&) { return false; }
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
@@ -98,6 +99,8 @@ struct Traits<Ring> {
         Session& s = r.session(caller.session);
         waiting.ordered = caller.ordered;
         waiting.selecting = selecting && !caller.ordered;
+        if (caller.side == Side::Writer && r.header().nap.exchange(0, std::memory_order_relaxed))
+            futex_wake(r.header().nap, 1, true);
         if (caller.ordered) {
             waiting.seen = r.await_turn(s, caller.number, again);
             return;
@@ -175,7 +178,12 @@ struct Traits<Ring> {
         auto seen = [](uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_relaxed); };
         if (seen(h.state) != OPEN) return true;
         if (side == Side::Reader) return seen(h.head) != 0;
-        return seen(h.puts) - seen(h.takes) < h.capacity && !r.is_withheld();
+        return seen(h.puts) - seen(h.takes) < h.capacity && !r.is_withheld() && r.is_worth_waking();
+    }
+    // Return whether a call that could not continue tries again before it sleeps.
+    static bool tries_again(Ring& r, const Caller& caller) {
+        const bool worth = caller.side == Side::Reader || caller.ordered || r.is_worth_waking();
+        return worth && may_pass(r, caller, nullptr);
     }
     static bool ended(Ring& r) { return r.header().state != OPEN; }
     static uint64_t resumes(Ring& r) {
@@ -260,7 +268,7 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
         take_gil(state);
     }
     Locked<M> first(m);
-    Step step = T::may_pass(m, caller, nullptr) || T::ended(m) ? op(wakes) : Step::Wait;
+    Step step = T::tries_again(m, caller) || T::ended(m) ? op(wakes) : Step::Wait;
     if (step == Step::Wait) T::enter(m, caller, waiting, selecting, false);
     first.unlock(wakes);
 

@@ -158,6 +158,16 @@ struct ItemTracing {
         if (left > 1) countdown.store(left - 1, std::memory_order_relaxed);
         return left == 1 || held.load(std::memory_order_relaxed) > 0;
     }
+    // Return how many of the next `most` puts need no box. Report them to `pass` once they are done.
+    uint64_t puts_without_box(uint64_t most) const {
+        const uint64_t left = countdown.load(std::memory_order_relaxed);
+        if (held.load(std::memory_order_relaxed)) return 0;
+        return left ? std::min(most, left - 1) : most;
+    }
+    void pass(uint64_t puts) {
+        const uint64_t left = countdown.load(std::memory_order_relaxed);
+        if (left > puts) countdown.store(left - puts, std::memory_order_relaxed);
+    }
 };
 
 // Release the items. An item's destructor may run any code, so the caller must first release the lock. It
@@ -289,6 +299,10 @@ void set_not_put(PyObject* not_put);
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout);
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);
 PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);
+nb::object map_items(In& in, nb::handle out, nb::handle function);  // throws nb::python_error
+void nap(In& in);                                                   // throws nb::python_error
+// Tell the recorder that the worker is about to finish the leased items of this port.
+void finish_traced(In& in);
 
 // Record which kind of code processes the leased items of `in` (R10). A null `in` is allowed and has no
 // effect.

@@ -132,6 +132,7 @@ nb::object opened_bundle(Ring& ring, const Taken& taken) {
     ReaderState* reader = in ? &in->state : nullptr;
     const uint32_t session = reader ? reader->session : ch.plain_session();
     bool finished = false;
+    bool recalls = deadline.now_only();  // otherwise after the first attempt: a new item is usually faster
     if (reader && !reader->once) runs(in, Session::OURS);
     const Step step = perform(
         ring,
@@ -146,7 +147,7 @@ nb::object opened_bundle(Ring& ring, const Taken& taken) {
                 ring.acknowledge(*reader, wakes);
                 ring.session(session).at = Session::OURS;
             }
-            const Step tried = ring.try_take(taken, reader, session, wakes);
+            const Step tried = ring.try_take(taken, reader, session, wakes, std::exchange(recalls, true));
             if (tried != Step::Done) return tried;
             if (in) in->copying = true;
             if (!in) ring.begin_decoding(taken.number);
@@ -271,20 +272,94 @@ Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, 
     return step;
 }
 
+// Ends a get from a ring, after the port's turn was entered.
+struct EndOfGet {
+    In& in;
+    bool copying = in.copying;
+    ~EndOfGet() {
+        in.copying = copying;
+        in.turn.leave();
+    }
+};
+
 Step get(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     if (!in) return get_decoded(ring, ch, in, deadline, taking, result);
     const Step turn = in->turn.enter(deadline);
     if (turn != Step::Done) return turn;
-    struct End {
-        In& in;
-        bool copying;
-        ~End() {
-            in.copying = copying;
-            in.turn.leave();
-        }
-    } end{*in, in->copying};
+    EndOfGet end{*in};
     return get_decoded(ring, ch, in, deadline, taking, result);
 }
+
+// Small items that a call leased together. They are decoded in their slots.
+struct LeasedRun {
+    static constexpr uint64_t MOST = 64;
+    struct Item {
+        const char* at;
+        uint64_t kind, size, deaths;
+    };
+    Item items[MOST];
+    uint64_t n = 0;
+
+    // Lease up to `most` items that are there now.
+    void take(Ring& ring, In& in, uint64_t most) {
+        Ring::InRun run[Redo::MOST];
+        Wakes wakes;
+        Locked<Ring> locked(ring);
+        bool more = in.open;
+        while (more && n < std::min(most, MOST)) {
+            const uint64_t took = ring.take_run(in.state, run, std::min(most, MOST) - n, UINT64_MAX, wakes);
+            for (uint64_t i = 0; i < took; ++i) {
+                const Slot* slot = run[i].slot;
+                items[n++] = {ring.payload_of(run[i].slot), slot->kind, slot->size, slot->deaths()};
+            }
+            more = took > 0;
+        }
+        if (n) in.copying = true;
+        locked.unlock(wakes);
+    }
+    // Give back the items from number `from` on.
+    void give_back(Ring& ring, In& in, uint64_t from) {
+        if (from == n) return;
+        Wakes wakes;
+        Locked<Ring> locked(ring);
+        if (in.open) {
+            ring.give_back_newest(in.state.session, n - from, wakes);
+            in.state.leases -= uint32_t(n - from);
+        }
+        locked.unlock(wakes);
+    }
+};
+
+// Take the small items that are there now, and append them to the list. They stay on lease like all items of
+// one call. Return Wait if the next item must be taken alone, and NotNow if it cannot be received.
+Step get_run(Ring& ring, In& in, PyObject* list, uint64_t most) {
+    const Step turn = in.turn.enter(Deadline{0});
+    if (turn != Step::Done) return turn;
+    EndOfGet end{in};
+    LeasedRun run;
+    run.take(ring, in, most);
+    if (!run.n) return Step::Wait;
+    uint64_t done = 0;
+    runs(&in, Session::UNPICKLING);
+    for (; done < run.n && in.open; ++done) {
+        const LeasedRun::Item& one = run.items[done];
+        if (in.max_deaths && one.deaths >= in.max_deaths) break;  // the next call takes it alone
+        Receiving receiving;
+        nb::object item = nb::steal(decode(one.kind, one.at, one.size));
+        if (item.is_valid()) receiving.received(&in);
+        if (item.is_valid() && is_traced(item.ptr())) item = nb::steal(unboxed(&in, item.release().ptr()));
+        if (!item.is_valid() || PyList_Append(list, item.ptr()) != 0) break;
+    }
+    runs(&in, Session::USERS);
+    if (done == run.n) return Step::Done;
+    const bool interrupted = PyErr_Occurred() && is_interrupt();
+    nb::object error = nb::steal(take_error());
+    run.give_back(ring, in, done);
+    if (interrupted) raise_again(error);
+    return interrupted ? Step::Interrupted : Step::NotNow;
+}
+
+Step get_run(LocalQueue&, In&, PyObject*, uint64_t) { return Step::Wait; }
 
 // Return the first item for which this port's worker may still put outputs. A thread is never replaced, so
 // all earlier items went through this port. For workers that may die, the ring knows which items are
@@ -324,7 +399,8 @@ Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
     return Step::Wait;
 }
 
-// Inform the recorder that the worker is about to finish this port's leased items.
+}  // namespace
+
 void finish_traced(In& in) {
     in.holds_traced = false;
     if (!in.tracing) return;
@@ -332,8 +408,6 @@ void finish_traced(In& in) {
     in.tracing->held -= in.tracing->held > 0;
     call_recorder(*in.tracing, "finished", &in);
 }
-
-}  // namespace
 
 PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool iterating) {
     if (!ch.usable()) return nullptr;
@@ -372,7 +446,11 @@ PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline) {
     Py_DECREF(first);
     while (PyList_GET_SIZE(list) < most) {
         PyObject* item = nullptr;
-        Step step = get_step(ch, in, Deadline{0}, Taking::Rest, item);
+        const uint64_t more = uint64_t(most - PyList_GET_SIZE(list));
+        Step step =
+            in && more > 1 ? ch.with([&](auto& m) { return get_run(m, *in, list, more); }) : Step::Wait;
+        if (step == Step::Done) continue;
+        if (step == Step::Wait) step = get_step(ch, in, Deadline{0}, Taking::Rest, item);
         if (step == Step::Wait) continue;
         if (step == Step::Interrupted) {
             add_to_error("items_got", list);

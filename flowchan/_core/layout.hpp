@@ -40,7 +40,7 @@
 namespace flowchan {
 
 constexpr uint64_t MAGIC = 0x6e616863776f6c66;  // "flowchan"
-constexpr uint64_t VERSION = 10;
+constexpr uint64_t VERSION = 11;
 // One record per port, plain user or HOLDER. Number 0 is unused.
 constexpr uint32_t SESSIONS = 4096 + 256;
 constexpr uint32_t RECORDS = 16;  // redo records
@@ -88,10 +88,14 @@ struct alignas(64) Session {
     // Reader: items that its dead predecessors had, and the code in which the last of them died. No other
     // session may take these items.
     uint64_t reserved_head, reserved_tail, reserved, reserved_at;
-    // Reader of a link: how many leased items the remote worker has started, from the oldest on. 0 means all.
+    // Number of leased items that the reader has started, counted from the oldest. 0 means all of them. A link
+    // writes this for its remote worker, and a worker with a run for itself (ring_runs.cpp).
     uint64_t begun;
-    PortClock clock;  // time spent waiting; needs no redo
-    uint64_t orders;  // reader: see Orders
+    uint64_t run_limit;  // reader with a run: number of leased items that it may start; otherwise 0
+
+    uint64_t run_seen;  // number of the item that a reader with a run was processing at the last check
+    PortClock clock;    // time spent waiting; needs no redo
+    uint64_t orders;    // reader: see Orders
 
     uint64_t suspects() const { return begun && begun < leased ? begun : leased; }
 };
@@ -199,6 +203,14 @@ struct Header : Constants {
     // Nonzero: an item keeps the number of the input item that it was made for. No redo is needed, because
     // the word is set before another process gets the channel.
     uint64_t keeps_numbers;
+    // Nonzero: a reader has had a run. No redo is needed, because the word is set before the run begins and
+    // never cleared.
+    uint64_t has_runs;
+    uint64_t runs_checked_ns;  // when runs were last checked for slow items; a hint
+    // Nonzero: the readers wake waiting writers when half of the capacity is free (ReaderState::lazy). No redo
+    // is needed, because the word is never cleared.
+    uint64_t lazy;
+    std::atomic<uint32_t> nap;  // 1 while a reader naps (Ring::begin_nap); a futex word, which needs no redo
 
     alignas(64) uint64_t numbered;  // how many items have a number
     uint64_t leased;                // leased items of all sessions

@@ -1,9 +1,11 @@
 // Puts, from the Python object down to the transport.
 #include "arguments.hpp"
 #include "channel.hpp"
+#include "direct_values.hpp"
 #include "raising.hpp"
 #include "sizes.hpp"
 
+#include <optional>
 #include <utility>
 
 namespace flowchan {
@@ -309,20 +311,104 @@ Step try_put(Channel& ch, Out* out, PyObject* item) {
     return step;
 }
 
+namespace {
+
+// Return whether the next items of an iterator are there already, and only this iteration takes them.
+bool is_ahead(PyObject* items, PyObject* iterator) {
+    static PyObject* repeat = [] {
+        nb::object type = nb::module_::import_("itertools").attr("repeat");
+        return type.release().ptr();
+    }();
+    PyTypeObject* type = Py_TYPE(iterator);
+    if (type == reinterpret_cast<PyTypeObject*>(repeat)) return true;
+    const bool ready = type == &PyListIter_Type || type == &PyTupleIter_Type || type == &PyRangeIter_Type;
+    return ready && iterator != items;
+}
+
+// Consecutive small items to put. They are put together as far as the channel has room for them.
+struct PutRun {
+    static constexpr uint64_t MOST = 16;
+    nb::object items[MOST];
+    Ring::Small small[MOST];
+    char bytes[MOST][Slot::INLINE];
+    uint64_t n = 0;
+
+    // Take items from the iterator until one has no small direct encoding. Return that item, or null.
+    PyObject* fill(PyObject* iterator, uint64_t most) {
+        for (n = 0; n < most; ++n) {
+            PyObject* item = PyIter_Next(iterator);
+            DirectWriter writer{bytes[n], bytes[n] + sizeof bytes[n]};
+            if (!item || !writer.object(item, 0)) return item;
+            items[n] = nb::steal(item);
+            small[n] = {DIRECT, 0, uint64_t(writer.p - bytes[n]), bytes[n]};
+        }
+        return nullptr;
+    }
+    // Put the items from number `from` on, and return how many were put.
+    uint64_t put(Ring& ring, Channel& ch, Out* out, uint64_t from) {
+        Wakes wakes;
+        Locked<Ring> locked(ring);
+        ring.sweep(wakes);
+        const bool may = (!out || out->open) && !ring.is_limited() &&
+                         Traits<Ring>::may_pass(ring, writing(ch, out, Slot::INLINE, false), nullptr);
+        const uint64_t done = may ? ring.put_run(small + from, n - from, wakes) : 0;
+        locked.unlock(wakes);
+        return done;
+    }
+};
+
+PyObject* put_one(Channel& ch, Out* out, PyObject* item, Deadline deadline) {
+    return guarded([&] {
+        return in_time(ch, Side::Writer, deadline,
+                       [&](Channel& to, Deadline until) { return put_item(to, out, item, until); });
+    });
+}
+
+// Put one item, and count it. Return false with a Python error set.
+bool put_counted(Channel& ch, Out* out, PyObject* item, Deadline deadline, Py_ssize_t& done) {
+    PyObject* none = put_one(ch, out, item, deadline);
+    Py_XDECREF(none);
+    done += none != nullptr;
+    return none != nullptr;
+}
+
+// Put the items of an iterator that never waits, many at a time.
+void put_runs(Ring& ring, Channel& ch, Out* out, PyObject* iterator, Deadline deadline, Py_ssize_t& done) {
+    PutRun run;
+    for (bool right = true; right;) {
+        const uint64_t most = std::max<uint64_t>(
+            out && out->tracing ? out->tracing->puts_without_box(PutRun::MOST) : PutRun::MOST, 1);
+        nb::object other = nb::steal(run.fill(iterator, most));
+        std::optional<nb::python_error> error;
+        if (PyErr_Occurred()) error.emplace();
+        for (uint64_t i = 0; right && i < run.n;) {
+            const uint64_t together = run.n - i > 1 ? run.put(ring, ch, out, i) : 0;
+            if (together && out && out->tracing) out->tracing->pass(together);
+            done += Py_ssize_t(together);
+            i += together;
+            if (!together) right = put_counted(ch, out, run.items[i++].ptr(), deadline, done);
+        }
+        if (right && other.is_valid()) right = put_counted(ch, out, other.ptr(), deadline, done);
+        if (right && error) error->restore();
+        right = right && (run.n == most || other.is_valid());
+    }
+}
+
+}  // namespace
+
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline) {
     PyObject* iterator = PyObject_GetIter(items);
     if (!iterator) return nullptr;
     Py_ssize_t done = 0;
+    const bool numbered = out && (out->follows() || out->replays);
+    const bool in_runs = !ch.elsewhere && !numbered && is_ahead(items, iterator);
+    if (in_runs)
+        ch.with(
+            Each{[](LocalQueue&) {}, [&](Ring& ring) { put_runs(ring, ch, out, iterator, deadline, done); }});
     PyObject* item;
-    while ((item = PyIter_Next(iterator))) {
-        PyObject* none = guarded([&] {
-            return in_time(ch, Side::Writer, deadline,
-                           [&](Channel& to, Deadline until) { return put_item(to, out, item, until); });
-        });
+    while (!PyErr_Occurred() && (item = PyIter_Next(iterator))) {
+        put_counted(ch, out, item, deadline, done);
         Py_DECREF(item);
-        if (!none) break;
-        Py_DECREF(none);
-        ++done;
     }
     Py_DECREF(iterator);
     if (!PyErr_Occurred()) Py_RETURN_NONE;

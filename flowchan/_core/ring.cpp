@@ -187,6 +187,7 @@ void Ring::close_with(Change& change, Wakes& wakes) {
     change.set(h_->state, CLOSED);
     wakes.readers += h_->reader_queue.call_all();
     wake_all_writers(wakes);
+    end_nap(wakes);
 }
 
 void Ring::break_(const std::string& cause, Wakes& wakes, const std::string& in_short) {
@@ -204,6 +205,7 @@ void Ring::break_(const std::string& cause, Wakes& wakes, const std::string& in_
     change.commit();
     wakes.readers += h_->reader_queue.call_all();
     wake_all_writers(wakes);
+    end_nap(wakes);
 }
 
 void Ring::unbreak() {
@@ -218,12 +220,14 @@ void Ring::unbreak() {
 Counts Ring::counts() const {
     const Header& h = *h_;
     const WaitQueue &readers = h.reader_queue, &writers = h.writer_queue;
+    uint64_t unstarted = 0;
+    const uint64_t finished = all_started(unstarted);
     return {.items_in = h.puts + h.parked,
-            .items_out = h.takes,
+            .items_out = h.takes - unstarted,
             .bytes_in = h.bytes_in,
             .bytes_inside = h.bytes_in - h.bytes_out,
-            .inside = inside(),
-            .leased = h.leased,
+            .inside = h.state == BROKEN ? 0 : inside() + unstarted,
+            .leased = h.leased - finished - unstarted,
             .readers = h.readers,
             .writers = h.writers,
             .waiting_readers = readers.all_waiting(),

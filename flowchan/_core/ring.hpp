@@ -49,10 +49,11 @@ struct ReaderState {
     // UINT64_MAX: nothing was ever leased.
     uint64_t number = UINT64_MAX;
     uint32_t leases = 0;
-    uint32_t orders = 0;       // see Orders; only for threads, because a ring has them in Session
-    bool keeps_turns = false;  // true after the reader has obeyed KEEP_TURNS
-    // Wake writers only when a quarter of the capacity is free. The reader of a stage needs its own next item
-    // sooner than writers need room. A sleeping writer checks again after each time slice anyway.
+    uint32_t orders = 0;       // only for threads, see Orders; a ring has them in Session
+    bool keeps_turns = false;  // true once the reader has obeyed KEEP_TURNS
+    // The reader of a stage wakes writers only when half of the capacity is free. It needs its own next
+    // item sooner than the writers need room, and a sleeping writer checks again after each time slice
+    // anyway.
     bool lazy = false;
     // Other readers never give back items to this port. At the end of the channel, the port therefore does
     // not wait for their leases.
@@ -152,7 +153,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void write(const Frame& frame, Slot* slot) {
         if (slot->size == frame.size && payload_exists(slot)) frame.write(payload(slot));
     }
-    Step try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes);
+    // `recalls`: if the channel is empty, take an item from another reader's run (ring_runs.cpp)
+    Step try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes, bool recalls = true);
     struct Small {  // an item to put
         uint64_t kind, deaths, size;
         const char* at;
@@ -163,6 +165,12 @@ class Ring : public std::enable_shared_from_this<Ring> {
     };
     uint64_t put_run(const Small* items, uint64_t count, Wakes& wakes);  // puts several items at once
     uint64_t take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_t most_bytes, Wakes& wakes);
+    // a run of one worker, which starts the items one by one; `start_in_run` needs no lock
+    uint64_t begin_run(ReaderState& reader, InRun* run, Wakes& wakes);
+    bool start_in_run(uint32_t session, uint64_t nth);
+    bool may_start(ReaderState& reader);
+    void cut_run(ReaderState& reader, bool keeps_current, Wakes& wakes);
+    void finish_in_run(uint32_t session, uint64_t committed, Wakes& wakes);
     void release(Slot* slot, Wakes& wakes);  // frees a HELD slot
     // returns the item taken last to the head, because the caller cannot receive it now
     void put_back(Taken& taken, ReaderState* reader, Wakes& wakes);
@@ -218,6 +226,20 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }
     // Return whether a writer waits only because of put_limit_.
     bool wants_more() const { return is_withheld() && h_->state == OPEN && h_->writer_queue.waiting > 0; }
+    // Return whether a writer that found the channel full should put now, or wait until half of it is free.
+    bool is_worth_waking() const { return !h_->lazy || free_half() || h_->state != OPEN; }
+    // Let a reader that is never in a hurry sleep until half of the capacity is used, a writer waits, or the
+    // channel ends. Return whether it may sleep. The reader sleeps on `nap`, with a time limit.
+    bool begin_nap();
+    void end_nap(Wakes& wakes) {
+        if (!h_->nap.load(std::memory_order_relaxed)) return;
+        h_->nap.store(0, std::memory_order_relaxed);
+        wakes.add(h_->nap, true);
+    }
+    void count_nap(uint32_t session, int64_t ns) {  // as time that the reader waited
+        this->session(session).clock.all.ns += ns;
+        h_->reader_queue.waited_ns += ns;
+    }
     uint64_t free_places() const {
         const uint64_t all = h_->puts - h_->takes + h_->parked + h_->claimed;
         return h_->state == OPEN && has_room(0) ? capacity_ - all : 0;
@@ -310,6 +332,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Group& group(uint64_t number) {
         return reinterpret_cast<Group*>(windows_.header() + groups_at_)[number % groups_];
     }
+    bool free_half() const {
+        const uint64_t used = h_->puts - h_->takes + h_->claimed;
+        return used + std::max<uint64_t>(capacity_ / 2, 1) <= capacity_;
+    }
     uint64_t finished() const { return h_->takes - std::min(h_->leased, h_->takes); }
     uint64_t finished_before_wait_ = 0;  // value of finished() when a put last waited for memory in vain
     bool is_exhausted() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
@@ -364,6 +390,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
     bool find_place(uint64_t number, uint64_t& before, uint64_t& after) const;
     void link_between(Slot* slot, uint64_t before, uint64_t after, Change& change);
     void advance(Wakes& wakes);
+    void turn_moved(Wakes& wakes);
+    void wake_readers(uint64_t items, Wakes& wakes);
     static bool is_leased(const Slot* slot) { return slot->place() == SlotState::Leased; }
     bool head_is_valid(const Session* session) const;
     void describe(Taken& taken, Slot* slot) const;
@@ -372,6 +400,13 @@ class Ring : public std::enable_shared_from_this<Ring> {
     bool count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64_t& rest);
     void free_leased(Session& s, uint64_t most, Wakes& wakes);
     uint64_t free_run(Session& s, uint64_t most);
+    // A run would replace the numbers that the items of some channels keep.
+    bool can_take_runs() const { return h_->state < BROKEN && !map_incomplete_ && !h_->keeps_numbers; }
+    bool recall(Session& s, bool all, Wakes& wakes);
+    bool recall_any(uint32_t session, Wakes& wakes);
+    bool has_items_for(const ReaderState* reader, uint32_t session, bool recalls, Wakes& wakes);
+    void recall_from_slow(uint32_t session, Wakes& wakes);
+    uint64_t all_started(uint64_t& unstarted) const;
     void give_back(Session& s, uint64_t n, Wakes& wakes);
     void give_back_from(Session& s, uint64_t kept, uint64_t p, uint64_t n, Wakes& wakes);
     void give_back_reserved(Session& s, Wakes& wakes);
@@ -383,9 +418,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
         if (h_->writer_queue.ordered) wake_turns(wakes);
         if (!h_->writer_queue.waiting) return;
         if (!reader || !reader->lazy) return void(wakes.writers += h_->writer_queue.call(places));
-        const uint64_t room = capacity_ - std::min(capacity_, h_->puts - h_->takes + h_->claimed);
-        if (room >= std::max<uint64_t>(capacity_ / 4, 1))
-            wakes.writers += h_->writer_queue.call(uint32_t(room));
+        if (free_half()) wakes.writers += h_->writer_queue.call(uint32_t(capacity_));
     }
 };
 

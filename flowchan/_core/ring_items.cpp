@@ -45,10 +45,12 @@ void Ring::allow(uint64_t puts, Wakes& wakes) {
 
 void Ring::link(Slot* slot, WriterState* writer, Change& change) {
     uint64_t own_offset = offset(slot);
+    const bool ends_turn = writer && writer->keyed && writer->single && writer->ordered;
     slot->number = writer && writer->keyed ? writer->number : Slot::KEYLESS;
     change.set(slot->next, 0);
     if (is_parked(writer)) {
         Group& g = group(writer->number);
+        if (ends_turn) change.set(g.complete, 1);
         change.set(g.head ? at<Slot>(g.tail)->next : g.head, own_offset);
         change.set(g.tail, own_offset);
         change.set(g.count, g.count + 1);
@@ -57,6 +59,7 @@ void Ring::link(Slot* slot, WriterState* writer, Change& change) {
         change.set(h_->head ? at<Slot>(h_->tail)->next : h_->head, own_offset);
         change.set(h_->tail, own_offset);
         change.set(h_->puts, h_->puts + 1);
+        if (ends_turn && writer->number == h_->turn) change.set(h_->turn, h_->turn + 1);
     }
     if (writer && writer->keyed) {
         Session& s = session(writer->session);
@@ -65,11 +68,25 @@ void Ring::link(Slot* slot, WriterState* writer, Change& change) {
     }
 }
 
+// Wake readers for new items.
+void Ring::wake_readers(uint64_t items, Wakes& wakes) {
+    h_->reader_queue.wake_by_rank(uint32_t(std::min<uint64_t>(items, UINT32_MAX - 1)), wakes);
+    if (h_->puts - h_->takes >= capacity_ / 2) end_nap(wakes);
+}
+
+bool Ring::begin_nap() {
+    const bool awake = h_->state != OPEN || h_->writer_queue.all_waiting() || inside() >= capacity_ / 2;
+    if (!awake) h_->nap.store(1, std::memory_order_relaxed);
+    return !awake;
+}
+
 void Ring::finish_put(WriterState* writer, Wakes& wakes, bool parked) {
-    if (!parked) h_->reader_queue.wake_by_rank(1, wakes);
+    if (!parked) wake_readers(1, wakes);
     if (!writer || !writer->keyed) return;
     writer->count += 1;
-    if (writer->single && writer->ordered) item_done(*writer, wakes);
+    if (!writer->single || !writer->ordered) return;
+    writer->keyed = false;
+    if (!parked) turn_moved(wakes);
 }
 
 Step Ring::try_put(const Frame& frame, WriterState* writer, Wakes& wakes) {
@@ -215,7 +232,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     wake_at_end(wakes);
 }
 
-Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes) {
+Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes, bool recalls) {
     if (h_->state >= BROKEN) return h_->state == BROKEN ? Step::Broken : found_damage();
     Session* const leases = reader ? &this->session(reader->session) : nullptr;
     const uint64_t orders = reader && !reader->leases ? leases->orders : 0;
@@ -228,7 +245,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
         if (h_->head) h_->reader_queue.wake_by_rank(1, wakes);
         return Step::Drained;
     }
-    if (h_->head == 0) return at_end_for(reader) ? end() : Step::Wait;
+    if (!has_items_for(reader, session, recalls, wakes)) return at_end_for(reader) ? end() : Step::Wait;
     if (map_incomplete_) return Step::NoMemory;
     if (!head_is_valid(leases)) return found_damage();
     take_head(taken, reader, leases, session, wakes);

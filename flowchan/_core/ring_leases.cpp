@@ -28,7 +28,9 @@ void Ring::free_leased(Session& s, uint64_t most, Wakes& wakes) {
 
 void Ring::acknowledge(ReaderState& reader, Wakes& wakes) {
     if (!reader.leases) return;
-    free_leased(session(reader.session), UINT64_MAX, wakes);
+    Session& s = session(reader.session);
+    free_leased(s, UINT64_MAX, wakes);
+    if (s.run_limit) s.begun = s.run_limit = 0;
     reader.leases = 0;
 }
 

@@ -23,8 +23,8 @@ uint32_t Ring::free_session(Wakes& wakes) {
                 s.views = s.forked = 0;
             s.in_reader_queue = s.in_writer_queue = s.called = 0;
             s.clock = PortClock();
-            s.awaits = s.at = s.begun = s.reserved_head = s.reserved_tail = s.reserved = s.reserved_at =
-                s.orders = 0;
+            s.awaits = s.at = s.begun = s.run_limit = s.run_seen = s.reserved_head = s.reserved_tail =
+                s.reserved = s.reserved_at = s.orders = 0;
             fault_point();
             return i;
         }

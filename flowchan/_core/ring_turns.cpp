@@ -79,17 +79,25 @@ void Ring::advance(Wakes& wakes) {
         change.set(h_->turn, h_->turn + 1);
         change.commit();
     }
-    if (linked) h_->reader_queue.wake_by_rank(uint32_t(std::min<uint64_t>(linked, UINT32_MAX - 1)), wakes);
+    if (linked) wake_readers(linked, wakes);
     if (h_->turn != before) {
         wake_turns(wakes);
         wake_at_end(wakes);
     }
 }
 
-// Start to keep turns at item `number`. A stage with a single worker keeps no turns; when it gets more, its
-// port gets the order KEEP_TURNS. The first turn goes to the first unfinished item, because the outputs for
-// all earlier items are in the FIFO. If other workers have already started, their outputs for earlier items
-// are parked, and those items are complete.
+// Continue with the next turn, after `link` ended one.
+void Ring::turn_moved(Wakes& wakes) {
+    const Group& g = group(h_->turn);
+    if (g.count || g.complete) advance(wakes);
+    wake_turns(wakes);
+    wake_at_end(wakes);
+}
+
+// Begin to keep turns at item `number`. A stage with a single worker keeps no turns. When it gets more
+// workers, its port gets the order KEEP_TURNS. The first turn goes to the first unfinished item, because the
+// outputs for all earlier items are already in the FIFO. If other workers have already started, their outputs
+// for earlier items are parked and complete.
 void Ring::start_turns_at(uint64_t number, Wakes& wakes) {
     if (h_->state != OPEN || number <= h_->turn) return;
     const uint64_t parked_to = std::min(number, h_->turn + groups_);

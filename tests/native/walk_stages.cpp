@@ -2,6 +2,7 @@
 // dies, its replacement gets its items. Each output must appear exactly once and, if the stage is ordered, in
 // order.
 #include <algorithm>
+#include <utility>
 
 #include "walk.hpp"
 
@@ -294,6 +295,95 @@ Scenario handing_on(const char* name, bool tried, bool all = false) {
     return s;
 }
 
+// Process the items of a run, as map_loop.cpp does. `recalled`: another reader recalls items of the run after
+// its first item.
+void work_in_runs(User& reader, User& writer, const Kind& kind, User* recalled_by) {
+    for (;;) {
+        if (reader.reader.leases) must(writer.done_with(reader.reader.number) == Step::Done, "done");
+        Ring::InRun run[Redo::MOST];
+        uint64_t n = locked(reader.ring, [&](Wakes& wakes) {
+            reader.ring.acknowledge(reader.reader, wakes);
+            return reader.ring.begin_run(reader.reader, run, wakes);
+        });
+        if (!n) return;
+        for (uint64_t i = 0, first = reader.reader.number; i < n; ++i) {
+            if (i) must(writer.done_with(reader.reader.number) == Step::Done, "done");
+            if (i && !reader.ring.start_in_run(reader.session, i + 1)) {
+                if (!locked(reader.ring, [&](Wakes&) { return reader.ring.may_start(reader.reader); })) break;
+                n = reader.reader.leases;
+            }
+            reader.reader.number = first + i;
+            const Slot* slot = run[i].slot;
+            const uint64_t value = Message::value_of(reader.ring.payload_of(run[i].slot), slot->size);
+            must(
+                writer.put(Message(100 + value, kind.size), Deadline{0}, &reader.reader.number) == Step::Done,
+                "output");
+            if (User* other = std::exchange(recalled_by, nullptr)) {
+                uint64_t taken = 0;
+                for (uint64_t left = reader.ring.inside() + 1; left; --left)
+                    must(other->get(taken, Deadline{0}, true) == Step::Done, "no item was recalled");
+                locked(other->ring,
+                       [&](Wakes& wakes) { other->ring.end_session(other->session, false, wakes); });
+            }
+        }
+    }
+}
+
+// A worker dies inside a run. Its replacement processes the other items. Users 0 and 1 are the reader and the
+// writer of the worker that dies. Users 2 and 3 are those of its replacement.
+Scenario working_in_runs(const char* name, Kind kind, bool recalled) {
+    constexpr uint64_t ITEMS = 12;
+    Scenario s{name};
+    s.capacity = 96;
+    s.has_out = true;
+    s.twice = false;
+    s.prepare = [=](Scene& scene) {
+        User source = open(*scene.in, Session::WRITER);
+        for (uint64_t item = 0; item < ITEMS; ++item)
+            must(source.put(Message(item), Deadline{0}) == Step::Done, "filling");
+        source.leave(true);
+        for (int i = 0; i < 2; ++i) {
+            scene.users.push_back(open(*scene.in, Session::READER));
+            scene.users.push_back(writer_of(scene, kind));
+            scene.in->session(scene.users[size_t(2 * i)].session).supervised = 1;
+            scene.out->session(scene.users[size_t(2 * i + 1)].session).supervised = 1;
+        }
+    };
+    s.act = [=](Scene& scene) {
+        adopt(scene.users[0]);
+        adopt(scene.users[1]);
+        User other = open(*scene.in, Session::READER);
+        work_in_runs(scene.users[0], scene.users[1], kind, recalled ? &other : nullptr);
+        if (!recalled)
+            locked(other.ring, [&](Wakes& wakes) { other.ring.end_session(other.session, false, wakes); });
+    };
+    s.take_over = [](Scene& scene) {
+        std::vector<uint64_t> items;
+        const uint64_t committed = locked(
+            *scene.out, [&](Wakes&) { return scene.out->session(scene.users[1].session).committed_item; });
+        locked(*scene.in, [&](Wakes& wakes) {
+            scene.in->finish_in_run(scene.users[0].session, committed, wakes);
+            for (Slot* slot : scene.in->leased_slots(scene.users[0].session)) items.push_back(slot->number);
+        });
+        retire(scene.users[1], items);
+        scene.users[0].leave(false);
+    };
+    s.finish = [=](Scene& scene) {
+        Outputs outputs;
+        for (uint64_t item = 0; item < ITEMS; ++item) outputs.push_back({100 + item});
+        work(scene, scene.users[2], scene.users[3], kind, outputs);
+        scene.users[2].leave(true);
+        scene.users[3].leave(true);
+        Values expected;
+        for (const Values& of_item : outputs) expected.push_back(of_item[0]);
+        expect_out(scene, expected, kind.ordered);
+        User plain = open(*scene.in, Session::PLAIN);
+        uint64_t value;
+        must(plain.get(value, Deadline{0}) == Step::Drained, "the input is not drained");
+    };
+    return s;
+}
+
 }  // namespace
 
 std::vector<Scenario> stage_scenarios() {
@@ -324,6 +414,9 @@ std::vector<Scenario> stage_scenarios() {
         working("a worker of flat_map, unordered", loose, few),
         working("a worker that begins an item again", flat, few, 0),
         working("a worker that begins an item again, unordered", loose, few, 2),
+        working_in_runs("a worker of map with runs", map, false),
+        working_in_runs("a worker of map with runs, unordered", {false, true, 8}, false),
+        working_in_runs("a worker of map with runs, some recalled", map, true),
     };
 }
 

@@ -37,20 +37,48 @@ def source(job: OperatorJob, *, out: Out[Any]) -> None:
 
 def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     """Put the function's result for each item."""
-    function, put, members = job.function, out.put, "members" in job.options
+    plain = isinstance(out, Out) and not {"members", "key"} & job.options.keys()
+    if plain and items.channel.transport.copies and out.channel.transport.copies:
+        _map_between_processes(job, items, out)
+        return
+    function = job.function
     for item in items:
         try:
             result = function(item)
         except BaseException as error:
             result = job.recover(function, item, error)
-        if members and result is not SKIPPED:
-            result = job.without_failed(item, result)
-        if result is not SKIPPED:
-            try:
-                put(result)
-            except Exception as error:
-                job.not_sent(out, item, error)
+        _put_result(job, out, item, result)
         del item, result  # release both before waiting for the next item
+
+
+def _map_between_processes(job: OperatorJob, items: In[Any], out: Out[Any]) -> None:
+    """Run the loop in native code, which returns each item that needs more than the function and a put."""
+    while stopped := items._map(out, job.function):
+        if isinstance(stopped, tuple):
+            item, failure, returned = stopped
+            del stopped
+            if returned:
+                assert isinstance(failure, Exception)
+                job.not_sent(out, item, failure)
+            else:
+                try:
+                    raise failure
+                except BaseException as error:
+                    result = job.recover(job.function, item, error)
+                _put_result(job, out, item, result)
+                del result
+            del item, failure
+
+
+def _put_result(job: OperatorJob, out: Out[Any], item: Any, result: Any) -> None:
+    """Put the result for ``item``, unless the item was skipped."""
+    if "members" in job.options and result is not SKIPPED:
+        result = job.without_failed(item, result)
+    if result is not SKIPPED:
+        try:
+            out.put(result)
+        except Exception as error:
+            job.not_sent(out, item, error)
 
 
 def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
@@ -145,11 +173,15 @@ def sink(job: OperatorJob, *, items: In[Any]) -> None:
 def collect(job: OperatorJob, *, items: In[Any], out: Out[list[Any]] | None = None) -> None:
     """Collect all items in one list, and report it as a result."""
     gathered: list[Any] = []
+    # the list is complete only at the end, so one wake-up of this thread is enough for many items
+    naps = items.channel.transport.copies and job.tracking is None
     with contextlib.suppress(Drained):
         while True:
             arrived = items.get_many(1024)
             if job.tracking is None:
                 gathered.extend(arrived)
+                if naps:
+                    items._nap()
             else:
                 gathered.extend(unmarked(arrived))
                 job.tracking.left(arrived)
