@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import resource
+import signal
 import socket
 import stat
 import subprocess
@@ -24,6 +25,7 @@ from support.preloaded_programs import Template
 from support.waiting import wait_until
 
 from flowchan import GroupError, MemberDied, collective
+from flowchan.collective import one_host
 from flowchan.collective.environment import place
 from flowchan.collective.one_host import SharedGroup
 from flowchan.collective.rendezvous.address import meet_at
@@ -422,26 +424,32 @@ def test_processes_with_many_descriptors_form_a_group() -> None:
     assert scripts.run_python("-c", MANY_DESCRIPTORS) == "2 2\n"
 
 
-def test_member_joins_next_group_if_rank_0_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage whose workers are replaced can continue in the next group."""
-    take_slot, seen = SharedGroup._take_slot, []
+@pytest.mark.parametrize("step", ["take_over", "_take_slot"])
+def test_member_joins_next_group_if_rank_0_is_killed(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is killed before or after the other member opens the group's memory.
+
+    A stage whose workers are replaced can continue in the next group.
+    """
+    place: Any = one_host if step == "take_over" else SharedGroup
+    work, seen = getattr(place, step), []
 
     def be_killed() -> None:
         # at this point, the memory is being sent
-        SharedGroup._take_slot = lambda _: os._exit(1)  # type: ignore[method-assign]
-        meet("killed", 0, 2, 60.0)
+        SharedGroup._take_slot = lambda _: signal.pause()  # type: ignore[method-assign]
+        meet(f"killed before {step}", 0, 2, 60.0)
 
     killed = ProcessPeer(be_killed)
 
-    def take_slot_late(member: SharedGroup) -> None:
+    def work_late(*arguments: Any) -> Any:
         if not seen:
+            killed.kill()
             seen.append(killed.join())
-        take_slot(member)
+        return work(*arguments)
 
-    monkeypatch.setattr(SharedGroup, "_take_slot", take_slot_late)
-    peer = ThreadPeer(meet, "killed", 1, 2, 60.0)
+    monkeypatch.setattr(place, step, work_late)
+    peer = ThreadPeer(meet, f"killed before {step}", 1, 2, 60.0)
     wait_until(lambda: bool(seen))
-    with meet("killed", 0, 2, 60.0) as first, peer.result() as second:
+    with meet(f"killed before {step}", 0, 2, 60.0) as first, peer.result() as second:
         sent = ThreadPeer(first.allreduce, 1)
         assert second.allreduce(2) == sent.result() == 3
 

@@ -34,9 +34,8 @@ def test_large_item_arrives_over_several_short_connections() -> None:
         graph = Graph("limited")
         result = graph.source(given).map(doubled, on=pool).collect()
         assert graph.run()[result] == [item + item for item in given]
-    # 7.5 MB of items and 15 MB of outputs, at most 1 MB per direction and connection. Under load, more
-    # connections break before they carry much.
-    assert wire.connections >= 15
+    # 7.5 MB of items and 15 MB of outputs, 1 MB for one of the directions of each connection
+    assert 15 <= wire.connections <= 40
 
 
 @pytest.mark.parametrize("to_the_host", [True, False], ids=["inputs", "outputs"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
+import fcntl
 import json
 import socket
 import struct
+import termios
 import threading
 import time
 from collections import deque
@@ -27,7 +30,8 @@ NOWHERE = bytes(16)
 class Wire:
     """Proxy that delays each byte by ``delay`` seconds and passes at most ``rate`` bytes/s in each direction.
 
-    If ``limit`` is set, the wire resets each connection once ``limit`` bytes have passed in one direction.
+    If ``limit`` is set, the wire resets each connection once the peer has received ``limit`` bytes in one
+    direction.
 
     A peer that dials the address that ``to`` returns reaches ``target`` over this connection.
     """
@@ -97,6 +101,13 @@ class Wire:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             ctypes.CDLL(None).connect(sock.fileno(), NOWHERE, len(NOWHERE))
 
+    def _wait_until_received(self, target: socket.socket) -> None:
+        """Wait until the peer's kernel has all bytes that were sent, because a reset discards the others."""
+        unacknowledged = array.array("i", [1])
+        with contextlib.suppress(OSError):  # the connection has already ended
+            while unacknowledged[0] and not self._over.wait(0.001):
+                fcntl.ioctl(target, termios.TIOCOUTQ, unacknowledged)
+
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
         """Copy bytes in two threads.
 
@@ -134,6 +145,7 @@ class Wire:
                 with contextlib.suppress(OSError):
                     target.sendall(data) if data else target.shutdown(socket.SHUT_WR)
                 if left is not None and left <= 0:
+                    self._wait_until_received(target)
                     self._reset(source, target)
                     return
                 self.passed += len(data)
