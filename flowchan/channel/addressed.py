@@ -73,10 +73,9 @@ class Addressed:
         return self.ports[worker - 1], inner
 
     def _ended(self, port: Out[Any], end: Closed) -> None:
-        """Handle a put that raised ``Closed``: report the item as unwanted if its worker has ended."""
-        # If this port's channel is open, pickling the item has raised Closed about another channel.
-        of_user = not port.channel.closed
-        if self._unwanted is None or of_user or self.closed:
+        """Report an item whose channel is closed."""
+        # if the channel is open, a signal handler has raised the error, which is about another channel
+        if self._unwanted is None or not port.channel.closed or self.closed:
             raise end
         self._unwanted()
 
@@ -87,7 +86,7 @@ class Addressed:
 
     @property
     def channel(self) -> Any:
-        """Return one worker's channel: preferably a broken one, then an open one, then the first."""
+        """Return one of the channels: a broken one if possible, else an open one, else that of worker 1."""
         channels = [port.channel for port in self.ports]
         still_open = next((channel for channel in channels if not channel.closed), channels[0])
         return next((channel for channel in channels if channel.broken), still_open)

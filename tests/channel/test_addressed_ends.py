@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.peers import ThreadPeer
+from support.waiting import wait_blocked
 
 from flowchan import Channel, Closed, Full
 from flowchan.channel.addressed import Addressed, ports_of_end
@@ -115,6 +119,40 @@ def test_item_that_cannot_be_pickled_is_not_unwanted() -> None:
     ):
         end.put((1, RaisesClosed()))
     assert unwanted == []
+
+
+@HOW
+def test_put_through_a_port_that_the_caller_closed_raises(how: str) -> None:
+    two = Two()
+    with two.channels[0].writer():
+        two.end.ports[0].close()
+        with pytest.raises(ValueError, match=r"this port of .* was closed"):
+            put(two, (1, "a"), how)
+    assert (two.unwanted, two.inside()) == (0, [0, 0])
+
+
+def test_closed_error_of_a_signal_handler_reaches_the_caller() -> None:
+    two, other = Two(capacity=1), Channel[int]()
+    other.close()
+    two.end.put((1, "a"))
+
+    def use_other(number: int, frame: Any) -> None:
+        other.put(1)
+
+    before = signal.signal(signal.SIGUSR1, use_other)
+    try:
+        waiter = ThreadPeer(interrupt_when_blocked, two.channels[0])
+        with pytest.raises(Closed, match="Channel"):
+            two.end.put((1, "b"))
+        waiter.result()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (two.unwanted, two.inside()) == (0, [1, 0])
+
+
+def interrupt_when_blocked(channel: Channel[Any]) -> None:
+    wait_blocked(channel, writers=1)
+    os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def test_put_nowait_raises_if_the_channel_is_full() -> None:
