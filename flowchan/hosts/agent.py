@@ -141,7 +141,11 @@ class Agent:
         logs.set_levels(orders.levels)  # before forking, so that workers inherit the levels
         self._link = _core.Link(False)
         self._link.open_stream(0, [self._commands_writer], [self._reports_reader])
-        self._kept = KeptOutputs(self._link, orders.address, orders.secret, orders.tls, orders.peer_timeout)
+        peers = orders.address, orders.secret, orders.tls, orders.peer_timeout
+        try:
+            self._kept = KeptOutputs(self._link, *peers)
+        except OSError as error:
+            self._give_up(f"can't listen for other agents: {error.strerror}")
 
     def run(self) -> None:
         """Carry out commands until the driver reports the end of the run."""

@@ -66,6 +66,9 @@ class KeptOutputs:
         tls: Encrypt the connections between agents.
         peer_timeout: Seconds after which another agent counts as unreachable.
 
+    Raises:
+        OSError: The driver's name cannot be resolved within the peer timeout, or this host cannot listen.
+
     Attributes:
         address: Address at which other agents fetch outputs from this one.
     """
@@ -73,9 +76,8 @@ class KeptOutputs:
     def __init__(self, link: Any, driver: str, secret: bytes, tls: bool, peer_timeout: float) -> None:
         self._link, self._secret, self._tls = link, secret, tls
         self._reach_within = peer_timeout / 4
-        self._listener = AuthenticatedListener(
-            listen(joined((route_to(split(driver)[0]), 0))), secret, {}, tls=tls
-        )
+        place = route_to(split(driver)[0], peer_timeout)
+        self._listener = AuthenticatedListener(listen(joined((place, 0))), secret, {}, tls=tls)
         self.address = self._listener.address
         self._queues: dict[str, SimpleQueue[bytes]] = {}
         self._unreachable: dict[str, float] = {}  # for each of these addresses, when to dial it again

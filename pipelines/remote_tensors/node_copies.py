@@ -51,8 +51,14 @@ class Reach(NamedTuple):
         """Make a channel of this process that other hosts can reach.
 
         The channel listens on this process's address on the route to the program.
+
+        Returns:
+            The channel.
+
+        Raises:
+            OSError: The program's name cannot be resolved within the peer timeout, or no route leads to it.
         """
-        address = joined((route_to(self.at), 0))
+        address = joined((route_to(self.at, self.peer_timeout), 0))
         return ChannelServer(address, tls=self.tls, peer_timeout=self.peer_timeout).make(WAITING)
 
 

@@ -5,6 +5,7 @@ The programs run in a network namespace with its own name server, whose answers 
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -74,6 +75,30 @@ except TimeoutError as error:
 survivor._abandon()
 """
 
+FOLDER = """
+from pathlib import Path
+from flowchan.collective.rendezvous.folder import meet_in
+try:
+    meet_in(Path("meeting"), "x", "silent.example", 0, 2, 0.2, "")
+except OSError as error:
+    print(error)
+print(os.path.exists("meeting"))
+"""
+
+INBOX = """
+from flowchan.pipelines.remote_tensors.node_copies import Reach
+try:
+    Reach("silent.example", False, 0.2).channel()
+except OSError as error:
+    print(error)
+"""
+
+AGENT = """
+from flowchan.hosts.agent import Agent, Orders
+os.dup2(1, 2)
+Agent(Orders(secret, "silent.example:4711", 0, 1, 0.2, "graph", False, {}))
+"""
+
 MEMBERSHIP = """
 import select, sys
 from flowchan.collective.rendezvous.membership import Membership
@@ -123,8 +148,8 @@ with listen("127.0.0.1:0", secret) as listener:
 """
 
 
-def printed(program: str, folder: Path) -> list[str]:
-    """Return the lines that a program prints in the namespace."""
+def printed(program: str, folder: Path, code: int = 0) -> list[str]:
+    """Return the lines that a program prints in the namespace. It must end with this exit code."""
     if not (shutil.which("unshare") and shutil.which("ip")):
         pytest.skip("unshare or ip is not installed: apt-get install util-linux iproute2")
     namespace = ("unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", NAMESPACE, "sh")
@@ -134,7 +159,7 @@ def printed(program: str, folder: Path) -> list[str]:
     )  # fmt: skip
     if not done.stdout.startswith("ready"):
         pytest.skip(f"this system does not allow network namespaces: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return done.stdout.splitlines()[1:]
 
 
@@ -152,6 +177,24 @@ def test_group_ends_in_time_if_the_name_server_is_silent(tmp_path: Path) -> None
 def test_shrink_ends_in_time_if_the_name_server_is_silent(tmp_path: Path) -> None:
     (line,) = printed(SHRINK, tmp_path)
     assert line.startswith("shrink of ")
+    assert re.search(LATE, line)
+
+
+def test_folder_meeting_ends_in_time_without_a_name_server(tmp_path: Path) -> None:
+    line, folder_exists = printed(FOLDER, tmp_path)
+    assert re.search(LATE, line)
+    assert folder_exists == "False"
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed: pip install torch")
+def test_node_inbox_ends_in_time_without_a_name_server(tmp_path: Path) -> None:
+    (line,) = printed(INBOX, tmp_path)
+    assert re.search(LATE, line)
+
+
+def test_agent_ends_in_time_if_the_name_server_is_silent(tmp_path: Path) -> None:
+    (line,) = printed(AGENT, tmp_path, code=1)
+    assert line.startswith("flowchan agent 1: can't listen for other agents: ")
     assert re.search(LATE, line)
 
 

@@ -44,6 +44,7 @@ def meet_in(folder: Path, file: str, launcher: str, rank: int, size: int, timeou
     Raises:
         TimeoutError: Some members did not arrive in time.
         GroupError: The folder cannot be used, or other users can write the file.
+        OSError: Rank 0 cannot resolve the launcher's name in time, or has no route to it.
     """
     remaining, path = countdown(timeout), folder / file
     if rank:
@@ -55,7 +56,7 @@ def meet_in(folder: Path, file: str, launcher: str, rank: int, size: int, timeou
         _write(path, json.dumps({"at": at, "secret": secret.hex()}))
 
     try:
-        at = joined((route_to(launcher), 0))
+        at = joined((route_to(launcher, remaining()), 0))
         return meet_at(at, secret, rank, size, remaining() or 0.0, name, publish=publish)
     finally:
         with contextlib.suppress(OSError):
