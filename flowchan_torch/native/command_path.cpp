@@ -70,7 +70,7 @@ struct Names {
              *buffer = name("buffer"), *idle = name("idle"), *wake = name("wake"), *flush = name("flush"),
              *refs = name("refs"), *freed = name("freed"), *shape = name("shape"), *stride = name("stride"),
              *offset = name("offset"), *dtype = name("dtype"), *device = name("device"), *conj = name("conj"),
-             *neg = name("neg"), *viewed = name("viewed");
+             *neg = name("neg"), *viewed = name("viewed"), *detaches = name("detaches");
 };
 Names* names = nullptr;
 PyTypeObject* tensor_type = nullptr;
@@ -185,12 +185,14 @@ struct Known {
     std::optional<Layout> output;         // set if the only result is a new tensor
     std::optional<size_t> changed_input;  // index of the input that is the result
     std::optional<size_t> viewed;         // index of the input whose storage the view shares
+    bool detaches = false;
 
     explicit Known(PyObject* found)
         : id(attribute(found, names->id)), client(attribute(found, names->client)) {
         Object single = attribute(found, names->single), places = attribute(found, names->results);
         Object base = attribute(found, names->viewed);
         if (base.it != Py_None) viewed = PyLong_AsSize_t(base.it);
+        detaches = attribute(found, names->detaches).it == Py_True;
         if (single.it != Py_None)
             output.emplace(std::move(single));
         else if (PyLong_Check(places.it))
@@ -424,6 +426,10 @@ struct Kernel final : c10::OperatorKernel {
         }
         const Known* known = Known::of(found.it, results);
         if (!known) return false;
+        // Outside inference mode, Python gives the result for an inference tensor a version counter.
+        if (known->detaches && !c10::InferenceMode::is_enabled() &&
+            THPVariable_Unpack(call.inputs.at(0)).is_inference())
+            return false;
         const Client& client = known->client;
         Object number = checked(PyIter_Next(client.numbers.it));
         note_site(client, number.it);

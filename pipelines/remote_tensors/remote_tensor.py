@@ -192,7 +192,8 @@ def issue(
     viewed = template.viewed
     if viewed is not None and inputs[viewed].is_inference() is not _in_inference_mode():
         with _mode_of(inputs[viewed]):
-            return issue(template, inputs, scalars, frame or _getframe(1))
+            view = issue(template, inputs, scalars, frame or _getframe(1))
+        return _with_version(view) if template.detaches and view.is_inference() else view
     client = template.client
     number = next(client.numbers)
     client.sites.note(number, frame or _getframe(1))
@@ -234,6 +235,17 @@ def _mode_of(tensor: Any) -> Any:
     A view is an inference tensor if and only if its base is one, regardless of the current mode.
     """
     return torch.inference_mode(tensor.is_inference())
+
+
+def _with_version(tensor: RemoteTensor) -> RemoteTensor:
+    """Return an inference tensor with a version counter, so that it allows in-place operations in any mode.
+
+    torch adds the counter when it copies the metadata outside inference mode.
+    """
+    with torch._C._DisableTorchDispatch():  # so that the copy issues no command
+        counted = torch.Tensor._make_subclass(RemoteTensor, tensor)
+    counted._m, counted._h = tensor._m, tensor._h
+    return counted
 
 
 def change_meta(tensor: Any, meta: TensorMeta) -> None:

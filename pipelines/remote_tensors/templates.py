@@ -41,6 +41,9 @@ on zeros."""
 
 VIEW_AS_DTYPE = "aten::view.dtype"
 """Operator whose result, unlike other views, is an inference tensor if the call is made in inference mode."""
+DETACH = "aten::detach"
+"""Operator whose result, unlike other views, has a version counter if the call is made outside inference mode.
+"""
 NUMBERS = frozenset((int, float, bool, complex))
 """Types of the scalars that commands carry."""
 VALUES_IN_KEY = ("aten::arange", "aten::range")
@@ -151,9 +154,21 @@ class Template:
             of a new tensor. A tuple or list contains further results.
         changed: Indices of the inputs whose metadata the operation changes, with the new metadata.
         viewed: Index of the input whose views are the results; None if the results are not views.
+        detaches: True for ``detach``.
     """
 
-    __slots__ = ("__weakref__", "changed", "client", "id", "native", "outputs", "results", "single", "viewed")
+    __slots__ = (
+        "__weakref__",
+        "changed",
+        "client",
+        "detaches",
+        "id",
+        "native",
+        "outputs",
+        "results",
+        "single",
+        "viewed",
+    )
 
     def __init__(self, client: NodeClient) -> None:
         self.client, self.id = client, next(client.numbers)
@@ -164,6 +179,7 @@ class Template:
         self.results: Any = None
         self.changed: tuple[tuple[int, TensorMeta], ...] = ()
         self.viewed: int | None = None
+        self.detaches = False
 
 
 class OpPlan:
@@ -372,6 +388,7 @@ def new_template(client: NodeClient, plan: OpPlan, shape: CallShape) -> Template
     if plan.name != VIEW_AS_DTYPE:
         viewed = flat_results(_aliased(plan, shape.args, shape.kwargs, write=False))
         template.viewed = next((one.place for one in viewed if type(one) is Slot), None)
+        template.detaches = plan.name == DETACH
     template.changed = tuple((place, meta) for place, meta in changed if meta is not shape.inputs[place]._m)
     client.define(template.id, spec if found.single else spec._replace(kept=tuple(found.kept)))
     return template
