@@ -357,6 +357,7 @@ NB_MODULE(_core, m) {
         .def_prop_ro("_socket",
                      [](Channel& ch) { return ch.with([](auto& transport) { return transport.socket(); }); })
         .def("_stats", channel_stats)
+        .def("_peek", peek, "first"_a, "most"_a, "most_bytes"_a)
         .def("_pinned",
              [](Channel& ch) {
                  std::vector<uint64_t> ids;

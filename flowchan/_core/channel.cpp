@@ -179,6 +179,56 @@ nb::dict channel_stats(Channel& ch) {
     return stats;
 }
 
+static nb::list as_list(const std::vector<LocalQueue::Item>& seen) {
+    nb::list list;
+    for (const LocalQueue::Item& item : seen)
+        list.append(nb::make_tuple(item.number, false, item.size, 0, nb::steal(item.object)));
+    return list;
+}
+
+static nb::list as_list(const std::vector<Seen>& seen) {
+    nb::list list;
+    for (const Seen& one : seen) {
+        nb::object payload = nb::none();
+        if (one.copy.data() && one.kind == DIRECT)
+            payload = nb::steal(decode(one.kind, one.copy.data(), one.copy.size()));
+        else if (one.copy.data())
+            payload = nb::bytes(one.copy.data(), one.copy.size());
+        if (!payload.is_valid()) throw nb::python_error();
+        const uint64_t kind = one.kind == DIRECT ? 0 : one.kind;
+        list.append(nb::make_tuple(one.number, one.leased, one.size, kind, payload));
+    }
+    return list;
+}
+
+// Look at a channel under its lock. If memory is exhausted, release the lock and then raise MemoryError.
+template <class M, class F>
+static nb::list look_at(M& transport, F&& look) {
+    decltype(look()) seen;
+    bool exhausted = false;
+    Locked lock(transport);
+    try {
+        seen = look();
+    } catch (const std::bad_alloc&) {
+        exhausted = true;
+    }
+    lock.unlock({});
+    if (exhausted) throw std::bad_alloc();
+    return as_list(seen);
+}
+
+// Return (number, leased, size, kind, payload) for items that the channel contains. If the kind is 0, the
+// payload is the object. Otherwise, it is bytes without the contents of arrays, or None if it was not copied.
+nb::list peek(Channel& ch, uint64_t first, uint64_t most, uint64_t most_bytes) {
+    if (!ch.usable()) throw nb::python_error();
+    return ch.with(
+        Each{[&](LocalQueue& queue) { return look_at(queue, [&] { return queue.peek(first, most); }); },
+             [&](Ring& ring) {
+                 std::vector<char> room(most_bytes);  // its pages are touched before the lock is taken
+                 return look_at(ring, [&] { return ring.peek(first, most, room); });
+             }});
+}
+
 // Return sums over the channels of a run: items put plus items taken, waiting readers, and waiting writers.
 // Cheap enough to be called often.
 nb::tuple observe(nb::list channels) {

@@ -382,6 +382,7 @@ class Watch {
 
 void abort_channel(Channel& ch, PyObject* cause);
 nb::dict channel_stats(Channel& ch);
+nb::list peek(Channel& ch, uint64_t first, uint64_t most, uint64_t most_bytes);
 nb::tuple observe(nb::list channels);
 
 // Follow sampled items through this port from now on, or stop if `tracing` is None.

@@ -217,6 +217,19 @@ Counts LocalQueue::counts() const {
             .short_of_bytes = short_of_bytes && writer_list.waiting > 0};
 }
 
+std::vector<LocalQueue::Item> LocalQueue::peek(uint64_t first, uint64_t most) {
+    std::vector<Item> seen;
+    uint64_t next = numbered_;
+    for (uint64_t i = 0; i < std::min(count_, MOST_WALKED) && seen.size() < most; ++i) {
+        Item item = at(i);
+        if (item.number == Item::UNNUMBERED) item.number = next++;  // as try_take will
+        if (item.number < first) continue;
+        seen.push_back(item);
+        Py_INCREF(item.object);
+    }
+    return seen;
+}
+
 bool LocalQueue::could_continue(const Caller& caller) const {
     if (state != OPEN || caller.side == Side::Reader) return state != OPEN || count_ > 0;
     if (caller.ordered) return has_turn(caller.number);

@@ -10,6 +10,7 @@
 // - ring_leases.cpp: acknowledging leased items and giving them back
 // - ring_turns.cpp: the output order of an ordered stage
 // - ring_fd_bundles.cpp: file descriptors that travel with items
+// - ring_peek.cpp: looking at items without taking them
 //
 // No method touches a Python object, so callers may run with or without the GIL. Two rules prevent deadlocks:
 // no thread waits for the GIL while it has the lock, and no code under the lock calls Python.
@@ -103,6 +104,13 @@ struct Taken {
     char local[LOCAL];
 };
 
+// An item that is in a channel or on lease, in a look that did not take it.
+struct Seen {
+    uint64_t number, kind, size;
+    bool leased;
+    std::span<const char> copy;  // of its payload; empty if it was not copied
+};
+
 // The descriptors that another process needs to map a ring. Without `socket`, the ring cannot carry
 // descriptors.
 struct RingHandle {
@@ -180,6 +188,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Step put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes);
     std::vector<Held> held() const;
     std::vector<uint64_t> pinned() const;
+    // returns at most `most` items from number `first` on, with copies of their payloads in `room`
+    std::vector<Seen> peek(uint64_t first, uint64_t most, std::span<char> room) const;
     // appends the bundle's descriptors, which then belong to the caller; returns 0 or an errno
     int open_bundle(uint64_t id, std::vector<int>& descriptors);
     void drop_bundles();  // drops the oldest bundles, up to the first one whose item still exists

@@ -33,7 +33,7 @@ bool peek_at(int socket, int offset) {
     return setsockopt(socket, SOL_SOCKET, SO_PEEK_OFF, &offset, sizeof offset) == 0;
 }
 
-bool peek(int socket, Label& label) {
+bool peek_label(int socket, Label& label) {
     return recv(socket, &label, sizeof label, MSG_PEEK | MSG_DONTWAIT) == ssize_t(sizeof label);
 }
 
@@ -90,7 +90,7 @@ int Ring::open_bundle(uint64_t id, std::vector<int>& descriptors) {
     int at = 0;
     for (;; at += int(sizeof label)) {
         if (!peek_at(socket_, at)) return errno;
-        if (!peek(socket_, label)) return peek_at(socket_, -1), ENOENT;
+        if (!peek_label(socket_, label)) return peek_at(socket_, -1), ENOENT;
         if (label.id == id) break;
     }
     iovec piece{&label, sizeof label};
@@ -117,7 +117,7 @@ int Ring::open_bundle(uint64_t id, std::vector<int>& descriptors) {
 
 void Ring::drop_bundles() {
     Label label{};
-    if (socket_ < 0 || !peek_at(socket_, -1) || !peek(socket_, label) || !memory_is_valid()) return;
+    if (socket_ < 0 || !peek_at(socket_, -1) || !peek_label(socket_, label) || !memory_is_valid()) return;
     std::vector<uint64_t> ids;
     for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);
@@ -131,7 +131,7 @@ void Ring::drop_bundles() {
         if (std::find(ids.begin(), ids.end(), label.id) != ids.end()) return;
         fault_point();
         recv(socket_, &label, sizeof label, MSG_DONTWAIT);
-    } while (peek(socket_, label));
+    } while (peek_label(socket_, label));
 }
 
 }  // namespace flowchan

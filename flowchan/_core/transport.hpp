@@ -11,6 +11,9 @@
 
 namespace flowchan {
 
+// Maximum number of waiting items that a look at a channel follows.
+constexpr uint64_t MOST_WALKED = 4096;
+
 enum State : uint64_t { OPEN = 0, CLOSED = 1, BROKEN = 2 };
 
 // A snapshot of a channel's counters.

@@ -86,7 +86,7 @@ class Addressed:
 
     @property
     def channel(self) -> Any:
-        """Return one of the channels: a broken one if possible, else an open one, else that of worker 1."""
+        """Return one worker's channel: preferably a broken one, then an open one, then the first."""
         channels = [port.channel for port in self.ports]
         still_open = next((channel for channel in channels if not channel.closed), channels[0])
         return next((channel for channel in channels if channel.broken), still_open)

@@ -242,7 +242,8 @@ def replay(
 
 
 @main.command()
-@click.argument("recording")
+@click.argument("recording", metavar="RECORDING|RUN")
+@click.argument("channel", required=False)
 @click.option(
     *("-n", "count"),
     type=click.IntRange(min=0),
@@ -251,14 +252,26 @@ def replay(
     metavar="N",
     help="Number of items to show.",
 )
-def peek(recording: str, count: int) -> None:
-    """Show the first items of RECORDING, a file that "flowchan record" wrote, without running a graph.
+def peek(recording: str, channel: str | None, count: int) -> None:
+    """Show items of a recording or of a running graph, without taking them.
 
-    Showing an item unpickles it, so RECORDING must be a file that you trust as you trust code.
+    RECORDING is a file that "flowchan record" wrote. Showing an item unpickles it, so it must be a file that
+    you trust as you trust code.
+
+    RUN is the process ID of a program on this machine, or a run from the list of "flowchan top". The command
+    shows the items in CHANNEL, and then later ones until N are shown, the channel ends or you press Ctrl-C.
+    It misses items that pass through the channel quickly.
     """
-    from flowchan.cli.recordings import peek
+    with Interrupts():
+        if channel is None:
+            from flowchan.cli.recordings import peek
 
-    raise SystemExit(exit_code(lambda: DONE if peek(recording, count, width()) else FAILED, debug=False))
+            code = exit_code(lambda: DONE if peek(recording, count, width()) else FAILED, debug=False)
+        else:
+            from flowchan.cli.live_items import show_items
+
+            code = exit_code(lambda: show_items(recording, channel, count, width()), debug=False)
+    raise SystemExit(code)
 
 
 def _pool(hosts: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,9 @@ from flowchan.cli.loading import LoadError, find_in
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.stream import streams_of
 from flowchan.declare.values import Origin, Stage
-from flowchan.items.text import number_of, short
+from flowchan.items.item_texts import WIDEST, cut, text_of
+from flowchan.items.text import number_of
 
-WIDEST = 200
-"""Maximum length of the line that shows an item."""
-MOST_ELEMENTS = 8
-"""An array with more elements is shown without its values."""
 SOURCE = "recorded items"
 
 
@@ -62,50 +58,13 @@ def peek(path: str, count: int, width: int) -> bool:
     for number in range(shown):
         begin = f"{number:>{len(str(shown - 1)) + 2}}  "
         try:
-            text = _texts.repr(recording[number])
-        except Exception as error:  # unpickling an item may run user code, which may raise anything
+            text = text_of(recording[number])
+        except Exception as error:  # user code that the item's pickle calls may raise anything
             text, failed = f"<can't be unpickled: {type(error).__name__}: {error}>", failed + 1
-        line = " ".join(text.split())
-        most = max(20, min(width, WIDEST) - len(begin))
-        click.echo(begin + (line if len(line) <= most else f"{line[: most - 3]}..."))
+        click.echo(begin + cut(text, max(20, min(width, WIDEST) - len(begin))))
     if shown < len(recording):
         click.echo(f"… {len(recording) - shown:,} more; -n {len(recording)} shows all")
     return not failed
-
-
-class _ItemTexts(reprlib.Repr):
-    """Formats items as short text. For large arrays and tensors, this is their shape and type."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = self.maxlong = 80
-        self.maxtuple = self.maxlist = self.maxdict = self.maxset = 8
-
-    def repr_ndarray(self, array: Any, level: int) -> str:
-        return _array_text(array, str(array.dtype))
-
-    def repr_Tensor(self, tensor: Any, level: int) -> str:  # noqa: N802  # reprlib looks up this name
-        return _array_text(tensor, str(tensor.dtype).removeprefix("torch."))
-
-    def repr_bytes(self, data: bytes, level: int) -> str:
-        most = self.maxstring // 2
-        return repr(data) if len(data) <= most else f"{data[:most]!r}... ({len(data):,} bytes)"
-
-    def repr_instance(self, value: Any, level: int) -> str:
-        return short(value, WIDEST)
-
-
-_texts = _ItemTexts()
-
-
-def _array_text(array: Any, dtype: str) -> str:
-    shape = tuple(array.shape)
-    elements = 1
-    for size in shape:
-        elements *= size
-    if elements <= MOST_ELEMENTS:
-        return short(array, WIDEST)
-    return f"<{type(array).__name__} {' × '.join(map(str, shape))} {dtype}>"
 
 
 # --- flowchan replay ---

@@ -9,6 +9,7 @@ import time
 import click
 
 from flowchan.cli.view_client import NoAnswer, ViewedRun, ViewError, viewed_runs
+from flowchan.items.text import printable
 from flowchan.run.observe.report import render, table
 from flowchan.run.policy.stats import RunStats
 from flowchan.transport.interrupts import signal_of
@@ -72,10 +73,6 @@ def _list(runs: list[ViewedRun], width: int) -> str:
             pass
         except ViewError:  # the run ended in the meantime
             continue
-        rows.append([_printable(text) for text in about])
+        rows.append([printable(text) for text in about])
     head, *body = rows
     return table(head, body, left={0, 1, 2, 4}, width=width) + "\n\nflowchan top RUN shows one of them"
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)

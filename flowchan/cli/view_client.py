@@ -1,4 +1,4 @@
-"""Connect to the runs of other programs on this machine, for ``flowchan top``.
+"""Connect to other programs' runs on this machine, for ``flowchan top`` and ``flowchan peek``.
 
 ``flowchan.run.observe.view_socket`` describes the protocol.
 """
@@ -71,7 +71,7 @@ class ViewedRun:
         if message.get("schema") != SCHEMA:
             raise ViewError(
                 f"run {self.name} belongs to a program that uses another version of flowchan; "
-                "run `flowchan top` from that version"
+                "run the command from that version"
             )
         return message
 
@@ -86,6 +86,35 @@ class ViewedRun:
                 return
             if message["event"] == "stats":
                 yield from_json(message["stats"])
+        raise ViewError(f"the program of run {self.name} exited before the run ended")
+
+    def items(self, channel: str, count: int) -> Iterator[dict[str, Any]]:
+        """Yield the state of a channel, and then its next items, without taking them.
+
+        Args:
+            channel: Name of the channel.
+            count: Number of items.
+
+        Yields:
+            Messages of the program, as ``flowchan.run.observe.item_viewer`` sends them.
+
+        Raises:
+            ViewError: The run has no such channel, or its program does not answer or was killed.
+        """
+        request = {"peek": channel, "count": count}
+        with contextlib.suppress(OSError):  # the run has ended; no message follows
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+        while message := self._next():
+            match message["event"]:
+                case "refused":
+                    raise ViewError(message["why"])
+                case "channel":
+                    self._socket.settimeout(None)  # the next item may come much later
+                    yield message
+                case "item":
+                    yield message
+                case "end":
+                    return
         raise ViewError(f"the program of run {self.name} exited before the run ended")
 
     def _next(self) -> dict[str, Any] | None:

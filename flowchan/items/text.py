@@ -25,3 +25,8 @@ def shown(value: Any) -> str:
 def number_of(count: int, word: str) -> str:
     """Return a number and a noun in the singular or plural."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def printable(text: str) -> str:
+    """Replace characters that a terminal could execute with question marks."""
+    return "".join(character if character.isprintable() else "?" for character in text)

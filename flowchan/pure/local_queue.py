@@ -18,6 +18,7 @@ run a destructor or another handler that uses the queue. For this reason, the lo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -35,6 +36,8 @@ MOST_PARKED_GROUPS = 4096
 """Outputs may be parked for at most this many input items, from the current turn on."""
 RETIRE, KEEP_TURNS = 1, 2
 """Orders to a reader: to treat the channel as drained, or to keep turns for its outputs from now on."""
+MOST_WALKED = 4096
+"""Maximum number of items that a look at the queue follows."""
 
 
 class QueueState(Enum):
@@ -179,6 +182,22 @@ class LocalQueue:
             self.short_of_bytes = False
         self.wake()
         return QueueStep.DONE
+
+    def peek(self, first: int, most: int) -> list[tuple[int, bool, int, int, Any]]:
+        """Return the first ``most`` items from number ``first`` on, which stay in the queue.
+
+        Do not hold the lock.
+        """
+        seen: list[tuple[int, bool, int, int, Any]] = []
+        with self.held():
+            following = self._numbered
+            for item in itertools.islice(self.items, MOST_WALKED):
+                number = item.number
+                if number == UNNUMBERED:
+                    number, following = following, following + 1
+                if number >= first and len(seen) < most:
+                    seen.append((int(number), False, item.size, 0, item.object))
+        return seen
 
     def _ends_for(self, reader: ReaderState | None) -> bool:
         """Return whether the reader will get no more items. Items leased by others may come back."""

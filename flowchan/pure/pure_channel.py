@@ -18,8 +18,6 @@ from flowchan.pure.local_puts import put_all, put_item
 from flowchan.pure.local_queue import KEEP_TURNS, RETIRE, LocalQueue, QueueState, QueueStep
 from flowchan.pure.wait_line import NEVER, QueuedItem, ReaderState, Waiter, WriterState
 
-_NO_LIMIT = 2**64 - 1
-
 
 class LocalChannel:
     """Bounded, closable FIFO between threads. ``flowchan.Channel`` extends it and checks the arguments."""
@@ -39,10 +37,8 @@ class LocalChannel:
     ) -> None:
         if processes or fd >= 0:
             raise _needs_native("Channel: across must be 'threads', got a channel that copies")
-        self._name, self._queue = (
-            name,
-            LocalQueue(capacity, math.inf if max_bytes == _NO_LIMIT else max_bytes),
-        )
+        self._name = name
+        self._queue = LocalQueue(capacity, math.inf if max_bytes == 2**64 - 1 else max_bytes)
         self._made_in, self.awaiting = forks(), 0
 
     def usable(self) -> LocalQueue:
@@ -149,6 +145,9 @@ class LocalChannel:
         queue = self.usable()
         with queue.held():
             return {**queue.stats(), "awaiting": self.awaiting}
+
+    def _peek(self, first: int, most: int, most_bytes: int) -> list[tuple[int, bool, int, int, Any]]:
+        return self.usable().peek(first, most)
 
     def _pinned(self) -> list[int]:
         return []

@@ -173,7 +173,7 @@ class Supervisor:
         self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
         self.feed.listen(Journal(plan).record)
         self._paths = ItemPaths(plan, self.feed.tell)
-        self._view_socket = ViewSocket(plan.graph.name, self.feed)
+        self._view_socket = ViewSocket(plan.graph.name, self.feed, channels.channels)
         self.scaler = AutoScaler(plan)
         self.feed.listen(self.scaler.record)
         self.asking: Requests | None = None

@@ -222,7 +222,7 @@ class Delivered(Feed):
 def test_slow_viewer_misses_updates_but_receives_complete_lines() -> None:
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    connection = ViewConnection(ours, Delivered(), {"event": "hello"})
+    connection = ViewConnection(ours, Delivered(), {}, {"event": "hello"})
     for _ in range(1000):
         connection._show(STATS)  # never blocks
     assert connection._missed
@@ -240,7 +240,7 @@ def test_reading_viewer_receives_end_event_despite_small_buffer() -> None:
     lines: list[bytes] = []
     reader = threading.Thread(target=lambda: lines.extend(theirs.makefile("rb")))
     reader.start()
-    connection = ViewConnection(ours, Delivered(), {"event": "hello"})
+    connection = ViewConnection(ours, Delivered(), {}, {"event": "hello"})
     connection._show(STATS)
     connection.end()
     reader.join()

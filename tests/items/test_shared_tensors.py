@@ -12,6 +12,7 @@ import pytest
 from support.optional_packages import optional
 
 from flowchan import Channel, pack, unpack
+from flowchan.items.item_texts import SeenItem
 from flowchan.pipelines import SharedDict, TaskPool, map, marshal  # noqa: A004
 
 torch = optional("torch")
@@ -158,3 +159,13 @@ def test_shared_tensor_reaches_another_host_as_a_copy() -> None:
         with_hosts.put([own])
     with_hosts.put([own.clone()])
     assert with_hosts.get()[0].tolist() == [0, 0, 0]
+
+
+def test_look_at_a_tensor_shows_its_shape_and_type() -> None:
+    channel = Channel[Any](across="processes")
+    channel.put_many([torch.zeros(3, 4), {"x": torch.zeros(2, dtype=torch.int64)}, shared()])
+    first, second, third = [SeenItem(*one).text() for one in channel._peek(0, 9, 1 << 20)]
+    assert (first, second) == ("<Tensor 3 × 4 float32>", "{'x': <Tensor 2 int64>}")
+    assert third.startswith("<an item of ")  # only its reader may open the memory of a shared tensor
+    channel.get_many(2)
+    channel.get()[0] = 1

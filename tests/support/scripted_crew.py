@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from flowchan.channel.channel import ChannelStats
+from flowchan.channel.channel import Channel, ChannelStats
 from flowchan.run.crew.mail import run_is_over
 from flowchan.run.crew.part import CrewPart, Report
 from flowchan.run.crew.run_ports import RunChannels
@@ -150,6 +150,7 @@ class ScriptedChannels(RunChannels):
     Attributes:
         plan: The plan of the run.
         inputs: The inputs; always empty, because no script fills one.
+        channels: The channels by name; always empty, because no viewer looks into one.
         moved: Number of items that have passed through the channels.
         counts: The nonzero statistics of each channel, by the channel's name.
         broken_ones: The names of channels that are broken.
@@ -159,6 +160,7 @@ class ScriptedChannels(RunChannels):
     def __init__(self, plan: Plan, crew: ScriptedCrew) -> None:
         self.plan, self._crew = plan, crew
         self.inputs: dict[str, Any] = {}
+        self.channels: dict[str, Channel[Any]] = {}
         self.moved = 0
         self.counts: dict[str, dict[str, int]] = {}
         self.broken_ones: list[str] = []

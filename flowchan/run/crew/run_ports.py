@@ -28,7 +28,13 @@ from flowchan.run.worker.port_release import broken_by
 
 
 class RunChannels(Protocol):
-    """Operations of the supervisor on the channels of a run."""
+    """Channels of a run, in the form that the supervisor uses.
+
+    Attributes:
+        channels: Channels by name.
+    """
+
+    channels: Mapping[str, Channel[Any]]
 
     def stop_sources(self) -> None:
         """Close the channels of all sources and inputs."""

@@ -1,13 +1,16 @@
-"""Serve the statistics of a run to ``flowchan top`` on a Unix socket.
+"""Serve a run to ``flowchan top`` and ``flowchan peek`` on a Unix socket.
 
 Algorithm. The supervisor's thread calls :meth:`ViewSocket.poll` whenever it is awake. The first call after
 ``POLL_INTERVAL_S`` seconds creates the socket, so a short run has none. Later calls accept connections from
 viewers. A run without viewers therefore needs no extra thread, and makes at most one system call every
 ``POLL_INTERVAL_S`` seconds. Each viewer is a subscriber of the run's feed.
 
-A viewer receives JSON lines: one "hello", then "stats", and an "end" after the run has ended. It sends
-nothing. Writes never block: a slow viewer misses statistics, but does not delay other viewers or the run. If
-the program is killed, the connection closes without an "end".
+A viewer receives JSON lines: one "hello", then "stats", and an "end" when the run has ended. Writes never
+block: a slow viewer misses statistics, but does not delay other viewers or the run. If the program is killed,
+the connection closes without "end".
+
+``flowchan top`` sends nothing. ``flowchan peek`` sends one line, and then receives items of a channel instead
+of statistics (``item_viewer.py``).
 
 Invariants. The socket has an abstract name (see unix(7)), so a killed program leaves no file behind. Any user
 can connect to such a name, so each side checks that the peer belongs to the same user or to root. A forked
@@ -27,12 +30,17 @@ import struct
 import sys
 import time
 import weakref
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from flowchan.channel.channel import Channel
 from flowchan.run.observe.feed import Feed, Subscription
 from flowchan.run.observe.stats_json import SCHEMA, to_json
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.stats import RunStats
+
+if TYPE_CHECKING:
+    from flowchan.run.observe.item_viewer import ItemViewer
 
 log = logging.getLogger("flowchan.run")
 
@@ -44,6 +52,8 @@ END_S = 1.0
 """Time limit in seconds for sending the final statistics to a viewer that has read all others."""
 MOST_RUNS = 1000
 """Maximum number of sockets per program."""
+MOST_REQUEST = 4096
+"""Maximum length of a viewer's request in bytes."""
 
 
 def socket_prefix() -> str:
@@ -57,10 +67,11 @@ class ViewSocket:
     Args:
         graph: Name of the graph.
         feed: Feed of the run.
+        channels: Channels of the run, by name.
     """
 
-    def __init__(self, graph: str, feed: Feed) -> None:
-        self._graph, self._feed = graph, feed
+    def __init__(self, graph: str, feed: Feed, channels: Mapping[str, Channel[Any]]) -> None:
+        self._graph, self._feed, self._channels = graph, feed, channels
         self._due = time.monotonic() + POLL_INTERVAL_S
         self._listener: socket.socket | None = None
         self._name = ""
@@ -108,7 +119,9 @@ class ViewSocket:
                 _sockets.add(connection)
                 if is_same_user(connection):
                     self._viewers = [one for one in self._viewers if not one.has_left]
-                    self._viewers.append(ViewConnection(connection, self._feed, self._hello()))
+                    self._viewers.append(
+                        ViewConnection(connection, self._feed, self._channels, self._hello())
+                    )
                 else:
                     connection.close()
 
@@ -130,11 +143,18 @@ class ViewSocket:
 class ViewConnection:
     """Connection to one viewer."""
 
-    def __init__(self, connection: socket.socket, feed: Feed, hello: dict[str, Any]) -> None:
-        self._connection = connection
+    def __init__(
+        self,
+        connection: socket.socket,
+        feed: Feed,
+        channels: Mapping[str, Channel[Any]],
+        hello: dict[str, Any],
+    ) -> None:
+        self._connection, self._channels = connection, channels
         connection.setblocking(False)
         self._unsent = _line(hello)
         self._missed = False
+        self._items: ItemViewer | None = None
         self._subscription: Subscription | None = None
         self._subscription = feed.subscribe(stats=self._show, every=STATS_EVERY_S)
 
@@ -143,8 +163,15 @@ class ViewConnection:
         return self._connection.fileno() < 0
 
     def _show(self, stats: RunStats) -> None:
-        """Send statistics, unless the viewer has not yet read all earlier lines."""
-        self._send()
+        """Send statistics, unless the viewer has not read all earlier lines yet."""
+        if self._items is None:
+            self._send()
+            self._receive()
+        if self._items is not None or self.has_left:
+            # If subscribe() has not returned yet, the next call closes the subscription.
+            if self._subscription is not None:
+                self._subscription.close()
+            return
         self._missed = bool(self._unsent)
         if not self._missed:
             self._unsent = _line({"event": "stats", "stats": to_json(stats)})
@@ -158,12 +185,23 @@ class ViewConnection:
             pass
         except OSError:  # the viewer has left
             self._connection.close()
-            # If subscribe() has not returned yet, the next call of _send() closes the subscription.
-            if self._subscription is not None:
-                self._subscription.close()
+
+    def _receive(self) -> None:
+        """Start to show items if the viewer has requested that."""
+        request = b""
+        if not self._unsent:
+            with contextlib.suppress(OSError):  # without a request, or if the viewer has left
+                request = self._connection.recv(MOST_REQUEST)
+        if request:
+            from flowchan.run.observe.item_viewer import ItemViewer  # most runs do not need it
+
+            self._items = ItemViewer(self._connection, self._channels, request, _line)
 
     def end(self) -> None:
-        """Send the last lines to a viewer that has kept up, and close the connection."""
+        """Send the last lines if the viewer has kept up, and close the connection."""
+        if self._items is not None:
+            self._items.end(END_S)
+            return
         with self._connection as connection, contextlib.suppress(OSError):
             if not self._missed:
                 connection.settimeout(END_S)
