@@ -11,10 +11,11 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from flowchan import Graph
+from flowchan import Graph, In, auto
 from flowchan.channel.transports import PROCESSES, THREADS
+from flowchan.collective import Group
 from flowchan.declare.placements import PLACEMENTS, PROCESS, THREAD, Placement
-from flowchan.declare.values import Origin
+from flowchan.declare.values import Gang, Origin
 
 
 def test_every_stage_can_be_pickled() -> None:
@@ -77,3 +78,35 @@ def test_value_of_a_declared_graph_cannot_be_changed(module: str) -> None:
         for field in dataclasses.fields(kind):
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(value, field.name, None)
+
+
+def training(items: In[int], group: Group) -> None: ...
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_stage_with_a_group_parameter_is_a_gang(elastic: bool) -> None:
+    graph = Graph("gang")
+    graph.stage(training, graph.source(range(3)), workers=2, elastic=elastic, name="train")
+    graph.source(range(3)).sink(abs, name="plain")
+    assert graph.stage_named("train").gang == Gang("group", Group, elastic)
+    assert graph.stage_named("plain").gang is None
+
+
+@pytest.mark.parametrize(("value", "most"), [("auto", None), (auto(), None), (auto(most=4), 4)])
+def test_stage_with_automatic_workers_starts_with_one(value: Any, most: int | None) -> None:
+    graph = Graph("auto")
+    graph.source(range(3)).sink(abs, workers=value, name="auto")
+    stage = graph.stage_named("auto")
+    assert stage.workers == 1
+    assert stage.auto is not None
+    assert stage.auto.most == most
+
+
+def test_only_outputs_for_a_batch_may_be_made_by_member() -> None:
+    graph = Graph("members")
+    first, second, third = graph.source(range(3)).tee(3)
+    first.batch(2).map(len, name="map")
+    second.batch(2).sink(len, name="sink")
+    third.map(abs, name="single")
+    members = [graph.stage_named(name).options.get("members") for name in ("map", "sink", "single")]
+    assert members == [True, None, None]
