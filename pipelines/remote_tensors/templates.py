@@ -42,8 +42,7 @@ on zeros."""
 VIEW_AS_DTYPE = "aten::view.dtype"
 """Operator whose result, unlike other views, is an inference tensor if the call is made in inference mode."""
 DETACH = "aten::detach"
-"""Operator whose result, unlike other views, has a version counter if the call is made outside inference mode.
-"""
+"""Operator whose result, unlike other views, has a version counter if made outside inference mode."""
 NUMBERS = frozenset((int, float, bool, complex))
 """Types of the scalars that commands carry."""
 VALUES_IN_KEY = ("aten::arange", "aten::range")
