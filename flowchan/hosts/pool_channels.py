@@ -4,13 +4,49 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowchan.channel.channel import Channel
 from flowchan.declare.placements import Placement
 from flowchan.hosts.host_pool import Pool
 from flowchan.remote.channel_server import ChannelServer
-from flowchan.transport.tcp import joined
+from flowchan.transport.tcp import joined, route_to
+
+
+class Reach(NamedTuple):
+    """Description of how hosts reach the program, based on the options of their pool.
+
+    Attributes:
+        at: Address of the program.
+        tls: True if connections are encrypted.
+        peer_timeout: Seconds without a sign of life after which a peer counts as lost.
+    """
+
+    at: str
+    tls: bool
+    peer_timeout: float
+
+    def channel(self, capacity: int) -> Channel[Any]:
+        """Make a channel of this process that other hosts can reach.
+
+        The channel listens on this process's address on the route to the program.
+
+        Args:
+            capacity: Number of items that the channel can hold.
+
+        Returns:
+            The channel.
+
+        Raises:
+            OSError: The program's name cannot be resolved within the peer timeout, or no route leads to it.
+        """
+        address = joined((route_to(self.at, self.peer_timeout), 0))
+        return ChannelServer(address, tls=self.tls, peer_timeout=self.peer_timeout).make(capacity)
+
+
+def reach_of(pool: Pool) -> Reach:
+    """Return how the hosts of a pool reach this program."""
+    return Reach(pool.provider.listen_at(), pool.tls, pool.peer_timeout)
 
 
 def channel_maker(placement: Placement) -> Callable[[int], Channel[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flowchan import ChannelError
 from flowchan.hosts import open_channel
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
-from flowchan.pipelines.remote_tensors.node_copies import log
+from flowchan.pipelines.remote_tensors.node_copies import WAITING, log
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
 
 
@@ -41,7 +41,7 @@ def introduce(sender: NodeClient, receiver: NodeClient) -> None:
                 str(error.__cause__ or error),
             )
             if receiver.relay is None:
-                relay = reach.channel()
+                relay = reach.channel(WAITING)
                 receiver.send("relay", relay)
                 receiver.relay = relay
             sender.send("peer", receiver.place.id, receiver.relay)

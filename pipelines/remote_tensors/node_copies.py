@@ -23,43 +23,14 @@ import torch
 
 from flowchan import Broken, Channel, Closed, Full, select
 from flowchan.hosts import open_channel
+from flowchan.hosts.pool_channels import Reach
 from flowchan.pipelines.remote_tensors.remote_failures import RemoteFailure
-from flowchan.remote.channel_server import ChannelServer
-from flowchan.transport.tcp import joined, route_to
 
 WAITING = 64
 """Maximum number of tensors in an inbox. A put into a full inbox blocks."""
 NODE_DIED = ""
 """Key of a message that reports a dead node. The value is the node's place and failure."""
 log = logging.getLogger("flowchan.remote_tensors")
-
-
-class Reach(NamedTuple):
-    """Description of how hosts reach the program, based on the options of their pool.
-
-    Attributes:
-        at: Address of the program.
-        tls: True if connections are encrypted.
-        peer_timeout: Seconds without a sign of life after which a peer counts as lost.
-    """
-
-    at: str
-    tls: bool
-    peer_timeout: float
-
-    def channel(self) -> Channel[Any]:
-        """Make a channel of this process that other hosts can reach.
-
-        The channel listens on this process's address on the route to the program.
-
-        Returns:
-            The channel.
-
-        Raises:
-            OSError: The program's name cannot be resolved within the peer timeout, or no route leads to it.
-        """
-        address = joined((route_to(self.at, self.peer_timeout), 0))
-        return ChannelServer(address, tls=self.tls, peer_timeout=self.peer_timeout).make(WAITING)
 
 
 class NodePlace(NamedTuple):
@@ -107,7 +78,7 @@ class Inbox:
     def address(self, reach: Reach) -> tuple[str, bytes, bool]:
         """Return the address, secret and TLS flag of the inbox that this node owns."""
         if self._own is None:
-            self._own = reach.channel()
+            self._own = reach.channel(WAITING)
             self._channels.append(self._own)
         return self._own.address, self._own.secret, reach.tls
 

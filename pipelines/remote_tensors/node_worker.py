@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from flowchan import Broken, Channel, Closed
+from flowchan.hosts.pool_channels import Reach
 from flowchan.items import arrays
 from flowchan.pipelines.children.parent_handle import Parent
 from flowchan.pipelines.remote_tensors.command_format import (
@@ -32,7 +33,7 @@ from flowchan.pipelines.remote_tensors.command_format import (
     unpack_batch,
 )
 from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
-from flowchan.pipelines.remote_tensors.node_copies import Inbox, Outbox, Reach, Senders
+from flowchan.pipelines.remote_tensors.node_copies import Inbox, Outbox, Senders
 from flowchan.pipelines.remote_tensors.remote_failures import RemoteFailure
 from flowchan.pipelines.remote_tensors.templates import only_strided
 

@@ -17,7 +17,7 @@ import torch
 from flowchan import Broken, Channel, Closed, Full, Graph
 from flowchan.declare.placements import PlacementOption, placement_argument
 from flowchan.hosts import Pool
-from flowchan.hosts.pool_channels import channel_maker
+from flowchan.hosts.pool_channels import Reach, channel_maker, reach_of
 from flowchan.items.arguments import pause, whole
 from flowchan.pipelines.children import start as start_children
 from flowchan.pipelines.remote_tensors import device_table, remote_device
@@ -25,7 +25,7 @@ from flowchan.pipelines.remote_tensors.command_progress import CommandProgress
 from flowchan.pipelines.remote_tensors.failures_at_exit import report_at_exit
 from flowchan.pipelines.remote_tensors.lease_watch import HandleRoutes
 from flowchan.pipelines.remote_tensors.node_client import NodeClient
-from flowchan.pipelines.remote_tensors.node_copies import NODE_DIED, NodePlace, Reach
+from flowchan.pipelines.remote_tensors.node_copies import NODE_DIED, NodePlace
 from flowchan.pipelines.remote_tensors.node_worker import node_main
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
 from flowchan.run.crew.at_exit import before_exit
@@ -127,9 +127,9 @@ class RemoteNodes(Sequence[torch.device]):
         remote_device.register()
         placement = placement_argument("RemoteNodes", on)
         make = channel_maker(placement)
-        reach = None
+        reach: Reach | None = None
         if isinstance(placement, Pool):
-            reach = Reach(placement.provider.listen_at(), placement.tls, placement.peer_timeout)
+            reach = reach_of(placement)
         self._first = device_table.free_index(n)
         self._n, self._closed, self._pid = n, False, os.getpid()
         threads = max(1, torch.get_num_threads() // n)

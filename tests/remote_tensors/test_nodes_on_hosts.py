@@ -145,8 +145,8 @@ class UnreachableNode:
 
 
 def test_unreachable_inbox_is_replaced_by_a_channel_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    from flowchan.hosts.pool_channels import Reach
     from flowchan.pipelines.remote_tensors.introductions import introduce
-    from flowchan.pipelines.remote_tensors.node_copies import Reach
 
     reach = Reach("127.0.0.1", False, 10.0)
     sender, receiver = UnreachableNode("a", reach), UnreachableNode("b", reach)

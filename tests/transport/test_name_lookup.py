@@ -86,9 +86,9 @@ print(os.path.exists("meeting"))
 """
 
 INBOX = """
-from flowchan.pipelines.remote_tensors.node_copies import Reach
+from flowchan.hosts.pool_channels import Reach
 try:
-    Reach("silent.example", False, 0.2).channel()
+    Reach("silent.example", False, 0.2).channel(1)
 except OSError as error:
     print(error)
 """
