@@ -5,25 +5,31 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flowchan import Channel, Graph, Run, Stream
 from flowchan.declare.placements import PlacementOption, placement_argument
+from flowchan.hosts import Pool
 from flowchan.items.arguments import refuses_misspelt, text, whole
 from flowchan.items.codec import dumps_in_one
 from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.block_updates import BlockUpdates, updates_of_shards
 from flowchan.pipelines.parameter_server.optimizer_state import Factory
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
+from flowchan.pipelines.parameter_server.pool_client import PoolClient
 from flowchan.pipelines.parameter_server.remote_client import Entrance
 from flowchan.pipelines.parameter_server.rows import RowOptimizer
 from flowchan.pipelines.parameter_server.server_connection import ServerConnection
 from flowchan.pipelines.parameter_server.shard import Push, PushOrder, ShardStage
 from flowchan.pipelines.parameter_server.shard_memory import OpenShard, ShardMemory
+from flowchan.pipelines.parameter_server.shards_on_pool import ShardsOnPool
 from flowchan.pipelines.parameter_server.stored import StoredState, check_slots, load_state, save_state
 from flowchan.pipelines.parameter_server.tensor_layout import (
+    ONLY,
+    Form,
+    Layout,
     form_of,
     layout_of,
     named,
@@ -81,22 +87,23 @@ class ParameterServer:
     """Tensors that many workers push to and pull from, from any process or host.
 
     The server applies each push exactly once, even if server workers are killed. A pull returns all tensors
-    at the same version. A client on the server's machine reads the tensors from shared memory. A client on
-    another host requests them from the program that created the server.
+    at the same version. A client reads tensors on its own machine from shared memory. It requests tensors on
+    other hosts from the program that created the server, or from the hosts of their shards.
 
     Args:
         tensors: Mapping from names to tensors or arrays (such as ``model.state_dict()``), one tensor or
             array, or any picklable object. The server makes a copy.
         shards: Number of server workers; each tensor belongs to one of them (default: 1). An object requires
             one shard.
-        on: Where the server's workers run: ``"process"`` (default) or ``"thread"``.
+        on: Where the server's workers run: ``"process"`` (default), ``"thread"``, or a pool from
+            ``flowchan.hosts``. A pool's hosts take turns to get a shard.
         optimizer: Function that creates a ``torch.optim.Optimizer`` for a list of parameters. Each push with
             the rule ``"gradient"`` takes a step of this optimizer (default: none).
         rows: Mapping from table names to a :class:`RowOptimizer`, for tables that get gradients from
             ``push_rows`` (default: none).
         graph: Graph that gets the server as a stage. The server ends when all other stages have ended, and
             the graph can run only once. Without a graph, the server starts its own run, which ``close()``
-            ends.
+            ends. A server on a pool must not be in a graph.
         name: Name of the stage (default: ``"parameters"``).
 
     Raises:
@@ -129,10 +136,15 @@ class ParameterServer:
         whole("ParameterServer", "shards", shards, 1)
         text("ParameterServer", "name", name)
         placement = placement_argument("ParameterServer", on)
-        if placement.hosts or placement.nowhere:
+        if placement.is_remote and not isinstance(placement, Pool):
             raise ValueError(
-                f"ParameterServer: on must be 'process' or 'thread', got {shown(on)}; only clients can run "
-                "on other hosts"
+                "ParameterServer: on must be 'process', 'thread' or a pool from flowchan.hosts, got "
+                f"{shown(on)}"
+            )
+        if placement.is_remote and graph is not None:
+            raise ValueError(
+                f"ParameterServer: graph must be None if on is a pool, got {shown(graph)}; start the server "
+                "before the graph"
             )
         stored = tensors if isinstance(tensors, StoredState) else None
         tensors = tensors if stored is None else stored.given
@@ -146,10 +158,20 @@ class ParameterServer:
         contents = dumps_in_one(tensors) if self._form == "object" else b""
         shares = shared_out(values, shards)
         updates = updates_of_shards(values, shares, optimizer, rows or {})
-        self._memories = [
-            ShardMemory(layout_of({key: values[key] for key in share}, one.slots))
+        self._layouts = layouts = [
+            layout_of({key: values[key] for key in share}, one.slots)
             for share, one in zip(shares, updates, strict=True)
         ]
+        self._run: Run | None = None
+        self._pool_shards: ShardsOnPool | None = None
+        if isinstance(placement, Pool):
+            if stored is not None:
+                check_slots(stored.slots, {key: value for one in updates for key, value in one.slots.items()})
+            parts = [_part(stored or values, self._form, layout) for layout in layouts]
+            parts = [tensors] if self._form == "object" else parts
+            self._start_on(placement, parts, layouts, optimizer, rows or {})
+            return
+        self._memories = [ShardMemory(layout) for layout in layouts]
         self._shards = _filled(self._memories, values, contents, updates, stored)
         # Limit the waiting pushes, so that a large push reuses memory that the server has read, which is
         # faster than new memory.
@@ -157,7 +179,6 @@ class ParameterServer:
         room = None if self._form == "object" else 3 * size + LEAST_ROOM
         self._inbox: Channel[Push] = Channel(CAPACITY, across="processes", max_bytes=room)
         self._ended: Channel[None] = Channel(1, across="processes")
-        self._run: Run | None = None
         if graph is None:
             self._declare(own := Graph(name), shares, updates, on)
             self._run = own.start()
@@ -168,6 +189,28 @@ class ParameterServer:
             ParameterClient, self._form, self._memories, self._inbox, self._ended
         )
         self._entrance = Entrance(self._new_client)
+
+    def _start_on(
+        self,
+        pool: Pool,
+        parts: Iterable[Any],
+        layouts: Sequence[Layout],
+        optimizer: Factory | None,
+        rows: Mapping[str, RowOptimizer],
+    ) -> None:
+        """Start a server with one shard on a host for each part of the tensors."""
+        names = [frozenset(layout.names) for layout in layouts]
+        makers = [
+            functools.partial(
+                ParameterServer, part, optimizer=optimizer, name=self.name,
+                rows={table: rows[table] for table in rows if table in known},
+            )
+            for part, known in zip(parts, names, strict=True)
+        ]  # fmt: skip
+        entries = tuple(entry for layout in layouts for entry in layout.entries)
+        self._pool_shards = shards = ShardsOnPool(self.name, pool, makers, names, self._form, entries)
+        self._new_client = functools.partial(PoolClient, self._form, entries, shards.places)
+        self._finalizer = weakref.finalize(self, shards.end)
 
     def _declare(
         self, graph: Graph, shares: list[list[str]], updates: list[BlockUpdates], on: PlacementOption
@@ -203,7 +246,8 @@ class ParameterServer:
             {'step': 0, 'notes': ['begun']}
         """
         client = self._new_client()
-        client._entrance = self._entrance
+        if self._pool_shards is None:
+            client._entrance = self._entrance
         return client
 
     def stats(self) -> ParameterServerStats:
@@ -219,9 +263,14 @@ class ParameterServer:
             ...     server.stats().version
             0
         """
-        records = [shard.record() for shard in self._shards]
+        if self._pool_shards is None:
+            records, queued = [shard.record() for shard in self._shards], len(self._inbox)
+            pulls, bytes_out = self._shards[0].pulls()
+        else:
+            states = self._pool_shards.states()
+            records, queued = [state.record for state in states], states[0].queued
+            pulls, bytes_out = states[0].pulls, states[0].bytes_out
         first = min(records, key=lambda record: record.version)
-        pulls, bytes_out = self._shards[0].pulls()
         return ParameterServerStats(
             version=first.version,
             pushes=first.pushes,
@@ -232,7 +281,7 @@ class ParameterServer:
             max_staleness=first.stalest,
             bytes_in=sum(record.bytes_in for record in records),
             bytes_out=bytes_out,
-            queued=len(self._inbox),
+            queued=queued,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -264,12 +313,15 @@ class ParameterServer:
                 f"{self!r}: save requires tensors, but the server holds an object; pull the object and "
                 "pickle it"
             )
-        entries = {entry.name: entry for memory in self._memories for entry in memory.layout.entries}
-        connection = ServerConnection(self._memories, self._inbox, self._ended)
-        try:
-            version, found, _ = connection.pull(list(entries), None, consistent=True, late=None)
-        finally:
-            connection.close()
+        entries = {entry.name: entry for layout in self._layouts for entry in layout.entries}
+        if self._pool_shards is not None:
+            version, found = self._pool_shards.pull(list(entries))
+        else:
+            connection = ServerConnection(self._memories, self._inbox, self._ended)
+            try:
+                version, found, _ = connection.pull(list(entries), None, consistent=True, late=None)
+            finally:
+                connection.close()
         slots = {name: found.pop(name) for name, entry in entries.items() if entry.slot}
         save_state(path, StoredState(version, found, slots, self._form == "tensor"))
 
@@ -333,6 +385,7 @@ class ParameterServer:
             timeout: Maximum seconds to wait (default: no limit).
 
         Raises:
+            Broken: A host that kept a shard was lost.
             RunError: The server failed.
             RuntimeError: The server is a stage of a user's graph.
             TimeoutError: ``timeout`` expired. The server continues to apply the pushes.
@@ -343,6 +396,9 @@ class ParameterServer:
             >>> server = ParameterServer(np.zeros(2))
             >>> server.close()
         """
+        if self._pool_shards is not None:
+            self._pool_shards.close(timeout)
+            return
         if self._run is None:
             raise RuntimeError(
                 f"{self!r}: close must not be called on a stage of a graph; the graph ends the server"
@@ -355,11 +411,24 @@ class ParameterServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._run is not None:
+        if self._run is not None or self._pool_shards is not None:
             self.close()
 
     def __repr__(self) -> str:
+        if self._pool_shards is not None:
+            return f"<ParameterServer {self.name!r}, on {len(self._layouts)} hosts>"
         return f"<ParameterServer {self.name!r}, version {self._shards[0].version}>"
+
+
+def _part(given: Mapping[str, Any] | StoredState, form: Form, layout: Layout) -> Any:
+    """Return one shard's part of the tensors, or of the state from a file."""
+    if isinstance(given, StoredState):
+        tensors = {name: value for name, value in given.tensors.items() if name in layout.names}
+        slots = {name: value for name, value in given.slots.items() if name in layout.names}
+        return StoredState(given.version, tensors, slots, given.single)
+    if form == "tensor":
+        return given[ONLY]
+    return {name: value for name, value in given.items() if name in layout.names}
 
 
 def _filled(

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from flowchan import Channel, ChannelError, Closed, Drained, Empty
+from flowchan import Channel, ChannelError, Closed, Drained, Empty, Out
 from flowchan.pipelines.channel_backed import Shared
 from flowchan.transport.interrupts import append_result
 
@@ -46,21 +46,24 @@ Perform = Callable[[Any, tuple[Any, ...]], Any]
 class Gateway(Shared):
     """Entry point of a parameter server for clients on other machines.
 
-    The server's program creates the gateway. A process that receives the gateway can open a session.
+    The process that owns the server's memory creates the gateway. A process that receives the gateway can
+    open a session.
 
     Args:
-        make_client: Function that creates a client in the server's program.
+        make_client: Function that creates a client in the gateway's process.
         perform: Function that performs a call through this client.
+        arrivals: Channel across hosts that carries the channels of new sessions (default: a new channel).
     """
 
-    def __init__(self, make_client: Callable[[], Any], perform: Perform) -> None:
-        arrivals: Channel[Any] = Channel(across="hosts")
+    def __init__(
+        self, make_client: Callable[[], Any], perform: Perform, arrivals: Channel[Any] | None = None
+    ) -> None:
+        arrivals = Channel(across="hosts") if arrivals is None else arrivals
         self._open((arrivals,))
-        self._sessions: list[tuple[weakref.ref[Channel[Any]], threading.Thread]] = []
+        self.sessions = SessionThreads(make_client, perform)
         self._welcoming = threading.Thread(
-            target=_welcome, args=(arrivals, self._sessions, make_client, perform),
-            name="flowchan parameters", daemon=True,
-        )  # fmt: skip
+            target=_welcome, args=(arrivals, self.sessions), name="flowchan parameters", daemon=True
+        )
         self._welcoming.start()
 
     def _renew(self) -> None:
@@ -73,7 +76,11 @@ class Gateway(Shared):
             Broken: The server's program has died.
             Closed: The server was closed.
         """
-        return Session(self)
+        calls, answers = self._another(2 * MOST_OPEN), self._another(2 * MOST_OPEN)
+        session = Session(calls, answers)
+        self.channels[0].put((calls, answers))
+        self.channels[0].flush()
+        return session
 
     def close(self) -> None:
         """Refuse new sessions, and end each session after it has performed all calls received so far.
@@ -83,27 +90,52 @@ class Gateway(Shared):
         self.channels[0].close()
         late = time.monotonic() + CLOSE_TIMEOUT_S
         self._welcoming.join(CLOSE_TIMEOUT_S)
-        for reference, thread in self._sessions:
+        self.sessions.close(late)
+
+
+class SessionThreads:
+    """Threads that serve the sessions of a gateway.
+
+    Args:
+        make_client: Function that creates a client in this process.
+        perform: Function that performs a call through this client.
+    """
+
+    def __init__(self, make_client: Callable[[], Any], perform: Perform) -> None:
+        self._make_client, self._perform = make_client, perform
+        self._changing = threading.Lock()
+        self._running: list[tuple[weakref.ref[Channel[Any]], threading.Thread]] = []
+        self._closed = False
+
+    def begin(self, calls: Channel[Any], answers: Channel[Any]) -> None:
+        """Serve a session until its client closes the channel of calls or dies."""
+        thread = threading.Thread(
+            target=_serve, args=(calls, answers, self._make_client, self._perform),
+            name="flowchan session", daemon=True,
+        )  # fmt: skip
+        with self._changing:
+            self._running = [one for one in self._running if one[1].is_alive()]
+            self._running.append((weakref.ref(calls), thread))
+            thread.start()
+            if self._closed:
+                calls.close()
+
+    def close(self, late: float) -> None:
+        """End each session after it has performed its calls, and wait for the threads until ``late``."""
+        with self._changing:
+            self._closed, running = True, list(self._running)
+        for reference, thread in running:
             calls = reference()
             if calls is not None:
                 calls.close()
+            del calls
             thread.join(max(0.0, late - time.monotonic()))
 
 
-def _welcome(
-    arrivals: Channel[Any],
-    sessions: list[tuple[weakref.ref[Channel[Any]], threading.Thread]],
-    make_client: Callable[[], Any],
-    perform: Perform,
-) -> None:
+def _welcome(arrivals: Channel[Any], sessions: SessionThreads) -> None:
     for calls, answers in arrivals:
-        sessions[:] = [one for one in sessions if one[1].is_alive()]
-        thread = threading.Thread(
-            target=_serve, args=(calls, answers, make_client, perform), name="flowchan session", daemon=True
-        )
-        thread.start()
-        sessions.append((weakref.ref(calls), thread))
-        del calls, answers, thread
+        sessions.begin(calls, answers)
+        del calls, answers
 
 
 class Unfinished:
@@ -122,33 +154,36 @@ def _serve(
 ) -> None:
     with contextlib.suppress(ChannelError):  # the remote client may have died
         client = make_client()
+        # counted ports, so that a client on this machine notices if this process dies
+        reader, writer = calls.reader(), answers.writer()
         started: deque[tuple[int, Unfinished]] = deque()
         try:
             while True:
                 if started and not len(calls):
-                    _answer_first(started, answers)
+                    _answer_first(started, writer)
                     continue
-                number, call = calls.get()
+                number, call = reader.get()
                 # Receive the next push while the server is still applying the last one.
                 while started and (call[0] != "push" or len(started) == MOST_STARTED):
-                    _answer_first(started, answers)
+                    _answer_first(started, writer)
                 found, error = _outcome(functools.partial(perform, client, call))
                 if isinstance(found, Unfinished):
                     started.append((number, found))
                 else:
-                    _send(answers, (number, found, error))
+                    _send(writer, (number, found, error))
                 del call, found
         finally:
             client.close()
-            answers.close()  # a call that arrives later gets no answer
+            reader.close()
+            writer.close()  # a call that arrives later gets no answer
 
 
-def _answer_first(started: deque[tuple[int, Unfinished]], answers: Channel[Any]) -> None:
+def _answer_first(started: deque[tuple[int, Unfinished]], answers: Out[Any]) -> None:
     number, unfinished = started.popleft()
     _send(answers, (number, *_outcome(unfinished.finish)))
 
 
-def _send(answers: Channel[Any], answer: tuple[int, Any, BaseException | None]) -> None:
+def _send(answers: Out[Any], answer: tuple[int, Any, BaseException | None]) -> None:
     with contextlib.suppress(Closed):  # the client may have closed its session after its last calls
         answers.put(answer)
 
@@ -167,17 +202,16 @@ def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 class Session:
     """Client-side handle of a session.
 
+    The session's ports are open before the server can use the channels, so the server notices if this
+    process dies.
+
     Args:
-        gateway: Gateway of the server.
+        calls: Channel that carries the calls.
+        answers: Channel that carries the answers.
     """
 
-    def __init__(self, gateway: Gateway) -> None:
-        calls, answers = gateway._another(2 * MOST_OPEN), gateway._another(2 * MOST_OPEN)
-        # Open the ports before the program can use the channels, so that the program notices if this process
-        # dies.
+    def __init__(self, calls: Channel[Any], answers: Channel[Any]) -> None:
         self._calls, self._answers = calls.writer(), answers.reader()
-        gateway.channels[0].put((calls, answers))
-        gateway.channels[0].flush()
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._sent = self._answered = 0

@@ -8,7 +8,7 @@ shards have version v. A client can therefore read the same version from all sha
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flowchan import Broken, In, Out, WorkerDied, unpack, worker
@@ -55,6 +55,12 @@ class Push(NamedTuple):
     values: Any
     rows: Any
     size: int
+
+
+def part_of(push: Push, names: Collection[str]) -> Push:
+    """Return the part of a push that concerns the tensors of one shard."""
+    values = {name: value for name, value in push.values.items() if name in names}
+    return push._replace(values=values, size=pushed_size(values, push.rows))
 
 
 class Shard:
@@ -178,9 +184,7 @@ class PushOrder:
         """Send all pushes until the channel is closed."""
         for push in pushes:
             for shard, names in enumerate(self.names, 1):
-                part = {name: value for name, value in push.values.items() if name in names}
-                size = pushed_size(part, push.rows)
-                out.put((shard, push._replace(values=part, size=size)))
+                out.put((shard, part_of(push, names)))
             del push
 
 

@@ -1,0 +1,287 @@
+"""Client of a parameter server whose shards are on the hosts of a pool."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flowchan import Broken, Channel, ChannelError, Closed
+from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
+from flowchan.pipelines.parameter_server.remote_calls import Call, Gateway, Session
+from flowchan.pipelines.parameter_server.row_client import RowClient
+from flowchan.pipelines.parameter_server.server_connection import PushHandle, copy_of
+from flowchan.pipelines.parameter_server.shard import Push, part_of
+from flowchan.pipelines.parameter_server.shard_keeper import ShardState, connect
+from flowchan.pipelines.parameter_server.tensor_layout import ONLY, Entry, Form, chosen
+
+
+class ShardPlace(NamedTuple):
+    """Describe where a shard is.
+
+    Attributes:
+        server: Name of the server.
+        number: Number of the shard, from 0.
+        host: Name of the shard's host.
+        names: Names of the shard's tensors.
+        gateway: Gateway of the shard's keeper.
+        ended: Channel of the program that closes when the server shuts down.
+    """
+
+    server: str
+    number: int
+    host: str
+    names: frozenset[str]
+    gateway: Gateway
+    ended: Channel[None]
+
+    def lost(self, call: str, how: str = "") -> Broken:
+        """Return the error for a lost shard.
+
+        Args:
+            call: Name of the call.
+            how: How the shard was lost.
+        """
+        return Broken(
+            f"{call}: shard {self.number} of parameter server {self.server!r} on host {self.host!r} is lost, "
+            f"with its tensors{how and f' ({how})'}; start a new server from the last save(path) with "
+            "ParameterServer.load(path)"
+        )
+
+    def _unreachable(self, call: str) -> ChannelError:
+        """Return the error for a lost connection to the keeper."""
+        try:
+            ended = self.ended.closed
+        except ChannelError:
+            return Broken(f"{call}: the parameter server's program has exited")
+        return Closed(f"{call}: the parameter server has shut down") if ended else self.lost(call)
+
+    @contextlib.contextmanager
+    def named_in_errors(self, name: str, call: Call | None = None) -> Iterator[None]:
+        """Name the shard and its host if the connection to the keeper is lost."""
+        try:
+            yield
+        except Broken as error:
+            if call is not None and error is call.error:  # the keeper's answer already names a lost shard
+                raise
+            raise self._unreachable(name) from error
+
+
+class PoolPushHandle(PushHandle):
+    """Handle of a push to shards on a pool.
+
+    Args:
+        places: Place of each shard.
+        calls: The call to each shard's keeper.
+    """
+
+    def __init__(self, places: Sequence[ShardPlace], calls: Sequence[Call]) -> None:
+        self._places, self._calls = places, calls
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the server has applied or dropped the push, and return the version."""
+        return max(version for version, _ in self._answers(_late(timeout)))
+
+    def _answers(self, late: float | None) -> list[tuple[int, bool]]:
+        return [
+            _answer("push", place, call, late) for place, call in zip(self._places, self._calls, strict=True)
+        ]
+
+    @property
+    def done(self) -> bool:
+        """Return whether the server has applied or dropped the push."""
+        return all(call.done() for call in self._calls)
+
+    @property
+    def version(self) -> int | None:
+        """Return the version that :meth:`wait` returns, or None if the push is not done."""
+        return self.wait(0) if self.done else None
+
+    @property
+    def dropped(self) -> bool:
+        """Return whether the server has dropped the push because its values were too old."""
+        return self.done and any(dropped for _, dropped in self._answers(None))
+
+
+class PoolConnection:
+    """Sessions of one client in one process with the keepers of all shards.
+
+    Args:
+        places: Place of each shard.
+
+    Raises:
+        Broken: A shard is lost.
+        Closed: The server was closed.
+    """
+
+    def __init__(self, places: Sequence[ShardPlace]) -> None:
+        self.pid, self.closed, self._places = os.getpid(), False, tuple(places)
+        self._id, self._numbers = uuid.uuid4().hex, itertools.count()
+        self._sending = threading.RLock()  # all keepers must get the calls of this client in the same order
+        self._sessions: list[Session] = []
+        self._here: dict[int, ParameterClient] = {}
+        self._local: ParameterClient | None = None  # reads the memory of all shards on this host
+        try:
+            for place in self._places:
+                with place.named_in_errors("connect"):
+                    session, here = connect(place.gateway, self._id)
+                self._sessions.append(session)
+                if here is not None:
+                    self._here[place.number] = here
+        except BaseException:
+            self.close()
+            raise
+        if self._here:
+            memories = [memory for one in self._here.values() for memory in one._memories]
+            first = next(iter(self._here.values()))
+            self._local = ParameterClient(first._form, memories, first._inbox, first._ended)
+
+    def send(self, push: Callable[[int, int], Push], timeout: float | None) -> PoolPushHandle:
+        """Send a push to the keepers of all shards."""
+        whole = push(-1, -1)
+        is_object = not isinstance(whole.values, Mapping)
+        parts = [whole if is_object else part_of(whole, place.names) for place in self._places]
+        return PoolPushHandle(self._places, self._send("push", parts, timeout))
+
+    def _send(self, kind: str, arguments: Iterable[Any], timeout: float | None) -> list[Call]:
+        """Send a call that the program orders to all keepers."""
+        calls: list[Call] = []
+        with self._sending:
+            id = self._id, next(self._numbers)
+            try:
+                for place, session, argument in zip(self._places, self._sessions, arguments, strict=True):
+                    with place.named_in_errors(kind):
+                        # After the first keeper has the call, the others must get it.
+                        calls.append(session.send((kind, id, argument), None if calls else timeout))
+            except BaseException:
+                if calls:  # the keepers discard the call when the sessions end
+                    self.close()
+                raise
+        return calls
+
+    def ask(self, shard: int, *call: Any, timeout: float | None = None) -> Any:
+        """Call one keeper, and return its answer."""
+        place, late = self._places[shard], _late(timeout)
+        with place.named_in_errors(call[0]):
+            handle = self._sessions[shard].send(call, timeout)
+        return _answer(call[0], place, handle, late)
+
+    def pull(
+        self, names: Collection[str], into: Mapping[str, Any] | None, at_least: int | None, consistent: bool,
+        late: float | None,
+    ) -> tuple[int, dict[str, Any], int]:  # fmt: skip
+        """Copy tensors of one version, and return the version, the copies and their size in bytes.
+
+        First try without waiting for pushes. If a push came between the reads of two shards, the keepers read
+        again, in the order of the pushes.
+        """
+        shares = [[name for name in names if name in place.names] for place in self._places]
+        needed = [place for place in self._places if shares[place.number]] or [self._places[0]]
+        remote = [place for place in needed if place.number not in self._here]
+        calls = []
+        for place in remote:
+            with place.named_in_errors("pull"):
+                call = "pull", shares[place.number], at_least, consistent, _left(late)
+                calls.append(self._sessions[place.number].send(call, _left(late)))
+        found = []
+        if here := [place for place in needed if place.number in self._here]:
+            assert self._local is not None
+            wanted = [name for place in here for name in shares[place.number]]
+            with here[0].named_in_errors("pull"):
+                found.append(self._local._reached(at_least, late).pull(wanted, into, consistent, late))
+        found += [_answer("pull", *one, late) for one in zip(remote, calls, strict=True)]
+        if consistent and len({version for version, *_ in found}) > 1:
+            handles = self._send("read", shares, _left(late))
+            found = [_answer("pull", *one, late) for one in zip(self._places, handles, strict=True)]
+        copies = {name: tensor for _, part, _ in found for name, tensor in part.items()}
+        if into is not None:
+            copies = {name: copy_of(tensor, into, name) for name, tensor in copies.items()}
+        return min(version for version, *_ in found), copies, sum(size for *_, size in found)
+
+    def close(self) -> None:
+        """End all sessions. Further calls have no effect."""
+        self.closed = True
+        for session in self._sessions:
+            with contextlib.suppress(Broken):
+                session.close()
+        if self._local is not None:
+            self._local.close()
+
+
+class PoolClient(ParameterClient):
+    """Client of a server whose shards are on a pool.
+
+    Args:
+        form: Kind of the server's state.
+        entries: Tensors and slots of all shards.
+        places: Place of each shard.
+    """
+
+    def __init__(self, form: Form, entries: tuple[Entry, ...], places: tuple[ShardPlace, ...]) -> None:
+        self._form, self._all_entries, self._places = form, entries, places
+        RowClient.__init__(self, {entry.name: entry for entry in entries})
+        self._connection: Any = None
+        self._pulled: int | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PoolClient, (self._form, self._all_entries, self._places)
+
+    def _connected(self) -> Any:
+        found = self._connection
+        if found is None or found.closed or found.pid != os.getpid():
+            found = self._connection = PoolConnection(self._places)
+        return found
+
+    def _copied(
+        self,
+        out: Any = None,
+        at_least: int | None = None,
+        names: Iterable[str] | None = None,
+        consistent: bool = True,
+        timeout: float | None = None,
+    ) -> tuple[int, Any]:
+        late = _late(timeout)
+        connection = self._connected()
+        if self._form == "object":
+            version, found, size = connection.ask(0, "pull", None, at_least, True, timeout, timeout=timeout)
+        else:
+            wanted = chosen(self._entries, names, "pull")
+            into = None if out is None else self._targets(out, wanted)
+            version, copies, size = connection.pull(wanted, into, at_least, consistent, late)
+            found = copies if self._form == "mapping" else copies[ONLY]
+        connection.ask(0, "pulled", version, size)
+        return version, found
+
+    def _read_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Any:
+        connection = self._connected()
+        (shard,) = (place.number for place in self._places if table in place.names)
+        call = "pull_rows", table, ids, at_least, timeout
+        version, found, size = connection.ask(shard, *call, timeout=timeout)
+        connection.ask(0, "pulled", version, size)
+        self._pulled = version
+        return found
+
+    def _wait_for_slower(self, connection: Any, most: int, timeout: float | None) -> None:
+        connection.ask(0, "wait_for_slower", most, timeout, timeout=timeout)
+
+    def _states(self) -> list[ShardState]:
+        """Return the counters of each shard."""
+        return [self._connected().ask(place.number, "look") for place in self._places]
+
+
+def _answer(name: str, place: ShardPlace, call: Call, late: float | None) -> Any:
+    with place.named_in_errors(name, call):
+        return call.result(_left(late))
+
+
+def _late(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def _left(late: float | None) -> float | None:
+    return None if late is None else max(0.0, late - time.monotonic())

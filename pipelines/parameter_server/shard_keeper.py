@@ -1,0 +1,285 @@
+"""Process on a host that keeps one shard of a parameter server.
+
+The keeper owns a parameter server with a single shard, so the worker of this shard can be killed and replaced
+without losing the tensors. Clients call the keeper through sessions. A client on the keeper's host reads the
+tensors from shared memory, and its session also uses shared memory. The program decides the order of the
+calls that change the tensors (see ``call_order``).
+
+If the keeper itself dies, the tensors of its shard are lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flowchan import Broken, Channel, ChannelError, Closed, worker
+from flowchan.hosts.pool_channels import Reach
+from flowchan.pipelines.children.parent_handle import Parent
+from flowchan.pipelines.parameter_server.call_order import CallId, Notice, Order
+from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
+from flowchan.pipelines.parameter_server.remote_calls import MOST_OPEN, Gateway, Session, Unfinished
+from flowchan.pipelines.parameter_server.server_connection import ServerConnection
+from flowchan.pipelines.parameter_server.shard import Push
+from flowchan.pipelines.parameter_server.shard_memory import Record
+from flowchan.transport.local_peers import machine
+
+if TYPE_CHECKING:
+    from flowchan.pipelines.parameter_server.parameter_server import ParameterServer
+
+SESSION_BYTES = 64 << 20
+"""Memory in bytes for the calls of a session on this host, in addition to three pushes of the shard."""
+
+
+class ShardState(NamedTuple):
+    """Counters of one shard.
+
+    Attributes:
+        record: Record of the shard's last push.
+        pulls: Number of pulls by all clients.
+        bytes_out: Bytes of all pulls.
+        queued: Number of calls that wait for their turn.
+    """
+
+    record: Record
+    pulls: int
+    bytes_out: int
+    queued: int
+
+
+def place() -> tuple[str, str]:
+    """Return an id of this process's host. Agents of ``local`` count as separate hosts."""
+    try:
+        return machine(), worker().host
+    except RuntimeError:  # this process is not a worker
+        return machine(), ""
+
+
+def connect(gateway: Gateway, client: str) -> tuple[Session, ParameterClient | None]:
+    """Open a session with a keeper, through shared memory if the keeper is on this host.
+
+    Args:
+        gateway: Gateway of the keeper.
+        client: Id of the client.
+
+    Returns:
+        The session, and a client that reads the shard's memory, or None on another host.
+    """
+    session = gateway.session()
+    packed = session.send(("open_here", place())).result()
+    here: ParameterClient | None = None
+    if packed:
+        calls, answers, here = pickle.loads(packed)
+        remote, session = session, Session(calls, answers)
+        remote.send(("serve_here",)).result()
+        remote.close()
+    session.send(("hello", client)).result()
+    return session, here
+
+
+class ShardKeeper:
+    """State of a keeper.
+
+    Args:
+        number: Number of the shard.
+        server: Server with this shard.
+        notices: Channel that carries notices to the program.
+        reach: How hosts reach the program.
+    """
+
+    def __init__(self, number: int, server: ParameterServer, notices: Channel[Notice], reach: Reach) -> None:
+        self.number, self.server, self._notices = number, server, notices
+        self.gateway = Gateway(lambda: SessionClient(self), _perform, reach.channel(MOST_OPEN))
+        self._staged: dict[CallId, tuple[Callable[[], Any], Future[Any]]] = {}
+        self._changing = threading.Lock()
+        self._failure: Exception | None = None
+
+    def notify(self, kind: Any, call: CallId) -> None:
+        """Send a notice to the program."""
+        self._notices.put(Notice(self.number, kind, call))
+
+    def stage(self, call: CallId, function: Callable[[], Any]) -> Unfinished:
+        """Keep a call until the program orders this keeper to perform it."""
+        future: Future[Any] = Future()
+        with self._changing:
+            if self._failure is not None:
+                raise self._failure
+            self._staged[call] = function, future
+        self.notify("staged", call)
+        return Unfinished(future.result)
+
+    def follow(self, orders: Iterable[Order]) -> None:
+        """Follow the program's orders until it closes or breaks their channel."""
+        try:
+            for perform, call in orders:
+                with self._changing:
+                    found = self._staged.pop(call, None)
+                if found is None:
+                    continue  # the order to discard a call that this keeper does not have
+                function, future = found
+                del found
+                if perform:
+                    _finish(future, function)
+                    self.notify("performed", call)
+                else:
+                    future.set_exception(Closed("push: the client has died or was closed during the call"))
+                del function, future  # the push refers to the channel's memory
+            failure: Exception = Closed("the parameter server has shut down")
+        except ChannelError as error:
+            cause = error.__cause__
+            failure = cause if isinstance(cause, Broken) else error
+        with self._changing:
+            self._failure, rest = failure, list(self._staged.values())
+            self._staged.clear()
+        for _, future in rest:
+            future.set_exception(failure)
+
+    def state(self) -> ShardState:
+        """Return the counters of this shard."""
+        (shard,) = self.server._shards
+        return ShardState(shard.record(), *shard.pulls(), len(self._staged))
+
+    def session_room(self) -> int:
+        """Return the memory in bytes for the waiting calls of one session on this host."""
+        (shard,) = self.server._shards
+        return 3 * shard.memory.layout.size + SESSION_BYTES
+
+
+class SessionClient:
+    """Client of one session, in the keeper.
+
+    Args:
+        keeper: The keeper.
+    """
+
+    def __init__(self, keeper: ShardKeeper) -> None:
+        self._keeper, self._client, self._name = keeper, keeper.server.client(), ""
+        self._here: tuple[Channel[Any], Channel[Any]] | None = None
+
+    def close(self) -> None:
+        """Release the client after the session has ended."""
+        self._client.close()
+        if self._name:
+            with contextlib.suppress(ChannelError):  # the program has exited
+                self._keeper.notify("lost", (self._name, 0))
+
+    # --- sessions ---
+
+    def open_here(self, of: tuple[str, str]) -> bytes:
+        """Return pickled channels and a client in shared memory if the caller is on this host."""
+        if not of[0] or of != place():
+            return b""
+        room = None if self._client._form == "object" else self._keeper.session_room()
+        calls: Channel[Any] = Channel(2 * MOST_OPEN, across="processes", max_bytes=room)
+        answers: Channel[Any] = Channel(2 * MOST_OPEN, across="processes")
+        self._here = calls, answers
+        return pickle.dumps((calls, answers, self._client))
+
+    def serve_here(self) -> None:
+        """Serve the channels from :meth:`open_here`, now that the client has opened its ports."""
+        assert self._here is not None
+        self._keeper.gateway.sessions.begin(*self._here)
+        self._here = None
+
+    def hello(self, name: str) -> None:
+        """Store the client's id."""
+        self._name = name
+
+    # --- calls that the program orders ---
+
+    def push(self, call: CallId, push: Push) -> Unfinished:
+        """Stage a push. Its result is the version, and whether the server dropped the push."""
+
+        def perform() -> tuple[int, bool]:
+            handle = self._connected().send(
+                lambda slot, number: push._replace(slot=slot, number=number), None
+            )
+            return handle.wait(), handle.dropped
+
+        return self._keeper.stage(call, perform)
+
+    def read(self, call: CallId, names: list[str]) -> Unfinished:
+        """Stage a pull, which runs between two pushes."""
+        return self._keeper.stage(call, lambda: self._connected().pull(names, None, True, None))
+
+    # --- other calls ---
+
+    def pull(self, names: list[str] | None, at_least: int | None, consistent: bool, timeout: Any) -> Any:
+        """Copy tensors, or the object if ``names`` is None, without waiting for other shards."""
+        late = _late(timeout)
+        connection = self._client._reached(at_least, late)
+        if names is None:
+            return connection.pull_object(late)
+        return connection.pull(names, None, consistent, late)
+
+    def pull_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Any:
+        """Copy rows of a table."""
+        late = _late(timeout)
+        return self._client._reached(at_least, late).pull_rows(table, ids, late)
+
+    def pulled(self, version: int, size: int) -> None:
+        """Count a pull by the client."""
+        connection = self._connected()
+        connection.shards[0].count_pull(connection.slot, version, size)
+
+    def wait_for_slower(self, most: int, timeout: float | None) -> None:
+        """Wait for slower clients."""
+        self._client._wait_for_slower(self._connected(), most, timeout)
+
+    def look(self) -> ShardState:
+        """Return the counters of the shard."""
+        return self._keeper.state()
+
+    def _connected(self) -> ServerConnection:
+        return self._client._connected()
+
+
+def _perform(client: SessionClient, call: tuple[Any, ...]) -> Any:
+    return getattr(client, call[0])(*call[1:])
+
+
+def _finish(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _late(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def keep_shard(
+    parent: Parent,
+    number: int,
+    make_server: Callable[[], ParameterServer],
+    orders: Channel[Order],
+    notices: Channel[Notice],
+    reach: Reach,
+) -> ShardState:
+    """Keep a shard until the program closes the server. The function of a child process.
+
+    Args:
+        parent: Handle of the program.
+        number: Number of the shard.
+        make_server: Function that creates the server with this shard.
+        orders: Channel with the program's orders.
+        notices: Channel for the notices to the program.
+        reach: How hosts reach the program.
+
+    Returns:
+        The counters of the shard after its last push.
+    """
+    with make_server() as server:
+        keeper = ShardKeeper(number, server, notices, reach)
+        following = threading.Thread(target=keeper.follow, args=(orders,), name="flowchan shard", daemon=True)
+        following.start()
+        parent.send(keeper.gateway)
+        parent.receive()  # the order to close, after which no client sends a call
+        keeper.gateway.close()
+        return keeper.state()

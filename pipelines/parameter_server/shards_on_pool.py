@@ -1,0 +1,153 @@
+"""Shards of a parameter server on the hosts of a pool, as seen by the program that created the server.
+
+Each shard is kept by a child process on a host (see ``shard_keeper``). The program sends only the order of
+the calls. The tensors go directly between the clients and the keepers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flowchan import Broken, Channel, ChannelError, ChildDied, StageError
+from flowchan.hosts import Pool
+from flowchan.hosts.pool_channels import channel_maker, reach_of
+from flowchan.pipelines.children import Children
+from flowchan.pipelines.children import start as start_children
+from flowchan.pipelines.parameter_server.call_order import CallOrder, Notice, Order
+from flowchan.pipelines.parameter_server.pool_client import PoolClient, ShardPlace
+from flowchan.pipelines.parameter_server.shard_keeper import ShardState, keep_shard
+from flowchan.pipelines.parameter_server.tensor_layout import Entry, Form
+
+WAITING = 1024
+"""Capacity of the channels of notices and orders, which carry only small messages."""
+
+
+class ShardsOnPool:
+    """The keepers of all shards, and the thread that orders the clients' calls.
+
+    Args:
+        name: Name of the server.
+        pool: Pool whose hosts keep the shards.
+        makers: Function for each shard that creates a server with only this shard.
+        names: Names of the tensors and slots of each shard.
+        form: Kind of the server's state.
+        entries: Tensors and slots of all shards.
+
+    Raises:
+        Broken: A host was lost while the shards started.
+        HostError: A host of the pool cannot be used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: Pool,
+        makers: Sequence[Callable[[], Any]],
+        names: Sequence[frozenset[str]],
+        form: Form,
+        entries: tuple[Entry, ...],
+    ) -> None:
+        make = channel_maker(pool)
+        self._notices: Channel[Notice] = make(WAITING)
+        self._orders: list[Channel[Order]] = [make(WAITING) for _ in makers]
+        self._ended: Channel[None] = make(1)
+        self._kids = start_children(len(makers), on=pool)
+        self._lost: list[Broken] = []
+        try:
+            for number, (kid, make_server) in enumerate(zip(self._kids, makers, strict=True)):
+                kid.run(keep_shard, number, make_server, self._orders[number], self._notices, reach_of(pool))
+            self.places = tuple(
+                ShardPlace(name, number, kid.host, shard, kid.receive(), self._ended)
+                for number, (kid, shard) in enumerate(zip(self._kids, names, strict=True))
+            )
+        except BaseException:
+            self._kids.close()
+            raise
+        self._threads = [
+            threading.Thread(target=_order, args=(self._notices, self._orders), daemon=True),
+            threading.Thread(
+                target=_watch, args=(self._kids, self.places, self._notices, self._orders, self._lost),
+                daemon=True,
+            ),
+        ]  # fmt: skip
+        for thread in self._threads:
+            thread.name = "flowchan parameters"
+            thread.start()
+        self._client = PoolClient(form, entries, self.places)
+        self._last: list[ShardState] | None = None
+        self._over = False
+
+    def states(self) -> list[ShardState]:
+        """Return the counters of each shard. After ``close``, these are the last ones."""
+        return self._client._states() if self._last is None else self._last
+
+    def pull(self, names: Sequence[str]) -> tuple[int, dict[str, Any]]:
+        """Return the version and copies of tensors and slots."""
+        version, found, _ = self._client._connected().pull(names, None, None, True, None)
+        return version, found
+
+    def close(self, timeout: float | None = None) -> None:
+        """Perform all calls that the keepers have received, and end the keepers.
+
+        Raises:
+            Broken: A shard is lost.
+            TimeoutError: ``timeout`` expired.
+        """
+        if self._over:
+            return
+        self._client.close()
+        try:
+            with contextlib.suppress(ChildDied, StageError):  # the watching thread records these errors
+                self._kids.send("close", timeout)
+                self._last = list(self._kids.wait(timeout).values())
+        except TimeoutError:
+            raise TimeoutError(
+                f"close: the shards did not apply all pushes within {timeout:g} s; call close again"
+            ) from None
+        self.end()
+        if self._lost:
+            raise self._lost[0]
+
+    def end(self) -> None:
+        """End the keepers and the threads. Further calls have no effect."""
+        self._over = True
+        self._client.close()
+        self._ended.close()
+        self._kids.close()
+        for channel in (self._notices, *self._orders):
+            channel.close()
+        for thread in self._threads:
+            thread.join()
+
+
+def _order(notices: Channel[Notice], orders: Sequence[Channel[Order]]) -> None:
+    """Send the keepers the order of the calls until a channel is closed or broken."""
+    sequence = CallOrder(len(orders))
+    with contextlib.suppress(ChannelError):
+        for notice in notices:
+            for order in sequence.after(notice):
+                for channel in orders:
+                    channel.put(order)
+
+
+def _watch(
+    kids: Children,
+    places: Sequence[ShardPlace],
+    notices: Channel[Notice],
+    orders: Sequence[Channel[Order]],
+    lost: list[Broken],
+) -> None:
+    """Wait until the keepers end. If one dies, break the channels, so that all pending calls fail."""
+    try:
+        kids.wait()
+    except (ChildDied, StageError) as error:
+        child = error.number if isinstance(error, ChildDied) else int(error.worker.rpartition(" ")[2])
+        how = str(error).removeprefix(f"wait: child {child} ")
+        lost.append(places[child - 1].lost("ParameterServer", how))
+        for channel in (notices, *orders):
+            channel.abort(lost[0])
+    except Exception:  # the program has closed the keepers
+        pass

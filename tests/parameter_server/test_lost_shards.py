@@ -1,0 +1,103 @@
+"""Test what clients see if the host of a shard is lost, and that a killed shard worker loses nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from support.local_agents import agents_of
+from support.waiting import WAIT_LIMIT_S, wait_until
+
+from flowchan import Broken, pipelines
+from flowchan.hosts import local
+from flowchan.pipelines import ParameterServer
+
+LOST = r"shard 1 of parameter server 'parameters' on host 'local-2' is lost, .*ParameterServer\.load"
+
+
+def tensors() -> dict[str, Any]:
+    return {"a": np.zeros(10), "b": np.zeros(10)}
+
+
+def ones() -> dict[str, Any]:
+    return {name: np.ones(10) for name in tensors()}
+
+
+def keeper_of(server: ParameterServer, shard: int) -> int:
+    """Return the process id of a shard's keeper."""
+    assert server._pool_shards is not None
+    pid: int = server._pool_shards._kids[shard + 1].pid
+    return pid
+
+
+@pytest.mark.parametrize("victim", ["agent", "keeper"])
+def test_lost_shard_is_named_and_the_saved_state_continues(victim: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.safetensors"
+    server = ParameterServer(tensors(), shards=2, on=local(2))
+    client, late = server.client(), server.client()
+    client.push(ones()).wait(WAIT_LIMIT_S)
+    server.save(path)
+    keeper = psutil.Process(keeper_of(server, 1))
+    agent = keeper.parent()
+    assert agent is not None
+    assert agent.pid in [one.pid for one in agents_of(psutil.Process())]
+    (agent if victim == "agent" else keeper).kill()
+    for call in (
+        lambda: client.push(ones()).wait(WAIT_LIMIT_S),
+        lambda: client.pull(timeout=WAIT_LIMIT_S),
+        lambda: late.push(ones()).wait(WAIT_LIMIT_S),
+        server.stats,
+        server.close,
+    ):
+        with pytest.raises(Broken, match=LOST):
+            call()
+    with ParameterServer.load(path, shards=2, on=local(2)) as again:
+        assert again.client().push(ones()).wait(WAIT_LIMIT_S) == 2
+        assert (again.client().pull()["b"] == 2).all()
+
+
+def push_until_broken(client: Any, folder: Path, worker: int) -> str:
+    try:
+        while True:
+            client.push(ones()).wait(WAIT_LIMIT_S)
+            (folder / str(worker)).touch()
+    except Broken as error:
+        return str(error)
+
+
+def test_clients_on_hosts_learn_which_shard_is_lost(tmp_path: Path) -> None:
+    server = ParameterServer(tensors(), shards=2, on=local(2))
+    workers = pipelines.map(2, push_until_broken, server.client(), tmp_path, on=local(2))
+    wait_until(lambda: len([*tmp_path.iterdir()]) == 2)
+    os.kill(keeper_of(server, 1), signal.SIGKILL)
+    texts = workers.join(WAIT_LIMIT_S)
+    with pytest.raises(Broken, match=LOST):
+        server.close()
+    assert ["shard 1 of parameter server" in text and "'local-2'" in text for text in texts] == [True, True]
+
+
+def test_push_is_applied_once_if_its_shard_worker_dies(tmp_path: Path) -> None:
+    """The rule kills the worker of each shard in the middle of the push, but not the worker's replacement."""
+
+    def die_once(current: Any, given: Any) -> Any:
+        current += given  # half of the push
+        mark = tmp_path / f"{given[0]}"
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return current
+
+    given = {"a": np.full(10, 1.0), "b": np.full(10, 2.0)}
+    with ParameterServer(tensors(), shards=2, on=local(2)) as server:
+        client = server.client()
+        assert client.push(given, rule=die_once).wait(WAIT_LIMIT_S) == 1
+        assert len([*tmp_path.iterdir()]) == 2
+        found = client.pull()
+        assert (found["a"] == 1).all()
+        assert (found["b"] == 2).all()
+        assert server.stats().pushes == 1
