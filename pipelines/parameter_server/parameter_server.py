@@ -18,7 +18,6 @@ from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.block_updates import BlockUpdates, updates_of_shards
 from flowchan.pipelines.parameter_server.optimizer_state import Factory
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
-from flowchan.pipelines.parameter_server.pool_client import PoolClient
 from flowchan.pipelines.parameter_server.remote_client import Entrance
 from flowchan.pipelines.parameter_server.rows import RowOptimizer
 from flowchan.pipelines.parameter_server.server_connection import ServerConnection
@@ -209,7 +208,6 @@ class ParameterServer:
         ]  # fmt: skip
         entries = tuple(entry for layout in layouts for entry in layout.entries)
         self._pool_shards = shards = ShardsOnPool(self.name, pool, makers, names, self._form, entries)
-        self._new_client = functools.partial(PoolClient, self._form, entries, shards.places)
         self._finalizer = weakref.finalize(self, shards.end)
 
     def _declare(
@@ -245,9 +243,10 @@ class ParameterServer:
             ...     client.pull()
             {'step': 0, 'notes': ['begun']}
         """
+        if self._pool_shards is not None:
+            return self._pool_shards.client()
         client = self._new_client()
-        if self._pool_shards is None:
-            client._entrance = self._entrance
+        client._entrance = self._entrance
         return client
 
     def stats(self) -> ParameterServerStats:

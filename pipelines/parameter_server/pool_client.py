@@ -45,11 +45,15 @@ class ShardPlace(NamedTuple):
 
         Args:
             call: Name of the call.
-            how: How the shard was lost.
+            how: How the shard was lost (default: unknown).
+
+        Returns:
+            The error.
         """
+        details = f" (its process {how})" if how else ""
         return Broken(
             f"{call}: shard {self.number} of parameter server {self.server!r} on host {self.host!r} is lost, "
-            f"with its tensors{how and f' ({how})'}; start a new server from the last save(path) with "
+            f"with its tensors{details}; start a new server from the last save(path) with "
             "ParameterServer.load(path)"
         )
 
@@ -203,6 +207,12 @@ class PoolConnection:
             copies = {name: copy_of(tensor, into, name) for name, tensor in copies.items()}
         return min(version for version, *_ in found), copies, sum(size for *_, size in found)
 
+    def flush(self) -> None:
+        """Wait until the keepers have received all calls."""
+        for session in self._sessions:
+            with contextlib.suppress(ChannelError):  # the keeper has ended
+                session.flush()
+
     def close(self) -> None:
         """End all sessions. Further calls have no effect."""
         self.closed = True
@@ -268,6 +278,11 @@ class PoolClient(ParameterClient):
 
     def _wait_for_slower(self, connection: Any, most: int, timeout: float | None) -> None:
         connection.ask(0, "wait_for_slower", most, timeout, timeout=timeout)
+
+    def _flush(self) -> None:
+        """Wait until the server has received all pushes of this process's client."""
+        if (found := self._connection) is not None and not found.closed and found.pid == os.getpid():
+            found.flush()
 
     def _states(self) -> list[ShardState]:
         """Return the counters of each shard."""

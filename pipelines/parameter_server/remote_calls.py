@@ -287,6 +287,10 @@ class Session:
             return False
         return True
 
+    def flush(self) -> None:
+        """Wait until the server has received all calls."""
+        self._calls.flush()
+
     def close(self) -> None:
         """End the session after the server has performed all sent calls. Further calls have no effect."""
         self._calls.close()

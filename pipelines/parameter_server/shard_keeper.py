@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flowchan import Broken, Channel, ChannelError, Closed, worker
 from flowchan.hosts.pool_channels import Reach
@@ -28,9 +28,6 @@ from flowchan.pipelines.parameter_server.server_connection import ServerConnecti
 from flowchan.pipelines.parameter_server.shard import Push
 from flowchan.pipelines.parameter_server.shard_memory import Record
 from flowchan.transport.local_peers import machine
-
-if TYPE_CHECKING:
-    from flowchan.pipelines.parameter_server.parameter_server import ParameterServer
 
 SESSION_BYTES = 64 << 20
 """Memory in bytes for the calls of a session on this host, in addition to three pushes of the shard."""
@@ -92,7 +89,7 @@ class ShardKeeper:
         reach: How hosts reach the program.
     """
 
-    def __init__(self, number: int, server: ParameterServer, notices: Channel[Notice], reach: Reach) -> None:
+    def __init__(self, number: int, server: Any, notices: Channel[Notice], reach: Reach) -> None:
         self.number, self.server, self._notices = number, server, notices
         self.gateway = Gateway(lambda: SessionClient(self), _perform, reach.channel(MOST_OPEN))
         self._staged: dict[CallId, tuple[Callable[[], Any], Future[Any]]] = {}
@@ -257,7 +254,7 @@ def _late(timeout: float | None) -> float | None:
 def keep_shard(
     parent: Parent,
     number: int,
-    make_server: Callable[[], ParameterServer],
+    make_server: Callable[[], Any],
     orders: Channel[Order],
     notices: Channel[Notice],
     reach: Reach,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowchan import Broken, Channel, ChannelError, ChildDied, StageError
+from flowchan import Broken, Channel, ChannelError, ChildDied, Closed, StageError
 from flowchan.hosts import Pool
 from flowchan.hosts.pool_channels import channel_maker, reach_of
 from flowchan.pipelines.children import Children
@@ -56,10 +57,11 @@ class ShardsOnPool:
         self._ended: Channel[None] = make(1)
         self._kids = start_children(len(makers), on=pool)
         self._lost: list[Broken] = []
+        self._over = False
         try:
             for number, (kid, make_server) in enumerate(zip(self._kids, makers, strict=True)):
                 kid.run(keep_shard, number, make_server, self._orders[number], self._notices, reach_of(pool))
-            self.places = tuple(
+            self.places: tuple[ShardPlace, ...] = tuple(
                 ShardPlace(name, number, kid.host, shard, kid.receive(), self._ended)
                 for number, (kid, shard) in enumerate(zip(self._kids, names, strict=True))
             )
@@ -76,21 +78,42 @@ class ShardsOnPool:
         for thread in self._threads:
             thread.name = "flowchan parameters"
             thread.start()
-        self._client = PoolClient(form, entries, self.places)
+        self._form: Form = form
+        self._entries = entries
+        self._clients: weakref.WeakSet[PoolClient] = weakref.WeakSet()
+        self._client = self.client()
         self._last: list[ShardState] | None = None
-        self._over = False
+
+    def client(self) -> PoolClient:
+        """Create a client.
+
+        Raises:
+            Closed: The server was closed.
+        """
+        if self._over:
+            raise Closed("client: the parameter server has shut down")
+        client = PoolClient(self._form, self._entries, self.places)
+        self._clients.add(client)
+        return client
 
     def states(self) -> list[ShardState]:
         """Return the counters of each shard. After ``close``, these are the last ones."""
+        if self._over and self._last is None:
+            raise self._lost[0] if self._lost else Closed("stats: the parameter server has shut down")
         return self._client._states() if self._last is None else self._last
 
     def pull(self, names: Sequence[str]) -> tuple[int, dict[str, Any]]:
         """Return the version and copies of tensors and slots."""
+        if self._over:
+            raise Closed("save: the parameter server has shut down")
         version, found, _ = self._client._connected().pull(names, None, None, True, None)
         return version, found
 
     def close(self, timeout: float | None = None) -> None:
         """Perform all calls that the keepers have received, and end the keepers.
+
+        Args:
+            timeout: Maximum seconds to wait (default: no limit).
 
         Raises:
             Broken: A shard is lost.
@@ -98,6 +121,8 @@ class ShardsOnPool:
         """
         if self._over:
             return
+        for client in list(self._clients):
+            client._flush()
         self._client.close()
         try:
             with contextlib.suppress(ChildDied, StageError):  # the watching thread records these errors
@@ -112,7 +137,9 @@ class ShardsOnPool:
             raise self._lost[0]
 
     def end(self) -> None:
-        """End the keepers and the threads. Further calls have no effect."""
+        """End the keepers and the threads, and release the channels. Further calls have no effect."""
+        if self._over:
+            return
         self._over = True
         self._client.close()
         self._ended.close()
@@ -121,6 +148,8 @@ class ShardsOnPool:
             channel.close()
         for thread in self._threads:
             thread.join()
+        del self._client, self._kids, self._notices, self._orders, self._ended, self._threads, channel
+        self.places = ()
 
 
 def _order(notices: Channel[Notice], orders: Sequence[Channel[Order]]) -> None:
@@ -145,7 +174,7 @@ def _watch(
         kids.wait()
     except (ChildDied, StageError) as error:
         child = error.number if isinstance(error, ChildDied) else int(error.worker.rpartition(" ")[2])
-        how = str(error).removeprefix(f"wait: child {child} ")
+        _, _, how = str(error).removeprefix(f"wait: child {child} ").rpartition("') ")
         lost.append(places[child - 1].lost("ParameterServer", how))
         for channel in (notices, *orders):
             channel.abort(lost[0])

@@ -70,7 +70,7 @@ def push_until_broken(client: Any, folder: Path, worker: int) -> str:
         return str(error)
 
 
-def test_clients_on_hosts_learn_which_shard_is_lost(tmp_path: Path) -> None:
+def test_clients_on_hosts_raise_the_name_of_the_lost_shard(tmp_path: Path) -> None:
     server = ParameterServer(tensors(), shards=2, on=local(2))
     workers = pipelines.map(2, push_until_broken, server.client(), tmp_path, on=local(2))
     wait_until(lambda: len([*tmp_path.iterdir()]) == 2)

@@ -16,7 +16,7 @@ from support.optional_packages import optional
 from support.waiting import wait_until
 
 from benchmarks.slow_connections import cut
-from flowchan import Graph, RunError, hosts, pipelines
+from flowchan import Graph, RunError, pipelines
 from flowchan.hosts import local
 from flowchan.pipelines import ParameterServer, RowOptimizer
 
@@ -261,9 +261,9 @@ def test_remote_client_raises_closed_after_the_server_is_closed(tmp_path: Path) 
     assert workers.join(60) == ["Closed"]
 
 
-def test_server_rejects_a_host_pool_and_suggests_a_remedy() -> None:
-    with pytest.raises(ValueError, match=r"on must be 'process' or 'thread', got local.*; only clients"):
-        ParameterServer(tensors(), on=hosts.local(2))
+def test_server_rejects_hosts_that_are_unknown_before_a_run() -> None:
+    with pytest.raises(ValueError, match=r"on must be 'process', 'thread' or a pool .*, got 'hosts'"):
+        ParameterServer(tensors(), on="hosts")
 
 
 def push_and_close(client: Any, worker: int) -> None:
