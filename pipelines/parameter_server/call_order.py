@@ -33,7 +33,7 @@ class Notice(NamedTuple):
     call: CallId
 
 
-class Order(NamedTuple):
+class KeeperOrder(NamedTuple):
     """Message from the program to all keepers: perform or discard a call."""
 
     perform: bool
@@ -54,7 +54,7 @@ class CallOrder:
         self._performing: set[int] = set()  # shards that have not performed the current call yet
         self._lost: defaultdict[str, set[int]] = defaultdict(set)
 
-    def after(self, notice: Notice) -> list[Order]:
+    def after(self, notice: Notice) -> list[KeeperOrder]:
         """Take a notice, and return the orders that all keepers must get next."""
         shard, kind, call = notice
         if kind == "performed":
@@ -76,15 +76,15 @@ class CallOrder:
             del self._lost[client]
         return orders
 
-    def _next(self) -> list[Order]:
+    def _next(self) -> list[KeeperOrder]:
         if self._performing or not self._complete:
             return []
         self._performing = set(range(self._shards))
-        return [Order(True, self._complete.popleft())]
+        return [KeeperOrder(True, self._complete.popleft())]
 
-    def _discarded(self, call: CallId) -> list[Order]:
+    def _discarded(self, call: CallId) -> list[KeeperOrder]:
         """Discard a call if a keeper has lost the client without staging the call."""
         if self._lost.get(call[0], set()) <= self._staged[call]:
             return []
         del self._staged[call]
-        return [Order(False, call)]
+        return [KeeperOrder(False, call)]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from flowchan import Broken, Channel, ChannelError, Closed, worker
 from flowchan.hosts.pool_channels import Reach
 from flowchan.pipelines.children.parent_handle import Parent
-from flowchan.pipelines.parameter_server.call_order import CallId, Notice, Order
+from flowchan.pipelines.parameter_server.call_order import CallId, KeeperOrder, Notice
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
 from flowchan.pipelines.parameter_server.remote_calls import MOST_OPEN, Gateway, Session, Unfinished
 from flowchan.pipelines.parameter_server.server_connection import ServerConnection
@@ -107,10 +107,13 @@ class ShardKeeper:
             if self._failure is not None:
                 raise self._failure
             self._staged[call] = function, future
-        self.notify("staged", call)
+        try:
+            self.notify("staged", call)
+        except ChannelError as error:
+            raise _reason(error) from None
         return Unfinished(future.result)
 
-    def follow(self, orders: Iterable[Order]) -> None:
+    def follow(self, orders: Iterable[KeeperOrder]) -> None:
         """Follow the program's orders until it closes or breaks their channel."""
         try:
             for perform, call in orders:
@@ -128,8 +131,7 @@ class ShardKeeper:
                 del function, future  # the push refers to the channel's memory
             failure: Exception = Closed("the parameter server has shut down")
         except ChannelError as error:
-            cause = error.__cause__
-            failure = cause if isinstance(cause, Broken) else error
+            failure = _reason(error)
         with self._changing:
             self._failure, rest = failure, list(self._staged.values())
             self._staged.clear()
@@ -139,12 +141,13 @@ class ShardKeeper:
     def state(self) -> ShardState:
         """Return the counters of this shard."""
         (shard,) = self.server._shards
-        return ShardState(shard.record(), *shard.pulls(), len(self._staged))
+        pulls, size = shard.pulls()
+        return ShardState(shard.record(), pulls, size, len(self._staged))
 
     def session_room(self) -> int:
         """Return the memory in bytes for the waiting calls of one session on this host."""
         (shard,) = self.server._shards
-        return 3 * shard.memory.layout.size + SESSION_BYTES
+        return int(3 * shard.memory.layout.size + SESSION_BYTES)
 
 
 class SessionClient:
@@ -155,7 +158,8 @@ class SessionClient:
     """
 
     def __init__(self, keeper: ShardKeeper) -> None:
-        self._keeper, self._client, self._name = keeper, keeper.server.client(), ""
+        self._keeper, self._name = keeper, ""
+        self._client: ParameterClient = keeper.server.client()
         self._here: tuple[Channel[Any], Channel[Any]] | None = None
 
     def close(self) -> None:
@@ -236,6 +240,11 @@ class SessionClient:
         return self._client._connected()
 
 
+def _reason(error: ChannelError) -> Exception:
+    """Return the loss of a shard, if this is why the program has broken its channels; otherwise ``error``."""
+    return error.__cause__ if isinstance(error.__cause__, Broken) else error
+
+
 def _perform(client: SessionClient, call: tuple[Any, ...]) -> Any:
     return getattr(client, call[0])(*call[1:])
 
@@ -255,7 +264,7 @@ def keep_shard(
     parent: Parent,
     number: int,
     make_server: Callable[[], Any],
-    orders: Channel[Order],
+    orders: Channel[KeeperOrder],
     notices: Channel[Notice],
     reach: Reach,
 ) -> ShardState:

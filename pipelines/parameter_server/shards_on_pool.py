@@ -17,7 +17,7 @@ from flowchan.hosts import Pool
 from flowchan.hosts.pool_channels import channel_maker, reach_of
 from flowchan.pipelines.children import Children
 from flowchan.pipelines.children import start as start_children
-from flowchan.pipelines.parameter_server.call_order import CallOrder, Notice, Order
+from flowchan.pipelines.parameter_server.call_order import CallOrder, KeeperOrder, Notice
 from flowchan.pipelines.parameter_server.pool_client import PoolClient, ShardPlace
 from flowchan.pipelines.parameter_server.shard_keeper import ShardState, keep_shard
 from flowchan.pipelines.parameter_server.tensor_layout import Entry, Form
@@ -53,10 +53,10 @@ class ShardsOnPool:
     ) -> None:
         make = channel_maker(pool)
         self._notices: Channel[Notice] = make(WAITING)
-        self._orders: list[Channel[Order]] = [make(WAITING) for _ in makers]
+        self._orders: list[Channel[KeeperOrder]] = [make(WAITING) for _ in makers]
         self._ended: Channel[None] = make(1)
         self._kids = start_children(len(makers), on=pool)
-        self._lost: list[Broken] = []
+        self._lost: list[str] = []  # a stored error would keep its traceback alive
         self._over = False
         try:
             for number, (kid, make_server) in enumerate(zip(self._kids, makers, strict=True)):
@@ -99,7 +99,7 @@ class ShardsOnPool:
     def states(self) -> list[ShardState]:
         """Return the counters of each shard. After ``close``, these are the last ones."""
         if self._over and self._last is None:
-            raise self._lost[0] if self._lost else Closed("stats: the parameter server has shut down")
+            raise Broken(self._lost[0]) if self._lost else Closed("stats: the parameter server has shut down")
         return self._client._states() if self._last is None else self._last
 
     def pull(self, names: Sequence[str]) -> tuple[int, dict[str, Any]]:
@@ -134,7 +134,7 @@ class ShardsOnPool:
             ) from None
         self.end()
         if self._lost:
-            raise self._lost[0]
+            raise Broken(self._lost[0])
 
     def end(self) -> None:
         """End the keepers and the threads, and release the channels. Further calls have no effect."""
@@ -144,15 +144,16 @@ class ShardsOnPool:
         self._client.close()
         self._ended.close()
         self._kids.close()
-        for channel in (self._notices, *self._orders):
+        channels: list[Channel[Any]] = [self._notices, *self._orders]
+        for channel in channels:
             channel.close()
         for thread in self._threads:
             thread.join()
-        del self._client, self._kids, self._notices, self._orders, self._ended, self._threads, channel
+        del self._client, self._kids, self._notices, self._orders, self._ended, self._threads
         self.places = ()
 
 
-def _order(notices: Channel[Notice], orders: Sequence[Channel[Order]]) -> None:
+def _order(notices: Channel[Notice], orders: Sequence[Channel[KeeperOrder]]) -> None:
     """Send the keepers the order of the calls until a channel is closed or broken."""
     sequence = CallOrder(len(orders))
     with contextlib.suppress(ChannelError):
@@ -166,8 +167,8 @@ def _watch(
     kids: Children,
     places: Sequence[ShardPlace],
     notices: Channel[Notice],
-    orders: Sequence[Channel[Order]],
-    lost: list[Broken],
+    orders: Sequence[Channel[KeeperOrder]],
+    lost: list[str],
 ) -> None:
     """Wait until the keepers end. If one dies, break the channels, so that all pending calls fail."""
     try:
@@ -175,8 +176,9 @@ def _watch(
     except (ChildDied, StageError) as error:
         child = error.number if isinstance(error, ChildDied) else int(error.worker.rpartition(" ")[2])
         _, _, how = str(error).removeprefix(f"wait: child {child} ").rpartition("') ")
-        lost.append(places[child - 1].lost("ParameterServer", how))
-        for channel in (notices, *orders):
-            channel.abort(lost[0])
+        lost.append(str(places[child - 1].lost("ParameterServer", how)))
+        channels: list[Channel[Any]] = [notices, *orders]
+        for channel in channels:
+            channel.abort(Broken(lost[0]))
     except Exception:  # the program has closed the keepers
         pass

@@ -7,13 +7,13 @@ from collections import deque
 
 import pytest
 
-from flowchan.pipelines.parameter_server.call_order import CallId, CallOrder, Notice, Order
+from flowchan.pipelines.parameter_server.call_order import CallId, CallOrder, KeeperOrder, Notice
 
 
 def test_call_is_performed_after_all_shards_have_staged_it() -> None:
     order = CallOrder(2)
     assert order.after(Notice(0, "staged", ("a", 0))) == []
-    assert order.after(Notice(1, "staged", ("a", 0))) == [Order(True, ("a", 0))]
+    assert order.after(Notice(1, "staged", ("a", 0))) == [KeeperOrder(True, ("a", 0))]
 
 
 def test_next_call_follows_when_all_shards_have_performed_one() -> None:
@@ -22,7 +22,7 @@ def test_next_call_follows_when_all_shards_have_performed_one() -> None:
         order.after(Notice(0, "staged", call))
         order.after(Notice(1, "staged", call))
     assert order.after(Notice(0, "performed", ("a", 0))) == []
-    assert order.after(Notice(1, "performed", ("a", 0))) == [Order(True, ("b", 0))]
+    assert order.after(Notice(1, "performed", ("a", 0))) == [KeeperOrder(True, ("b", 0))]
 
 
 @pytest.mark.parametrize("lost_first", [True, False])
@@ -30,7 +30,7 @@ def test_call_that_a_shard_never_got_is_discarded(lost_first: bool) -> None:
     notices = [Notice(0, "staged", ("a", 0)), Notice(1, "lost", ("a", 0))]
     order = CallOrder(2)
     found = [order.after(notice) for notice in (reversed(notices) if lost_first else notices)]
-    assert found == [[], [Order(False, ("a", 0))]]
+    assert found == [[], [KeeperOrder(False, ("a", 0))]]
 
 
 class Keeper:
@@ -39,7 +39,7 @@ class Keeper:
     def __init__(self) -> None:
         self.sent: dict[str, deque[CallId]] = {}
         self.staged: set[CallId] = set()
-        self.orders: deque[Order] = deque()
+        self.orders: deque[KeeperOrder] = deque()
         self.performed: list[CallId] = []
 
 
