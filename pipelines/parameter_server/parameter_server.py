@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from flowchan import Channel, Graph, Run, Stream
-from flowchan.declare.placements import PlacementOption, placement_argument
+from flowchan.declare.placements import Placement, PlacementOption, placement_argument
 from flowchan.hosts import Pool
 from flowchan.items.arguments import refuses_misspelt, text, whole
 from flowchan.items.codec import dumps_in_one
@@ -134,17 +134,7 @@ class ParameterServer:
     ) -> None:
         whole("ParameterServer", "shards", shards, 1)
         text("ParameterServer", "name", name)
-        placement = placement_argument("ParameterServer", on)
-        if placement.is_remote and not isinstance(placement, Pool):
-            raise ValueError(
-                "ParameterServer: on must be 'process', 'thread' or a pool from flowchan.hosts, got "
-                f"{shown(on)}"
-            )
-        if placement.is_remote and graph is not None:
-            raise ValueError(
-                f"ParameterServer: graph must be None if on is a pool, got {shown(graph)}; start the server "
-                "before the graph"
-            )
+        placement = _checked_placement(on, graph)
         stored = tensors if isinstance(tensors, StoredState) else None
         tensors = tensors if stored is None else stored.given
         self.name, self._form = name, form_of(tensors)
@@ -164,11 +154,8 @@ class ParameterServer:
         self._run: Run | None = None
         self._pool_shards: ShardsOnPool | None = None
         if isinstance(placement, Pool):
-            if stored is not None:
-                check_slots(stored.slots, {key: value for one in updates for key, value in one.slots.items()})
-            parts = [_part(stored or values, self._form, layout) for layout in layouts]
-            parts = [tensors] if self._form == "object" else parts
-            self._start_on(placement, parts, layouts, optimizer, rows or {})
+            given = stored or (tensors if self._form == "object" else values)
+            self._start_on(placement, given, updates, optimizer, rows or {})
             return
         self._memories = [ShardMemory(layout) for layout in layouts]
         self._shards = _filled(self._memories, values, contents, updates, stored)
@@ -192,13 +179,16 @@ class ParameterServer:
     def _start_on(
         self,
         pool: Pool,
-        parts: Iterable[Any],
-        layouts: Sequence[Layout],
+        given: Any,
+        updates: Iterable[BlockUpdates],
         optimizer: Factory | None,
         rows: Mapping[str, RowOptimizer],
     ) -> None:
         """Start a server with one shard on a host for each part of the tensors."""
-        names = [frozenset(layout.names) for layout in layouts]
+        if isinstance(given, StoredState):
+            check_slots(given.slots, {key: value for one in updates for key, value in one.slots.items()})
+        names = [frozenset(layout.names) for layout in self._layouts]
+        parts = [_part(given, self._form, layout) for layout in self._layouts]
         makers = [
             functools.partial(
                 ParameterServer, part, optimizer=optimizer, name=self.name,
@@ -206,7 +196,7 @@ class ParameterServer:
             )
             for part, known in zip(parts, names, strict=True)
         ]  # fmt: skip
-        entries = tuple(entry for layout in layouts for entry in layout.entries)
+        entries = tuple(entry for layout in self._layouts for entry in layout.entries)
         self._pool_shards = shards = ShardsOnPool(self.name, pool, makers, names, self._form, entries)
         self._finalizer = weakref.finalize(self, shards.end)
 
@@ -419,14 +409,29 @@ class ParameterServer:
         return f"<ParameterServer {self.name!r}, version {self._shards[0].version}>"
 
 
-def _part(given: Mapping[str, Any] | StoredState, form: Form, layout: Layout) -> Any:
-    """Return one shard's part of the tensors, or of the state from a file."""
+def _checked_placement(on: PlacementOption, graph: Graph | None) -> Placement:
+    """Return the placement, or raise if a server with these options cannot run there."""
+    placement = placement_argument("ParameterServer", on)
+    if placement.is_remote and not isinstance(placement, Pool):
+        raise ValueError(
+            f"ParameterServer: on must be 'process', 'thread' or a pool from flowchan.hosts, got {shown(on)}"
+        )
+    if placement.is_remote and graph is not None:
+        raise ValueError(
+            f"ParameterServer: graph must be None if on is a pool, got {shown(graph)}; start the server "
+            "before the graph"
+        )
+    return placement
+
+
+def _part(given: Any, form: Form, layout: Layout) -> Any:
+    """Return one shard's part of the tensors by name, of the object, or of the state from a file."""
     if isinstance(given, StoredState):
         tensors = {name: value for name, value in given.tensors.items() if name in layout.names}
         slots = {name: value for name, value in given.slots.items() if name in layout.names}
         return StoredState(given.version, tensors, slots, given.single)
-    if form == "tensor":
-        return given[ONLY]
+    if form != "mapping":
+        return given[ONLY] if form == "tensor" else given
     return {name: value for name, value in given.items() if name in layout.names}
 
 

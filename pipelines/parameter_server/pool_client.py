@@ -185,6 +185,20 @@ class PoolConnection:
         again, in the order of the pushes.
         """
         shares = [[name for name in names if name in place.names] for place in self._places]
+        found = self._read(shares, into, at_least, consistent, late)
+        if consistent and len({version for version, *_ in found}) > 1:
+            handles = self._send("read", shares, _left(late))
+            found = [_answer("pull", *one, late) for one in zip(self._places, handles, strict=True)]
+        copies = {name: tensor for _, part, _ in found for name, tensor in part.items()}
+        if into is not None:
+            copies = {name: copy_of(tensor, into, name) for name, tensor in copies.items()}
+        return min(version for version, *_ in found), copies, sum(size for *_, size in found)
+
+    def _read(
+        self, shares: Sequence[list[str]], into: Mapping[str, Any] | None, at_least: int | None,
+        consistent: bool, late: float | None,
+    ) -> list[tuple[int, dict[str, Any], int]]:  # fmt: skip
+        """Copy each shard's tensors without waiting for pushes. The results may differ in their versions."""
         needed = [place for place in self._places if shares[place.number]] or [self._places[0]]
         remote = [place for place in needed if place.number not in self._here]
         calls = []
@@ -198,14 +212,7 @@ class PoolConnection:
             wanted = [name for place in here for name in shares[place.number]]
             with here[0].named_in_errors("pull"):
                 found.append(self._local._reached(at_least, late).pull(wanted, into, consistent, late))
-        found += [_answer("pull", *one, late) for one in zip(remote, calls, strict=True)]
-        if consistent and len({version for version, *_ in found}) > 1:
-            handles = self._send("read", shares, _left(late))
-            found = [_answer("pull", *one, late) for one in zip(self._places, handles, strict=True)]
-        copies = {name: tensor for _, part, _ in found for name, tensor in part.items()}
-        if into is not None:
-            copies = {name: copy_of(tensor, into, name) for name, tensor in copies.items()}
-        return min(version for version, *_ in found), copies, sum(size for *_, size in found)
+        return found + [_answer("pull", *one, late) for one in zip(remote, calls, strict=True)]
 
     def flush(self) -> None:
         """Wait until the keepers have received all calls."""

@@ -87,6 +87,9 @@ class ShardsOnPool:
     def client(self) -> PoolClient:
         """Create a client.
 
+        Returns:
+            The client.
+
         Raises:
             Closed: The server was closed.
         """

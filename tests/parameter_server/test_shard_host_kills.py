@@ -114,6 +114,6 @@ def test_s2_shards_on_hosts_apply_each_push_once_despite_kills(shards: int) -> N
 
 
 @pytest.mark.long
-def test_s2_shards_on_hosts_apply_each_push_once_after_1000_kills() -> None:
+def test_s2_shards_on_hosts_apply_pushes_once_after_1000_kills() -> None:
     for seed in range(10):
         push_until_killed(seed, kills=100, shards=1 + seed % 2)
