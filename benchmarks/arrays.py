@@ -103,7 +103,7 @@ def _move(make: Callable[[], Ends], items: Callable[[int], Iterable[Any]], count
     for _ in range(count):
         int(ends.get()[::PAGE].sum())
     took = time.perf_counter() - began
-    end.wait()  # let the producer exit only now, because torch's queue then loses its items
+    end.wait()  # the producer must not exit earlier, because its exit loses the items of torch's queue
     child.join()
     return took
 

@@ -68,7 +68,7 @@ def _move(make: Callable[[], Any], size: int, switch: str, count: int) -> float:
         total += queue.get()[0]
     torch.cuda.synchronize()
     took = time.perf_counter() - began
-    end.set()  # let the producer exit only now, because the tensors that it still owns are then lost
+    end.set()  # the producer must not exit earlier, because its exit loses the tensors that it owns
     child.join()
     return took
 

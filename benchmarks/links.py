@@ -56,7 +56,8 @@ ROOM = 1024
 class Wire:
     """One communication system, with a function for each end of the connection.
 
-    Each function takes a connected socket, and returns three functions: to put, to get, and to close the end.
+    Each function takes a connected socket, and returns three functions, which put an item, get an item, and
+    close this end of the connection.
     """
 
     near: Callable[[socket.socket], tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], None]]]

@@ -1,4 +1,4 @@
-"""Find duplicates like duplicates.py, but compute the hashes on several hosts.
+"""Find duplicates as duplicates.py does, but compute the hashes on several hosts.
 
     python examples/duplicates_hosts.py [DIRECTORY [HOST …]]
     flowchan viz examples/duplicates_hosts.py -o duplicates_hosts.svg

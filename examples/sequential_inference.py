@@ -87,7 +87,7 @@ def main() -> None:
     with torch.no_grad():
         plain, plain_seconds = timed(module(batch) for batch in batches)
     with pipeline(module, arguments.parts, arguments.on) as pipe:
-        pipe(batches[0])  # the workers start with the first batch
+        pipe(batches[0])  # the workers start when the first batch arrives
         piped, piped_seconds = timed(pipe.stream(batches))
     print(f"{len(truth):,} images in {len(batches)} batches")
     for name, found, seconds in (("sequential", plain, plain_seconds), ("pipelined", piped, piped_seconds)):

@@ -42,11 +42,12 @@ class Channel {
     bool hosts = false;  // ring: some readers run on other hosts, where descriptors cannot go
     // another process owns the channel, and this process reaches it through two local rings
     bool elsewhere = false;
-    nb::object reading, writing;  // elsewhere: the two local rings, once they are open
-    // elsewhere: `fork_count` at the time the rings were opened
+    nb::object reading, writing;  // if elsewhere: the two local rings, once they are open
+    // if elsewhere: `fork_count` at the time the rings were opened
     std::atomic<uint64_t> opened_in = fork_count;
-    uint64_t moved_there = 0;        // elsewhere: how many puts and gets the owner last reported
-    int64_t last_found_nothing = 0;  // elsewhere: when the owner last reported an empty channel to a select
+    uint64_t moved_there = 0;  // if elsewhere: number of puts and gets in the owner's last report
+    // if elsewhere: when the owner last reported to a select that the channel is empty
+    int64_t last_found_nothing = 0;
     // ring: the session that plain calls of this process share, opened by the first of them
     std::atomic<uint32_t> plain = 0;
     // how many coroutines of this process wait for this channel; only statistics read it, so relaxed order is
@@ -145,7 +146,7 @@ struct Out;
 // unpacks the box. Until the port's next get, the worker is processing that item, so each put boxes its
 // output with the same marks. The recorder is a Python object; unsampled items never call it.
 struct ItemTracing {
-    nb::object recorder;  // has the methods took, finished, boxed and sent
+    nb::object recorder;  // has the methods took(), finished(), boxed() and sent()
     // Several threads may use the ports. The counters only select the items to sample, so relaxed memory
     // order is enough.
     std::atomic<uint64_t> countdown = 0;  // puts until the next sample; 0: never

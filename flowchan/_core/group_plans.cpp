@@ -18,7 +18,7 @@ constexpr uint32_t SMALL_KINDS = 2;
 // Lower bound of the smallest size class in bytes. For less data, all plans take equally long.
 constexpr uint64_t LEAST = 8 * 1024;
 constexpr uint32_t IN_ONE_PIECE = 4;  // size classes that fit into one small piece
-// Size classes that one thread reads before a second one could start.
+// Size classes so small that one thread has read the data before a second one could start.
 constexpr uint32_t BY_ONE = 8;
 
 constexpr uint32_t BY_TWO = plans_where([](const Plan& one) { return one.by_two; });

@@ -15,8 +15,8 @@
 // passes each new connection to `attach`, with or without TLS.
 //
 // A worker processes one item after another, so its outputs arrive in the order of its items. Each output
-// names its input item, and the owner side puts it as an output for that item, as for a local worker. If the
-// worker dies, the next worker that gets the item skips the outputs that were already put.
+// names its input item, and the owner side puts the output for that item, just as a local worker would. If
+// the worker dies, the next worker that gets the item skips the outputs that were already put.
 //
 // Large outputs for remote workers stay on the host that made them (references.hpp, link_references.cpp).
 //

@@ -83,7 +83,7 @@ std::string Link::receive(int fd, uint64_t connection) {
         lock.unlock();
         memmove(buffer.data(), buffer.data() + at, have - at);
         have -= at;
-        // Grow the buffer with the bytes that have arrived, not with the size that the other side claims.
+        // Grow the buffer as bytes arrive, not at once to the size that the other side claims.
         if (buffer.size() - have < LARGE) buffer.resize(2 * buffer.size());
     }
 }

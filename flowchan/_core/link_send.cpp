@@ -58,8 +58,8 @@ void Link::add_frame(const Head& head, const std::string& payload) {
     out_.add(&head, head.length(), payload.data(), payload.size());
 }
 
-// Gather as many frames as one send takes. Each round begins with the next stream. Return whether there is
-// more to do right away.
+// Gather as many frames as one send takes. Each call begins with the stream after the one that the previous
+// call served last. Return whether there is more to do right away.
 bool Link::fill() {
     if (is_full()) return true;
     const int64_t now = now_ns();
@@ -142,7 +142,7 @@ bool Link::serve_as_worker(LinkStream& stream) {
     for (Sink& sink : stream.sinks) sink.read_progress();
     if (!std::exchange(stream.announced, true)) {
         add_frame({.stream = stream.number, .type = FrameType::OPEN});
-        // The owner side must learn which items have arrived before it gets their outputs.
+        // Before the owner side gets the outputs of an item, it must know that the item has arrived.
         add_progress(stream);
     }
     bool moved = false;

@@ -60,7 +60,7 @@ struct ReaderState {
     // not wait for their leases.
     bool alone = false;
     // Processing an item may start at most once. A worker's death therefore counts against its leased item
-    // until the item is finished, even outside user code.
+    // until the item is finished, even if the worker dies outside user code.
     bool once = false;
 };
 struct WriterState {
@@ -333,7 +333,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     // cannot mislead this process.
     uint64_t length_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0,
              blocks_end_ = 0;
-    // Return the object at this offset, which must be a slot's.
+    // Return the object at this offset, which must be inside a slot.
     template <class T>
     T* at(uint64_t offset) const {
         return reinterpret_cast<T*>(windows_.slots() + offset);

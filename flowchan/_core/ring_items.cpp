@@ -24,7 +24,7 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (map_incomplete_) return Step::NoMemory;
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
     const bool parks = is_parked(writer);
-    // An item that exceeds the remaining bytes must wait. The worker whose turn it is never waits for the
+    // An item that exceeds the remaining bytes must wait. The worker that has the turn never waits for the
     // bytes of parked items, because only this worker can free them.
     const bool alone = parks ? all == 0 : inside + h_->claimed == 0;
     if (h_->bytes_in - h_->bytes_out + frame.size > most_inside() && !alone) {

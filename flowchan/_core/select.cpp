@@ -211,9 +211,9 @@ void ask_other_owners(const std::vector<Operation>& ops) {
 }  // namespace
 
 // Try all operations as if at one moment, so that an item moving from one channel to another is not missed.
-// If nothing moved between the first try and the last, all operations would have waited at one moment (a
-// double collect). The owners count the moves of remote channels. Each round takes a slow round trip, so
-// their number is limited.
+// If nothing moved between the first try and the last, there was a moment at which every operation would have
+// had to wait. This is a double collect. The owners count the moves of remote channels. Each round takes a
+// slow round trip, so their number is limited.
 static nb::object try_now(const std::vector<Operation>& ops) {
     std::vector<uint64_t> there_before;
     for (size_t round = 1;; ++round) {

@@ -80,7 +80,7 @@ class Tuner {
     uint32_t plans_ = 0, best_ = 0, other_ = 0, remaining_ = 0, slow_ = 0;
     uint32_t rest_[MOST_PLANS] = {};
     uint64_t count_ = 0, patient_until_ = 0, due_[MOST_PLANS] = {};
-    // Shortest time per plan, in the current trial and in its last one.
+    // Shortest time of each plan, in the current trial and in the plan's last complete trial.
     int64_t now_[MOST_PLANS] = {}, least_[MOST_PLANS] = {};
 };
 

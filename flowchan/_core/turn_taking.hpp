@@ -14,9 +14,9 @@
 // in parallel.
 //
 // Like spinning (waiting.hpp), a rest must pay off. It fails if the other processes do not use it for a run,
-// or do not rest in turn. After each failure, about twice as many rests are skipped as after the failure
-// before. A process that makes round trips never rests, because its operations are much further apart than in
-// a tight loop.
+// or do not rest in turn. After each failure, about twice as many rests are skipped as after the previous
+// failure. A process that makes round trips never rests, because its operations are much further apart than
+// in a tight loop.
 //
 // All values are hints that the threads of a handle share, so all accesses are relaxed.
 #pragma once

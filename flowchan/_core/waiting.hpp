@@ -127,8 +127,8 @@ inline void prefetch(const void* at) {
 
 struct Wakes;
 
-// How long callers have waited in total, in ns. Each change updates the sum. If a process dies between two
-// statements, only the time since the last change is lost.
+// How long callers have waited in total, in ns. The sum is updated whenever the number of waiting callers
+// changes. If a process dies between two statements, only the time since the last change is lost.
 struct WaitClock {
     int64_t ns = 0, since = 0;
     uint32_t waiting = 0;

@@ -36,7 +36,7 @@ def main() -> None:
     If the file defines several graphs, write FILE:NAME. FILE may also be a module (package.module:NAME), or -
     for standard input.
     """
-    # Stage names and symbols in reports may be missing from the terminal's encoding.
+    # Stage names and symbols in reports may contain characters that the terminal's encoding lacks.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -393,7 +393,7 @@ def top(run: str | None) -> None:
     default=30,  # the default of torchrun and Slurm
     show_default=True,
     metavar="SECONDS",
-    help="Time from asking ranks to end until they are killed (torchrun has the same option).",
+    help="Time between asking the ranks to exit and killing them (torchrun has the same option).",
 )
 @click.option("-m", "--module", is_flag=True, help="Treat SCRIPT as the name of a module, as python -m does.")
 @click.argument("script")

@@ -54,8 +54,8 @@ def reducers() -> _Reducers:
     state = len(copyreg.dispatch_table), *[name in sys.modules for name in _LIBRARIES]
     if state != _made_from:
         table: _Reducers = {**copyreg.dispatch_table, memoryview: _reduce_memoryview, View: _reduce_view}
-        # While another thread still imports a module, its type may be undefined; then it has no instances
-        # either.
+        # While another thread is still importing a module, its type may be undefined, but then the type
+        # cannot have instances yet.
         if array := getattr(sys.modules.get("numpy"), "ndarray", None):
             table[array] = _reduce_array
         if tensor := getattr(sys.modules.get("torch"), "Tensor", None):

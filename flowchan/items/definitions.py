@@ -23,7 +23,7 @@ _fingerprints: weakref.WeakKeyDictionary[type, tuple[tuple[int, ...], str]] = we
 
 
 def fingerprint(cls: type) -> str:
-    """Return a text that identifies the code of a class in all processes with the same Python."""
+    """Return a string that identifies the code of a class in all processes with the same Python."""
     members = vars(cls)
     version = tuple(map(id, members.values()))
     known = _fingerprints.get(cls)

@@ -38,7 +38,8 @@ class PackedClasses:
         version = _version(cls)
         known = self._known.get(cls)
         if known is not None:
-            # A class that changes is not kept from then on, because an attribute may be a counter.
+            # After a class has changed, its pickle is no longer kept: the changed attribute may be a counter,
+            # which keeps changing.
             if known[1] is not None and known[0] != version:
                 known = self._known[cls] = version, None
             return known[1]

@@ -296,7 +296,7 @@ class Recording:
         return about
 
     def _scan(self, file: IO[bytes]) -> None:
-        """Find the records, without one that is incomplete at the end of the file."""
+        """Find the records, except an incomplete one at the end of the file."""
         size = os.fstat(file.fileno()).st_size
         while len(head := file.read(_RECORD.size + _CRC.size)) == _RECORD.size + _CRC.size:
             number, _, length, _ = _RECORD.unpack_from(head)

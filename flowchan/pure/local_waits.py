@@ -114,7 +114,7 @@ def _moves(operations: list[_Operation]) -> list[tuple[int, int]]:
 
 
 def _wait_once(operations: list[_Operation], deadline: float, again: bool) -> tuple[tuple[int, Any], bool]:
-    """Enter all queues, try the operations, and sleep until one may be possible or the time is over."""
+    """Enter all queues, try the operations, and sleep until one may be possible or the time is up."""
     bell = Bell()
     waiters = [(operation.channel.usable(), operation.waiter(bell)) for operation in operations]
     done: tuple[int, Any] = (ALL_WAIT, None)

@@ -51,7 +51,7 @@ class LocalChannel:
         return self._queue
 
     def describe(self) -> str:
-        """Return a text that names the channel in messages."""
+        """Return a string that names the channel in messages."""
         return f"channel {self._name!r}" if self._name else f"Channel({self.capacity}, across='threads')"
 
     def put(self, item: Any, timeout: float | None = None) -> None:

@@ -149,7 +149,7 @@ class RemoteChannel(Channel[T]):
     def _fetch(self, most: int) -> None:
         """Fetch up to ``most`` more items if the owner has them. The core calls this before ``get_many``."""
         ring = self._ports[True]._stream.ring
-        with contextlib.suppress(Unanswered, Broken):  # the next call of the ring raises the reason
+        with contextlib.suppress(Unanswered, Broken):  # the next call on the ring raises the error
             sent, _, _ = self._offer(most)
             give_up = time.monotonic() + TRANSIT_TIMEOUT_S
             while ring.stats().items_in < sent and not ring.closed and time.monotonic() < give_up:

@@ -22,7 +22,7 @@ def connect(address: str, secret: bytes, *, timeout: float = 10.0, tls: bool = F
     disappears.
 
     Args:
-        address: Listener's address as ``host:port``, for example its ``address``.
+        address: Address of the listener as ``host:port``, such as its attribute ``address``.
         secret: Listener's secret, at least 16 bytes.
         timeout: Seconds to keep trying (default: 10).
         tls: Encrypt the connection with TLS 1.3 (default: False). The listener must use the same setting.

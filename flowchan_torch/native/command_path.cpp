@@ -2,15 +2,15 @@
 // known.
 //
 // Algorithm. torch calls one kernel per operator for tensors with the dispatch key Python. start() registers
-// the kernels of this file for that key. A kernel builds the key of the call like call_key() in
-// remote_tensor.py, and looks it up in the operator's dictionary of templates. If it finds a template, it
-// does the same as issue() in remote_tensor.py. Otherwise, it leaves the call to torch's own function for
+// the kernels of this file for that key. A kernel builds the key of the call as call_key() in
+// remote_tensor.py does, and looks it up in the operator's dictionary of templates. If it finds a template,
+// it does the same as issue() in remote_tensor.py. Otherwise, it leaves the call to torch's own function for
 // this dispatch key, which calls __torch_dispatch__.
 //
 // Invariants. A kernel changes nothing before it leaves a call to Python. C++ and Python share one
 // dictionary. If they ever built different keys for a call, the lookup would fail. This would cost time, but
-// never find a wrong template. All code here runs with the GIL, and appends a command to the buffer in one
-// step.
+// would never yield a wrong template. All code here runs with the GIL, and appends a command to the buffer in
+// one step.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -311,7 +311,7 @@ Object tuple_of(List&& list, Element element) {
     return tuple;
 }
 
-// Return the part of a key for one value, like key_of() in remote_tensor.py.
+// Return the part of a key for one value, as key_of() in remote_tensor.py does.
 Object element(const IValue& value, const Argument& argument, Call& call) {
     if (value.isNone()) return Object(Py_NewRef(Py_None));
     if (argument.dtype && value.isInt())
@@ -436,7 +436,7 @@ struct Kernel final : c10::OperatorKernel {
         append(*known, number.it, call);
         at::Tensor result;
         if (known->output) {
-            // A view is an inference tensor exactly if its base is one, in any mode.
+            // In any mode, a view is an inference tensor if and only if its base is one.
             std::optional<c10::InferenceMode> mode;
             if (known->viewed) {
                 bool inference = THPVariable_Unpack(call.inputs.at(*known->viewed)).is_inference();

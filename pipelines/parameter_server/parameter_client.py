@@ -345,8 +345,8 @@ class ParameterClient(RowClient):
                 )
             if is_inexact(self._entries[name].dtype) and not is_inexact(targets[name].dtype):
                 raise ValueError(
-                    f"pull: out[{name!r}] must have a floating-point type, because the server's tensor has "
-                    f"{dtype_name(self._entries[name].dtype)}, got {dtype_name(targets[name].dtype)}"
+                    f"pull: out[{name!r}] must have a floating-point type, like the server's tensor "
+                    f"({dtype_name(self._entries[name].dtype)}), got {dtype_name(targets[name].dtype)}"
                 )
         return {name: _writable(targets[name]) for name in names}
 

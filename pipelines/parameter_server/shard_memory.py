@@ -304,7 +304,7 @@ class OpenShard:
             if self._lock(slot, fcntl.F_WRLCK):
                 self._words[self._word(slot, _PULLED)] = 0
                 return slot
-        raise RuntimeError(f"ParameterServer: clients must be at most {SLOTS} at the same time; close some")
+        raise RuntimeError(f"ParameterServer: at most {SLOTS} clients can be open at once; close some")
 
     def next_push(self, slot: int) -> int:
         """Reserve and return the number of a client's next push."""

@@ -68,7 +68,7 @@ class SentCommands:
 
         Args:
             unsent: Commands that were not sent.
-            running: Number of the operation that the node was running, or the negative number of the last
+            running: Number of the operation that the node was running, or minus the number of the last
                 finished operation. None if unknown.
         """
         # In this order, the copies contain the templates of all messages that the node has not handled.

@@ -33,8 +33,8 @@ def best_split(costs: Sequence[float], parts: int) -> list[int]:
     """
     upto = list(accumulate(costs, initial=0.0))
     layers = len(costs)
-    # Cut only the first n layers: ``least[n]`` is the smallest possible cost of the most expensive part. Cut
-    # them into k + 1 parts: ``last[k][n]`` is the index of the last part's first layer.
+    # If only the first n layers are cut, ``least[n]`` is the smallest possible cost of the most expensive
+    # part. If they are cut into k + 1 parts, ``last[k][n]`` is the index of the last part's first layer.
     least = upto[:]
     last: list[list[int]] = [[0] * (layers + 1)]
     for count in range(2, parts + 1):
@@ -64,10 +64,11 @@ def costs(
 ) -> list[float]:
     """Measure the cost of each layer with a micro-batch, on copies of the layers.
 
-    ``balance="time"`` returns seconds with ``threads`` compute threads. ``backward`` includes the backward
-    pass (default: in training mode). ``balance="memory"`` returns bytes: parameters times ``param_scale``,
-    buffers, and activations. In training mode, the activations are the tensors that autograd saves;
-    otherwise, they are all outputs. ``skips`` are stashed tensors that come with the micro-batch.
+    With ``balance="time"``, the costs are times in seconds, measured with ``threads`` compute threads.
+    ``backward`` includes the backward pass (default: in training mode). With ``balance="memory"``, the costs
+    are in bytes: parameters times ``param_scale``, buffers, and activations. In training mode, the
+    activations are the tensors that autograd saves; otherwise, they are all outputs. ``skips`` are stashed
+    tensors that come with the micro-batch.
     """
     with torch.random.fork_rng(devices=[]), _compute_threads(threads):
         layers = list(_alone(module, micro, skips))

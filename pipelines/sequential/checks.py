@@ -408,7 +408,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def check_shapes(module: nn.Sequential, micro: Any, dim: int = 0) -> list[float] | None:
-    """Check the shape of each layer's output by a run with ``meta`` tensors, which have no values.
+    """Check the shape of each layer's output by running the layers on ``meta`` tensors, which have no values.
 
     Returns the operations per sample of each layer, or ``None`` if they are unknown. Raises ``TypeError`` if
     the output is not made of tensors, and ``ValueError`` if it does not have one row per sample. Both errors

@@ -67,9 +67,9 @@ def _seen(module: nn.Module, remote: bool, numbers: bool) -> Iterator[Any]:
         for hook in hooks.values():
             if not (getattr(hook, "__module__", None) or "").startswith("torch."):
                 raise ValueError(
-                    f"Sequential: layer {type(module).__name__} must not have hooks, because they would "
-                    f"run in another process, got {short(hook)}; use on='thread', or register it on the "
-                    "pipe"
+                    f"Sequential: layer {type(module).__name__} must not have hooks, got "
+                    f"{short(hook)}: they would run in another process; use on='thread', or register the "
+                    "hooks on the pipe"
                 )
             yield _Same(hook)
     for tensors in (module._parameters, module._buffers):

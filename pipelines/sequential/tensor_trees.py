@@ -123,7 +123,7 @@ def batch_size(value: Any, name: str = "x", dim: int = 0) -> int:
     for path, size in others:
         if size != first[1]:
             raise ValueError(
-                f"Sequential: {path} must have the batch size {first[1]} like {first[0]}, got {size}; "
+                f"Sequential: {path} must have the same batch size as {first[0]} ({first[1]}), got {size}; "
                 f"the {'first dimension' if not dim else f'dimension {dim}'} of all tensors must be "
                 "equal"
             )

@@ -184,7 +184,7 @@ class Training:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         failed, self._over = self._over, True
-        if not self._run.started:  # the program has trained on no batch
+        if not self._run.started:  # the program has not trained on any batch
             return
         self._run.close()
         if error is None and failed:  # the failed step has already raised its error
@@ -419,7 +419,7 @@ class Training:
         samples, wanted = batch_size(x), batch_size(target, "target")
         if samples != wanted:
             raise ValueError(
-                f"step: target must have the batch size {samples} like x, got {wanted}; pass a target "
+                f"step: target must have the same batch size as x ({samples}), got {wanted}; pass a target "
                 "for each sample"
             )
         to_workers(target)

@@ -1,4 +1,4 @@
-"""Run each example like a user, in a separate process.
+"""Run each example as a user would, in a separate process.
 
 The tests compare the output with a sequential computation.
 """

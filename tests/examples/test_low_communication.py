@@ -1,4 +1,4 @@
-"""Run a short version of the low-communication training example, like a user."""
+"""Run a short version of the low-communication training example as a user would."""
 
 from __future__ import annotations
 

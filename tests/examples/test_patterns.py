@@ -1,4 +1,4 @@
-"""Run the examples of the patterns like a user.
+"""Run the examples of the patterns as a user would.
 
 The tests compare the output with a sequential computation.
 """

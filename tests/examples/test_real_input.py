@@ -1,4 +1,4 @@
-"""Run the examples for real input like a user, each on little input."""
+"""Run the examples for real input as a user would, each on little input."""
 
 from __future__ import annotations
 

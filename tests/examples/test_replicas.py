@@ -1,4 +1,4 @@
-"""Run the replicas example like a user. The replicas train together in one graph, which ends cleanly."""
+"""Run the replicas example as a user would. The replicas train together in one graph, which ends cleanly."""
 
 from __future__ import annotations
 

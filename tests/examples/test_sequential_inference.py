@@ -1,4 +1,4 @@
-"""Run the inference example like a user, and compare its output with the plain network's."""
+"""Run the inference example as a user would, and compare its output with the plain network's."""
 
 from __future__ import annotations
 

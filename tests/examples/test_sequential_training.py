@@ -1,4 +1,4 @@
-"""Run the training example like a user.
+"""Run the training example as a user would.
 
 The losses are equal with and without a pipeline, and the network recognises held-out digits.
 """

@@ -85,7 +85,7 @@ def test_zero_copy_and_add_combine_several_ranks(shards: int) -> None:
 
 
 def test_read_after_a_push_needs_no_barrier() -> None:
-    """A pull waits until the server has applied the push with the returned version."""
+    """A pull with the version that a push returned waits until the server has applied that push."""
 
     def body(client: Any, barrier: Any, worker: int) -> None:
         for round_ in range(ROUNDS):

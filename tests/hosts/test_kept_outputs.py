@@ -136,7 +136,7 @@ def test_function_that_makes_fewer_items_in_replay_fails_the_run(tmp_path: Path)
 
 
 class FewerOnceKilled:
-    """Makes each item, but none after an agent has been killed."""
+    """Makes items until an agent has been killed, and none afterwards."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -137,7 +137,7 @@ def test_contents_are_read_and_written_under_inference_mode():
 
 
 class Stream:
-    """A stream that does all work at once."""
+    """A stream that performs each operation immediately."""
 
     def __init__(self, index: int) -> None:
         self.index = index

@@ -13,7 +13,7 @@ using flowchan::TurnTaking;
 struct Side {
     TurnTaking turn_taking;
     int64_t elsewhere;            // time between two operations
-    int64_t free_at = 1'000'000;  // when the process next wants the ring
+    int64_t free_at = 1'000'000;  // time at which the process next wants the ring
     bool rested = false;
     int64_t rests = 0;
 };

@@ -127,7 +127,7 @@ struct User {
         return {Side::Writer, this, session, 0, is_writer && writer.ordered && writer.keyed, writer.number};
     }
 
-    // Put a message like put_frame and put_large in puts.cpp. `item`: number of the input item of this
+    // Put a message, as put_frame and put_large in puts.cpp do. `item`: number of the input item of this
     // output.
     Step put(const Message& message, Deadline deadline = {}, const uint64_t* item = nullptr) {
         Frame frame;
@@ -151,7 +151,7 @@ struct User {
         locked.unlock(wakes);
         return step;
     }
-    // Get a message like get_step in gets.cpp. `more`: keep the items already on lease.
+    // Get a message, as get_step in gets.cpp does. `more`: keep the items already on lease.
     Step get(uint64_t& value, Deadline deadline = {}, bool more = false) {
         Step step = perform(
             ring, [&](bool) { return Caller{Side::Reader, this, session}; },
@@ -188,7 +188,7 @@ struct User {
         Message::lay(value, held_views.back().at, size);
         return step;
     }
-    // Put the oldest loan of `lender` like put_loaned in puts.cpp.
+    // Put the oldest loan of `lender`, as put_loaned in puts.cpp does.
     Step put_loan(User& lender, Deadline deadline = {}, const uint64_t* item = nullptr) {
         HeldView& view = lender.held_views.front();
         Frame frame;
@@ -209,7 +209,7 @@ struct User {
             lender.held_views.erase(lender.held_views.begin());
         return step;
     }
-    // Finish an item like done_with in ports.cpp.
+    // Finish an item, as done_with in ports.cpp does.
     Step done_with(uint64_t number) {
         Step step = Step::Done;
         if (!writer.ordered) {

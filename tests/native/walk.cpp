@@ -1,8 +1,8 @@
 // `walk EVERY [NAME …]` walks the named operations, or all of them. It prints a line per operation: its name,
 // and two counts. The first is how many of its steps were tried as the point of death. The second is how many
-// steps of the recovery were tried as the death of a second process. This covers one of every EVERY fault
-// points. The walk stops at the first violation. `list` only prints the names. `planted` walks an operation
-// that must fail.
+// steps of the recovery were tried as the point of death of a second process. This covers one of every EVERY
+// fault points. The walk stops at the first violation. `list` only prints the names. `planted` walks an
+// operation that must fail.
 #include "walk.hpp"
 
 #include <algorithm>

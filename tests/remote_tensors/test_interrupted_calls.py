@@ -216,7 +216,7 @@ def test_alarms_while_issuing_neither_lose_nor_repeat_commands(nodes: Any, long_
         except Alarm:
             unsure += begun
     signal.setitimer(signal.ITIMER_REAL, 0)
-    # if the signal arrives between the return of add_ and the count, the command also counts as unsure
+    # if the signal arrives between the return of add_ and the count, the finished command counts in `unsure`
     assert sure <= total.item() <= sure + unsure
     nodes.sync()
 

@@ -404,7 +404,7 @@ def test_check_changes_neither_buffers_nor_generator() -> None:
     [
         ("text", TypeError, "x must be a tensor"),
         ({"a": torch.ones(2, 3), "b": 1}, TypeError, "x['b'] must be a tensor"),
-        ((torch.ones(2, 3), torch.ones(3, 3)), ValueError, "x[1] must have the batch size 2"),
+        ((torch.ones(2, 3), torch.ones(3, 3)), ValueError, "x[1] must have the same batch size as x[0] (2)"),
         (torch.tensor(1.0), ValueError, "must have a batch dimension"),
     ],
 )

@@ -70,7 +70,7 @@ def test_several_arguments_go_to_the_first_layer(on: Any, gradients: bool) -> No
 
 def test_argument_with_a_wrong_size_or_type_is_named() -> None:
     with Sequential([Attends(), Gives()]) as pipe:
-        with pytest.raises(ValueError, match=r"mask must have the batch size 7 like argument 0, got 3"):
+        with pytest.raises(ValueError, match=r"mask must have the same batch size as argument 0 \(7\)"):
             pipe(torch.ones(7, 6), mask=torch.ones(3, 1))
         with pytest.raises(TypeError, match=r"argument 1 must be a tensor, got .*1\.5"):
             pipe(torch.ones(7, 6), 1.5)

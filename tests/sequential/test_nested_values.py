@@ -91,7 +91,7 @@ def test_split_does_not_copy() -> None:
         ({"mask": None}, TypeError, ["at least one tensor"]),
         ((rows(3), [rows(3), 5]), TypeError, ["x[1][1]", "5 (int)"]),
         ((rows(3), torch.tensor(2.5)), ValueError, ["x[1]", "must have a batch dimension", "2.5"]),
-        ((rows(3), {"y": rows(4)}), ValueError, ["x[1]['y'] must have the batch size 3 like x[0], got 4"]),
+        ((rows(3), {"y": rows(4)}), ValueError, ["x[1]['y'] must have the same batch size as x[0] (3)"]),
         ((), TypeError, ["x must contain at least one tensor", "() (tuple)"]),
         ({}, TypeError, ["at least one tensor"]),
     ],

@@ -264,7 +264,7 @@ def test_parse_rejects_a_word_that_is_not_a_step(word: str) -> None:
         ),
         (
             ("1f1b", 0, 2, 4, 4),
-            "steps: parts must be 1 per worker with schedule='1f1b', got parts=4 for workers=2; "
+            "steps: schedule='1f1b' requires one part per worker, got parts=4 for workers=2; "
             "use schedule='interleaved', or as many workers as parts",
         ),
         (

@@ -89,7 +89,7 @@ def test_unpicklable_loss_raises_before_start() -> None:
 def test_target_of_different_size_raises_without_ending_training() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 2) as training:
-        with pytest.raises(ValueError, match="target must have the batch size 8 like x, got 7"):
+        with pytest.raises(ValueError, match=r"target must have the same batch size as x \(8\), got 7"):
             training.step(x, target[:7])
         with pytest.raises(TypeError, match=r"x\[0\] must be a tensor"):
             training.step([1, 2], target)

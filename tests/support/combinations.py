@@ -5,7 +5,7 @@ combinations to cover each pair of values of any two parameters. A test with the
 with several parameters and more than ``MOST`` combinations, keeps enough combinations to cover each value of
 each parameter. A test that runs under every start method of processes keeps either ``forkserver`` or
 ``spawn``, because each takes seconds. Parameters can have the marker ``alternative(value)``. One of these
-values is drawn for each test, and parameters with another value do not run. The choice depends only on the
+values is drawn for each test, and combinations with another value are skipped. The choice depends only on the
 names of the test and its parameters, so all processes of a run make the same choice.
 """
 

@@ -1,4 +1,4 @@
-"""Watch all tests of a process with one thread, which ends a hanging test.
+"""Use one thread to watch all tests of a process, and to end a test that hangs.
 
 A thread per test would cost a millisecond of CPU time per test, and several milliseconds of waiting on a busy
 machine.

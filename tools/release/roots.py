@@ -154,7 +154,8 @@ def with_local(target: Target, root_for: Callable[[str], Root]) -> tuple[System,
     if not pythons or found.prefix == Path("/usr"):
         suites = ", ".join(SUITES.values())
         raise NotHere(
-            f"python{version} must be outside /usr, on Debian {suites}; got {found.prefix}, {suite}"
+            f"python{version} must be outside /usr, and the system must be Debian {suites}; got "
+            f"{found.prefix} on {suite}"
         )
     system = System(root_for(pythons[0]).folder, [found.prefix])
     return system, f"{found.prefix}/bin/python{version}"

@@ -237,7 +237,7 @@ def queues(stats: RunStats) -> dict[str, tuple[int, int]]:
 
 
 def starting(stats: RunStats) -> Iterator[str]:
-    """Yield a text that lists the stages where no worker has built its callable yet, if there are any."""
+    """Yield a string that lists the stages where no worker has built its callable yet, if there are any."""
     names = [stage.name for stage in stats.stages if stage.state == "starting"]
     if names:
         yield f"starting: {', '.join(names)}"

@@ -183,8 +183,8 @@ class Gradients:
             _Bucket(parameters, combine_by(op, compress, parameters[0].dtype))
             for parameters in _in_buckets(module)
         ]
-        # Handles of the buffers that are being averaged. All members must start the buffers in the same
-        # order.
+        # Handles of the buffers that are being averaged. All members must start averaging the buffers in the
+        # same order.
         self._started: list[Handle] = []
         self._buffer_of = {parameter: buffer for buffer in self._buffers for parameter in buffer.views}
         # Use a weak reference, because the garbage collector does not see the references of a parameter's

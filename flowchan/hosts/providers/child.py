@@ -18,7 +18,7 @@ Explain = Callable[[int, ProcessOutput], str | None]
 ``None`` means that the agent may still be running, although the local process has ended.
 """
 
-GENTLY = 5.0  # seconds that a process has to end its remote processes before SIGKILL
+GENTLY = 5.0  # seconds in which a process may end its remote processes before it is sent SIGKILL
 UNKNOWN_EXIT = (
     "ended with an unknown exit code, because the program ignores SIGCHLD or reaps its child processes"
 )

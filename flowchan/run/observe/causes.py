@@ -86,7 +86,7 @@ class _View:
     """Statistics of the window for which a cause is sought."""
 
     stats: RunStats
-    loads: dict[str, _Load]  # only stages that had working workers in the window
+    loads: dict[str, _Load]  # only stages that had running workers in the window
     cores: int
     gil: bool
 

@@ -118,8 +118,8 @@ class Feed:
 
     def __init__(self, name: str, stats: weakref.ref[Callable[[float | None], RunStats]]) -> None:
         self._name, self._ref = name, stats
-        # All methods enter this lock itself. Entering the condition would run Python code, in which a signal
-        # handler could raise an exception and so leave the lock locked.
+        # All methods enter this lock directly, not through the condition. Entering the condition would run
+        # Python code, in which a signal handler could raise an exception and so leave the lock locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._subscriptions: tuple[Subscription, ...] = ()

@@ -144,7 +144,7 @@ class Deadlocks:
     def __init__(self, now: float) -> None:
         self.next_at = now + STILL
         """Time of the next check."""
-        self._moved = -1  # number of items moved until the last check
+        self._moved = -1  # total number of items moved, as of the last check
         self._unread: frozenset[WorkerId] | None = None  # unread results, while an observation is being made
         self._before: Observation | None = None  # previous observation, if nothing has moved since then
 

@@ -25,7 +25,7 @@ class WorkSeconds:
     """Time spent by a worker, or by all workers of a stage, since the start of the run, in seconds.
 
     Attributes:
-        working: Time since the worker built its callable, up to its end or to now.
+        working: Time from when the worker built its callable until the worker ended, or until now.
         input: Part of ``working`` in which it waited for items.
         place: Part of ``working`` in which it waited for room in an output channel.
         turn: Part of ``working`` in which finished outputs waited for earlier items while the readers had

@@ -165,7 +165,7 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
         if phase == "running":
             actions = (*actions, StopSources())
         phase, since = "finishing", now
-        if alive & state.services:  # services end last, so the others must end as in a stopped run
+        if alive & state.services:  # services end last; the other stages end as when a run is stopped
             phase, state = "stopping", dataclasses.replace(state, notified=True)
     leaving = state.leaving - {worker}
     return dataclasses.replace(state, alive=alive, phase=phase, since=since, leaving=leaving), actions

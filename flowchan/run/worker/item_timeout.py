@@ -1,6 +1,6 @@
 """Enforce the option ``timeout=``, which limits the time for one item in a worker process.
 
-When the time is over, a kernel timer kills the process, even in C code that holds the GIL. Just before, the
+When the time is up, a kernel timer kills the process, even in C code that holds the GIL. Just before, the
 process writes its Python stacks, for the log. The supervisor therefore sees a death that is blamed on the
 item, and replaces the worker. The replacement retries the item if retries are left; otherwise the item fails.
 """

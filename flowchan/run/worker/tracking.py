@@ -122,7 +122,7 @@ class Tracking:
         return number + 1
 
     def unbatched(self, item: Any) -> Iterable[Any]:
-        """Return the elements of an item with marks. The members of a batch already have some."""
+        """Return the elements of an item, each with its marks. The members of a batch already have marks."""
         if type(item) is list:
             self._unbatching = True
             return item

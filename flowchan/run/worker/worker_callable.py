@@ -1,6 +1,7 @@
 """Build the callable of a worker: the user's function, or an instance of a callable class.
 
-Each worker builds one instance and closes it at its end. The workers of an async stage may share an instance.
+Each worker builds one instance, and closes it when the worker ends. The workers of an async stage may share
+an instance.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class ArenaFull(Exception):
 class Device(Protocol):
     """Type of device, such as CUDA.
 
-    A text that is the same in every process identifies each device. Copies and events are enqueued on the
-    calling thread's current stream of that device. Only ``finish`` waits for the device.
+    Each device is identified by a string that is the same in every process. Copies and events are enqueued on
+    the calling thread's current stream of that device. Only ``finish`` waits for the device.
     """
 
     name: str

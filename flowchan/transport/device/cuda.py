@@ -132,8 +132,8 @@ def read(memory: Any, offset: int, size: int, form: Any) -> Any:
 class TorchDevice:
     """CUDA devices available to this process.
 
-    A device is identified by its UUID, because its number depends on ``CUDA_VISIBLE_DEVICES``. A ``uint8``
-    tensor over all its bytes represents device memory.
+    A device is identified by its UUID, because its number depends on ``CUDA_VISIBLE_DEVICES``. Device memory
+    is represented by a ``uint8`` tensor over all its bytes.
     """
 
     name = "cuda"

@@ -161,7 +161,7 @@ def check(caller: str, schedule: Any, workers: Any, parts: Any, chunks: Any) -> 
             )
     elif parts > workers and schedule != "interleaved":
         raise ValueError(
-            f"{caller}: parts must be 1 per worker with schedule={schedule!r}, got parts={parts} for "
+            f"{caller}: schedule={schedule!r} requires one part per worker, got parts={parts} for "
             f"workers={workers}; use schedule='interleaved', or as many workers as parts"
         )
 
