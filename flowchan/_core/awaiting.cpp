@@ -1,9 +1,9 @@
 // Waits of async calls (awaiting.py). Coroutines enter the wait queues of their channels, and one thread
 // sleeps for all of them.
 //
-// Algorithm. A coroutine that cannot continue enters the wait queue like a thread, and then tries once more.
-// From then on, every event that it waits for changes the queue's word. The coroutine stays in the queue
-// until its operation succeeds, or until it is woken or cancelled.
+// Algorithm. A coroutine that cannot continue enters the wait queue, as a thread would, and then tries once
+// more. From then on, every event that it waits for changes the queue's word. The coroutine stays in the
+// queue until its operation succeeds, or until it is woken or cancelled.
 //
 // The watcher thread sleeps in futex_waitv on the words of all its coroutines. When words change, it removes
 // their coroutines from the queues, and the event loop resumes them. A coroutine that leaves the queue
@@ -38,8 +38,8 @@ void Place::leave(bool unused) {
         Locked locked(m);
         const bool called = Traits<M>::leave(m, caller, waiting, true);
         Traits<M>::check_for_dead(m, wakes);
-        // After waking one waiter, the wait list wakes no other until that waiter has run. It has run now, so
-        // wake the next one, even if the call failed.
+        // After waking this waiter, the wait list wakes no other until this one has run. Wake the next one
+        // now, even if the call failed.
         if (called ? unused || !Traits<M>::processes : unused) Traits<M>::pass_on(m, caller, wakes);
         locked.unlock(wakes);
     });
@@ -77,7 +77,7 @@ Await::~Await() {
 
 nb::object Await::channel() const { return in ? in->channel : out ? out->channel : target; }
 
-// `unused`: if this caller was woken but cannot use that, wake another waiter instead.
+// Leave the wait queue. `unused`: if this caller was woken but took nothing, wake another waiter.
 void Await::leave(bool unused) {
     if (forks != fork_count || (!entered && !unused)) return;
     if (entered.exchange(false)) {

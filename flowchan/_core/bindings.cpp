@@ -42,7 +42,8 @@ PyType_Slot out_slots[] = {{Py_tp_methods, out_methods},
                            {Py_tp_clear, (void*)out_clear},
                            {0, nullptr}};
 
-// Check for dead processes first, because a caller that only polls must also learn of deaths.
+// Return the channel's state. Check for dead processes first, because a caller that only polls must also
+// learn of deaths.
 uint64_t state_of(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
     return ch.with([](auto& transport) {
@@ -88,8 +89,8 @@ uint32_t uncounted_session(Channel& ch) {
     throw nb::python_error();
 }
 
-// Reserve the end of this session for the supervisor. Any other process that notices the worker's death must
-// leave the session alone.
+// Let only the supervisor end this session. Any other process that notices the worker's death must leave the
+// session alone.
 template <class Port>
 void supervise(Port& port) {
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.session(port.state.session).supervised = 1; });
@@ -231,8 +232,9 @@ int descriptor_of(int pid, int fd) {
     return int(opened);
 }
 
-// End this process as soon as process `pid` ends, even while C code has the GIL. A thread waits for that in
-// poll(). If the kernel or a seccomp filter refuses pidfd_open, the thread checks ten times a second.
+// End this process as soon as process `pid` ends, even while C code has the GIL. A thread waits for the end
+// of that process in poll(). If the kernel or a seccomp filter refuses pidfd_open, the thread checks ten
+// times a second.
 void die_with(int pid) {
     const uint64_t started = process_start(pid);
     const int fd = open_pidfd(pid);
@@ -249,16 +251,16 @@ void die_with(int pid) {
     }).detach();
 }
 
-// Make this process die of signal `number` after the interpreter has shut down. Python does this only after
-// an uncaught KeyboardInterrupt, but not after a subclass of it. A shell that runs the program in a loop
-// stops the loop only if the program died of the signal.
+// Make this process die of signal `number` after the interpreter has shut down. Python itself does this after
+// an uncaught KeyboardInterrupt, but not after an uncaught subclass of it. A shell that runs the program in a
+// loop stops the loop only if the program died of the signal.
 void die_of(int number) {
     static int of = 0;
     if (of || Py_AtExit([] { signal(of, SIG_DFL), kill(getpid(), of); })) return;
     of = number;
 }
 
-// Raise OSError instead of RuntimeError for errors of the operating system.
+// Construct a Channel. Raise OSError instead of RuntimeError for errors of the operating system.
 template <class... Args>
 void construct(Channel* self, Args... args) {
     try {
@@ -398,7 +400,7 @@ NB_MODULE(_core, m) {
                  });
                  in.open = false;
              })
-        // From now on, the end of this process blames none of its leased items (R10).
+        // If this process ends from now on, none of its leased items is blamed (R10).
         .def("_leave_alone",
              [](In& in) {
                  locked_ring(*in.ch,

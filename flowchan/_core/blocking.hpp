@@ -42,15 +42,15 @@ struct Traits<LocalQueue> {
         Node*& first = q.wait_list(caller.side).starving;
         if (!first && !caller.ordered) first = &node;
     }
-    // End a call. While this waiter was woken but had not run, the queue woke no other (wait_list.hpp). So
-    // wake the next one now, even if the call failed.
+    // End a call. After waking this waiter, the queue woke no other until this one ran (wait_list.hpp). Wake
+    // the next one now, even if this call failed.
     static void end(LocalQueue& q, const Caller& caller, Node& node, bool, Wakes& wakes) {
         Node*& first = q.wait_list(caller.side).starving;
         if (first == &node) first = nullptr;
         pass_on(q, caller, wakes);
     }
-    // Put a woken waiter back to sleep, because it must not overtake the starving waiter. The wake-up may
-    // have been meant for the starving one.
+    // Put a woken waiter back to sleep, because it must not overtake the starving waiter. Wake a waiter that
+    // can continue, because the wake-up may have been meant for the starving one.
     static void sleep_again(LocalQueue& q, const Caller& caller, Wakes& wakes) {
         q.wake_waiting(caller.side, wakes);
     }
@@ -69,7 +69,7 @@ struct Traits<LocalQueue> {
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
     static uint64_t resumes(LocalQueue&) { return 0; }
     // Only the main thread must check again after each slice, because only it handles signals. Other threads
-    // sleep until they are woken, because a thread dies only with its process.
+    // sleep until they are woken: the thread that will wake them can die only together with them.
     static int64_t slice(Deadline deadline) {
         return thread_number() == uint32_t(getpid()) ? deadline.slice() : deadline.left();
     }
@@ -112,12 +112,12 @@ struct Traits<Ring> {
         s.clock.begin(false);
         if (caller.side == Side::Reader && r.header().notify_writer)
             futex_wake(r.header().writer_queue.seq, r.header().writer_queue.call(1), true);
-        // The reader is a link, which must now ask for a higher limit.
+        // If puts are limited, the reader is a link. Wake it, because it must now ask for a higher limit.
         if (caller.side == Side::Writer && r.is_limited())
             futex_wake(r.header().reader_queue.seq, r.header().reader_queue.call(1), true);
     }
-    // Leave the queue. Return whether the futex word has changed. If the session ended during the wait, this
-    // was already done.
+    // Leave the queue. Return whether the futex word has changed. If the session ended during the wait, the
+    // end of the session has already removed it from the queue.
     static bool leave(Ring& r, const Caller& caller, Waiting& waiting, bool) {
         Session& s = r.session(caller.session);
         const bool called = word(r, caller, waiting).load(std::memory_order_relaxed) != waiting.seen;
@@ -158,9 +158,9 @@ struct Traits<Ring> {
             pass_on(r, caller, wakes);
         }
     }
-    // A starving caller makes all callers wake up, so no wake-up needs to be passed on.
+    // While a caller is starving, each wake-up wakes all callers, so this one need not be passed on.
     static void sleep_again(Ring&, const Caller&, Wakes&) {}
-    // wake_turns wakes the ordered writers, one per turn
+    // nothing to do: wake_turns() wakes the ordered writers, one per turn
     static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}
     static void pass_on(Ring& r, const Caller& caller, Wakes& wakes) {
         if (caller.ordered)
@@ -172,7 +172,8 @@ struct Traits<Ring> {
             wakes.writers += r.header().writer_queue.call(1);
         if (caller.side == Side::Writer && r.is_limited()) wakes.readers += r.header().reader_queue.call(1);
     }
-    // Return a hint, read without the lock. A caller that relies on it must check again under the lock.
+    // Return whether a call on this side could continue. This is only a hint, because it is read without the
+    // lock. A caller that relies on it must check again under the lock.
     static bool ready(Ring& r, Side side) {
         Header& h = r.header();
         auto seen = [](uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_relaxed); };
@@ -197,8 +198,8 @@ struct Traits<Ring> {
     }
 };
 
-// Record, under the lock, that an item gets no more outputs. Like a put, return Wait if the item is too far
-// ahead of its turn.
+// Record, under the lock, that an item gets no more outputs. Return Wait if the item is too far ahead of its
+// turn, as a put does.
 template <class M>
 Step finish_item(M& m, WriterState& writer, uint64_t number, Wakes& wakes) {
     // The item has no output, so forget how many outputs a dead predecessor put for it.
@@ -234,7 +235,7 @@ struct Locked {
     PyThreadState* released = nullptr;
 };
 
-// How one sleep of a waiting call ended. An interrupted or late call did not sleep at all.
+// How one sleep of a waiting call ended. If `interrupted` or `late` is set, the call did not sleep at all.
 struct SleepResult {
     bool interrupted = false, late = false;
     int error = 0;

@@ -106,8 +106,8 @@ void Channel::fetch(Py_ssize_t most) {
     if (here < uint64_t(most)) nb::find(*this).attr("_fetch")(uint64_t(most) - here);
 }
 
-// Ask the owner, because this process may not know the channel's latest state. An item that the owner then
-// sends may arrive shortly after this returns.
+// Ask the owner whether a retry makes sense, because this process may not know the channel's latest state. An
+// item that the owner then sends may arrive shortly after this returns.
 bool Channel::asks_again(Side side) {
     if (!elsewhere) return false;
     nb::object answer = nb::find(*this).attr("_ask_again")(side == Side::Reader);

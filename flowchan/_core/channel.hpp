@@ -39,7 +39,7 @@ class Channel {
     uint64_t capacity = 0;
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
     std::atomic<uint64_t> forks = fork_count;
-    bool hosts = false;  // ring: some readers run on other hosts, where descriptors cannot go
+    bool hosts = false;  // ring: some readers run on other hosts, to which descriptors cannot be sent
     // another process owns the channel, and this process reaches it through two local rings
     bool elsewhere = false;
     nb::object reading, writing;  // if elsewhere: the two local rings, once they are open
@@ -75,7 +75,7 @@ class Channel {
     bool usable();  // false with a Python error set in a forked child, which cannot use a `threads` channel
 };
 
-// true if the current error is an Empty or Full that the channel raised, not a signal handler
+// true if the current error is an Empty or Full that was raised by the channel, not by a signal handler
 bool is_out_of_time();
 
 // How long to wait for items that the owner has announced. Every ASK_AGAIN_NS, the caller checks whether
@@ -115,8 +115,8 @@ auto locked(Channel& ch, F&& f) {
     });
 }
 
-// Call `f` under the lock if the transport is a ring. A queue needs no such call, because it never outlives
-// its users.
+// Call `f` under the lock if the transport is a ring. Do nothing for a LocalQueue, because its users cannot
+// die without it.
 template <class F>
 void locked_ring(Channel& ch, F&& f) {
     ch.with(Each{[](LocalQueue&) {},
@@ -159,7 +159,8 @@ struct ItemTracing {
         if (left > 1) countdown.store(left - 1, std::memory_order_relaxed);
         return left == 1 || held.load(std::memory_order_relaxed) > 0;
     }
-    // Return how many of the next `most` puts need no box. Report them to `pass` once they are done.
+    // Return how many of the next `most` puts need no box. After these puts, the caller must pass their
+    // number to pass().
     uint64_t puts_without_box(uint64_t most) const {
         const uint64_t left = countdown.load(std::memory_order_relaxed);
         if (held.load(std::memory_order_relaxed)) return 0;
@@ -212,9 +213,8 @@ struct In {
     std::atomic<bool> open = true;
     Turn turn;
     std::atomic<bool> copying = false;  // an item is being decoded in place, so closing the port must wait
-    // Called with (stand-in, deaths, error or None) instead of returning a poisonous item to the caller. An
-    // item is poisonous if it cannot be unpickled, or if `max_deaths` workers died processing it (0: no
-    // limit).
+    // A get calls this with (stand-in, deaths, error or None) instead of returning a poisonous item. An item
+    // is poisonous if it cannot be unpickled, or if `max_deaths` workers died processing it (0: no limit).
     uint64_t max_deaths = 0;
     nb::object on_poison;
     std::vector<nb::object> due;     // functions to call once the leased items are finished
@@ -233,8 +233,8 @@ struct In {
     void leave(Ring& ring, bool finished);
 };
 
-// The item that this thread is receiving. Its contents may register a call while they are decoded. The call
-// must wait until the item is finished and no other reader can get it.
+// The item that this thread is receiving. While the item is decoded, its contents may register a function.
+// The function is called only when the item is finished, because no other reader can get the item then.
 class Receiving {
   public:
     Receiving() : outer_(std::exchange(current_, this)) {}
@@ -309,8 +309,8 @@ void finish_traced(In& in);
 // effect.
 void runs(In* in, Session::At at);
 
-// Finish the leased items. This ends their turns, so later outputs of the stage can be put. Return false with
-// a Python error set.
+// Finish the leased items. This ends their turns, so later outputs of the stage can be put. On failure,
+// return false with a Python error set.
 bool pass_turns(In& in);
 // Return whether a dead worker has already put the leased item's only output.
 bool has_its_output(In& in);
@@ -348,7 +348,7 @@ class Place {
     const Caller caller;
 
   private:
-    // One element per transport; the other one stays unused.
+    // One element per transport; only the element for the channel's transport is used.
     std::tuple<Traits<LocalQueue>::Waiting, Traits<Ring>::Waiting> waiting_;
     std::atomic<uint32_t>* word_ = nullptr;
     uint32_t seen_ = 0;
@@ -369,7 +369,7 @@ struct Await {
     void leave(bool unused);
 };
 
-// The sleep of the thread that waits for all coroutines of an event loop, until its doorbell rings.
+// Lets one thread sleep on behalf of all coroutines of an event loop, until its doorbell rings.
 class Watch {
   public:
     uint32_t heard() const { return doorbell_.load(std::memory_order_relaxed); }

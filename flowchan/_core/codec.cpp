@@ -28,7 +28,7 @@ void copy(char* to, const char* from, uint64_t n) {
 // one of these:
 // - the pickle
 // - a list of the pickle and its out-of-band buffers
-// - a tuple of an id, such a list, a callback or None, the id of the fd bundle or 0, and its descriptors.
+// - a tuple of an id, a list as above, a callback or None, the id of the fd bundle or 0, and its descriptors.
 // The callback is called with the channel after the put (see `notify_put`).
 bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     frame.keep = frame.leaves ? PyObject_CallFunctionObjArgs(py_dumps, object, Py_True, nullptr)
@@ -116,8 +116,9 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
 }
 
 // Call `loads` with the pickle and its buffers. For PINNED and BUNDLE, pass a tuple of a view, the list, and
-// the fd bundle. The view keeps the item alive; it is None if this reader may not do that. The buffers of
-// such an item are copied, because a user who keeps one of them would otherwise keep the whole item alive.
+// the fd bundle. The view keeps the item alive; it is None if this reader must not keep the item alive. The
+// buffers of such an item are copied, because a user who keeps one of them would otherwise keep the whole
+// item alive.
 PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size,
                               const std::shared_ptr<Block>& block, PyObject* bundle) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
@@ -175,7 +176,8 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         return o;
     }
     if (kind == REFERENCE && size == sizeof(uint64_t)) {
-        // Only a process that discards the items of a run reads a reference.
+        // A process decodes a reference only if it discards all remaining items of a run, so release the
+        // output.
         uint64_t id;
         memcpy(&id, at, sizeof id);
         references().release(id);

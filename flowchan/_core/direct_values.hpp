@@ -1,9 +1,9 @@
 // Direct encoding of built-in values, without pickle (see codec.hpp).
 //
-// Algorithm. A value is a tag byte followed by its content. A tuple's content is its length and then its
-// elements; plain lists and dictionaries are encoded alike.
+// Algorithm. A value is a tag byte followed by its content. The content of a tuple is its length, followed by
+// its elements. Plain lists and dictionaries are encoded in the same way.
 //
-// Invariants. The writer never writes past its end; it returns false if a value does not fit. The reader
+// Invariants. DirectWriter never writes past `end`; it returns false if a value does not fit. DirectReader
 // checks every length and the nesting depth, because other processes can write to its input.
 #pragma once
 
@@ -148,7 +148,7 @@ struct DirectWriter {
     }
 };
 
-// Reads what DirectWriter wrote. Damaged bytes make it return null, without a Python error.
+// Reads what DirectWriter wrote. If the bytes are damaged, the methods return null without a Python error.
 struct DirectReader {
     const char* p;
     const char* end;

@@ -21,15 +21,16 @@ struct Watched {
     void add(const WaitedWord& word, std::shared_ptr<void> keeps);
 };
 
-// A thread that sleeps for another thread. It calls `ring` once after any of its words changes.
+// A thread that sleeps on words on behalf of another thread. When one of the words changes, it calls `ring`
+// once.
 class ExtraSleeper {
   public:
     explicit ExtraSleeper(std::function<void()> ring);
     ~ExtraSleeper();
     ExtraSleeper(const ExtraSleeper&) = delete;
     void watch(Watched watched);
-    // Forget the thread in a forked child, where it does not exist. Detaching it would be wrong: its state is
-    // on its stack, and the child may have reused that memory.
+    // Forget the thread in a forked child, where it does not exist. Detaching would access the state of the
+    // thread. That state is on the thread's stack, and the child may have reused that memory.
     void abandon() { thread_ = nullptr; }
 
   private:

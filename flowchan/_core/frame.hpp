@@ -17,7 +17,8 @@ enum Kind : uint64_t {
     // part
     BUFFERS = 4,
     // PIN bytes, then the format of BUFFERS. The PIN bytes start with a u64 id and the u64 id of the fd
-    // bundle (or 0). The process that put the item keeps an object alive as long as the item exists.
+    // bundle (or 0). The first id names an object. The process that put the item keeps this object alive as
+    // long as the item exists.
     PINNED = 5,
     // PIN bytes, then the format of BUFFERS. The PIN bytes start with a u64 0 and the u64 id of the fd
     // bundle, whose descriptors travel with the item.

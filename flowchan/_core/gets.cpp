@@ -39,7 +39,8 @@ bool is_of_a_handler(PyObject* error) {
 enum class Taking { Next, More, Rest };
 
 // Pass an unusable item to the handler instead of the caller. This takes ownership of the references. `error`
-// is the reason, or null if the item has killed several workers. Wait means: continue with the next item.
+// is the reason, or null if the item has killed several workers. Return Wait if the get must continue with
+// the next item.
 Step give_up(In& in, PyObject* item, uint64_t deaths, PyObject* error) {
     PyObject* done =
         item ? PyObject_CallFunction(in.on_poison.ptr(), "OKO", item, static_cast<unsigned long long>(deaths),
@@ -132,7 +133,8 @@ nb::object opened_bundle(Ring& ring, const Taken& taken) {
     ReaderState* reader = in ? &in->state : nullptr;
     const uint32_t session = reader ? reader->session : ch.plain_session();
     bool finished = false;
-    bool recalls = deadline.now_only();  // otherwise after the first attempt: a new item is usually faster
+    // otherwise only from the second attempt on, because a new item usually comes sooner
+    bool recalls = deadline.now_only();
     if (reader && !reader->once) runs(in, Session::OURS);
     const Step step = perform(
         ring,
@@ -220,7 +222,7 @@ Step await_place(LocalQueue& queue, Out& out) {
         [&](Wakes&) { return waits() ? Step::Wait : Step::Done; }, Deadline{});
 }
 
-// In a ring, each waiting writer sleeps on its own word, so any number of them costs nothing.
+// In a ring, each waiting writer sleeps on its own word, so even many waiting writers cost nothing.
 Step await_place(Ring&, Out&) { return Step::Done; }
 
 // Call this before a worker of an ordered stage takes an item. Wait until fewer outputs wait for room
@@ -237,7 +239,8 @@ Step await_places(In& in) {
 
 Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     ReaderState* reader = in ? &in->state : nullptr;
-    // The only reader of a channel can skip this, because its next item cannot go to any other worker.
+    // A channel that keeps numbers has only one reader. Do not wait then, because no other worker could take
+    // the item.
     if (in && !in->feeds.empty() && deadline.at == NEVER && !queue.keeps_numbers()) {
         const Step step = await_places(*in);
         if (step != Step::Done) return step;
@@ -268,11 +271,11 @@ Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, 
         Py_INCREF(result);
     }
     if (result && is_traced(result)) result = unboxed(in, result);
-    drop_items(before);  // last, because a destructor may get from this port
+    drop_items(before);  // last, because a destructor may get an item from this port
     return step;
 }
 
-// Ends a get from a ring, after the port's turn was entered.
+// Ends a get from a ring. The constructing thread must have entered the port's turn.
 struct EndOfGet {
     In& in;
     bool copying = in.copying;
@@ -330,8 +333,8 @@ struct LeasedRun {
     }
 };
 
-// Take the small items that are there now, and append them to the list. They stay on lease like all items of
-// one call. Return Wait if the next item must be taken alone, and NotNow if it cannot be received.
+// Take the small items that are there now, and append them to the list. All items of one call stay on lease
+// together. Return Wait if the next item must be taken alone, and NotNow if it cannot be received.
 Step get_run(Ring& ring, In& in, PyObject* list, uint64_t most) {
     const Step turn = in.turn.enter(Deadline{0});
     if (turn != Step::Done) return turn;
@@ -361,9 +364,9 @@ Step get_run(Ring& ring, In& in, PyObject* list, uint64_t most) {
 
 Step get_run(LocalQueue&, In&, PyObject*, uint64_t) { return Step::Wait; }
 
-// Return the first item for which this port's worker may still put outputs. A thread is never replaced, so
-// all earlier items went through this port. For workers that may die, the ring knows which items are
-// unfinished.
+// Return the first item for which this port's worker may still put outputs. In a LocalQueue, no worker is
+// ever replaced, so all earlier items went through this port. In a ring, workers may die, but the ring knows
+// which items are unfinished.
 uint64_t first_unfinished(In& in) {
     return in.ch->with(Each{[&](LocalQueue&) { return in.state.number + 1; },
                             [&](Ring& ring) {
@@ -374,7 +377,8 @@ uint64_t first_unfinished(In& in) {
                             }});
 }
 
-// Start to keep turns because the stage gets more workers. This worker must have no leased items.
+// Make the port's outputs take turns from now on, because the stage gets more workers. This worker must have
+// no leased items.
 void keep_turns(In& in) {
     const uint64_t first = first_unfinished(in);
     for (Out* out : in.feeds) {
@@ -390,7 +394,7 @@ void keep_turns(In& in) {
     in.state.keeps_turns = true;
 }
 
-// Wait means: continue with the next item.
+// Get one item. The caller must continue with the next item if this returns Wait.
 Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     const Step step =
         ch.with([&](auto& transport) { return get(transport, ch, in, deadline, taking, result); });

@@ -186,8 +186,8 @@ void Member::depart() {
 void Member::give_up() {
     uint32_t present = PRESENT;
     slot_of(rank).membership.compare_exchange_strong(present, GAVE_UP);
-    // From now on, this member's arrays may change while other members read them. These must see the new
-    // `membership` before any new data.
+    // From now on, this member's arrays may change while other members read them. Those members must see the
+    // new `membership` before any new data.
     std::atomic_thread_fence(std::memory_order_release);  // pairs with the fence in pull
     broken_ = true;
     wake_all();
@@ -313,8 +313,8 @@ End Member::await(uint32_t member, Patience& patience) {
 }
 
 // If the members themselves keep all cores busy, a yield lets another member run. If other programs keep them
-// busy, a yield takes as long as their time slices, but a thread that wakes from a sleep runs first. After
-// one long yield, the next waits therefore do not yield.
+// busy, a yield takes as long as their time slices, but a thread that wakes from a sleep runs first. After a
+// yield longer than LONG_YIELD_NS, the next waits therefore sleep without yielding first.
 bool Member::arrives_after_yields(uint32_t member) {
     if (left_out_) return --left_out_, false;
     for (int i = 0; i < YIELDS; ++i) {

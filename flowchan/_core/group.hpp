@@ -84,8 +84,9 @@ struct alignas(LINE) Cell {
 static_assert(sizeof(Cell) == LINE);
 
 enum Membership : uint32_t { PRESENT, LEFT, GAVE_UP };
-// Flags of a cell. IN_PLACE: read the data from the owner's memory. TELLS: every member publishes the plan
-// that it uses now, and rank 0 publishes the plan for the next operation of this size class.
+// Flags of a cell. NO_MEMORY: the owner has no memory for its big slot. IN_PLACE: read the data from the
+// owner's memory. COULD_NOT: a direct read by the owner failed. TELLS: every member publishes the plan that
+// it uses now, and rank 0 publishes the plan for the next operation of this size class.
 constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4, TELLS = 8;
 constexpr uint32_t OWN_PLAN = 8, NEXT_PLAN = 16;  // shift of the plan number within the flags
 
@@ -128,7 +129,7 @@ struct ChannelEntry {
 // Result of an operation. These results mean that the operation did not start:
 // - Closed: this member has left the group.
 // - Taken: another process has joined with this rank.
-// - Within: a signal handler interrupted an operation of its own thread with this call.
+// - Within: this call comes from a signal handler that interrupted an operation of the same thread.
 // - Busy: another thread ran an operation for the whole timeout.
 enum class End { Done, MemberLost, Mismatch, NoMemory, TimedOut, Interrupted, Closed, Taken, Within, Busy };
 
@@ -176,8 +177,8 @@ class Member {
     void leave();
     void retire();                    // leaves after a failure
     void count_out(uint32_t member);  // records that `member` ended without joining
-    // Ends the group for all members. Any process that maps the memory may call this. The next operation of a
-    // member then fails; a running one ends as if a member had died between two operations.
+    // Ends the group for all members. Any process that maps the memory may call this. The next operation of
+    // each member then fails. A running operation completes only if every member has already started it.
     void disband() { header_->disbanded = 1; }
     bool disbanded() const { return header_->disbanded; }
     MemberState see(uint32_t member) const;
@@ -198,7 +199,8 @@ class Member {
         if (kind == UNTRIED || !(possible(doing, kind) >> plan & 1)) return 0;
         return header_->took[doing % OPERATIONS][kind][plan].load(std::memory_order_relaxed);
     }
-    // All members must choose the same algorithm, or their calls will not match.
+    // Sets the algorithm of an operation. All members must choose the same one, or their calls will not
+    // match.
     void choose(uint32_t doing, Algorithm algorithm) { chosen_[doing % OPERATIONS] = algorithm; }
 
     // A mutex that admits one operation at a time.
@@ -248,9 +250,9 @@ class Member {
     // `in` has `count` elements per member. `out` gets this member's elements, combined over all members.
     End reduce_scatter(Call call, const Combining& what, Patience& patience);
     End broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience);
-    // Chooses where the data of each member goes, whatever its size. An operation calls it once with all
-    // sizes, and it sets the target of each member; null skips that member. Returning false aborts the
-    // operation. `shown` points to the published data, and is null for large data.
+    // Chooses the target memory for the data of each member. An operation calls it once, with the sizes of
+    // all members' data. It stores the targets in `to`; a null target skips that member's data. If it returns
+    // false, the operation is aborted. `shown` points to the published data, and is null for large data.
     struct Place {
         virtual ~Place() = default;
         virtual bool operator()(const Sizes& sizes, const ByRank<const void*>& shown, ByRank<void*>& to) = 0;
@@ -369,7 +371,7 @@ class Member {
     size_t control_ = 0, big_length_ = 0, length_ = 0, result_size_ = 0;
     uint32_t round_ = 0;
     uint32_t pauses_ = 0;
-    // how many waits skip the yield: those that remain, and the number that was set last
+    // how many more waits skip the yield, and how many waits the last long yield made skip it
     uint32_t left_out_ = 0, leave_out_ = 0;
     std::atomic<bool> leaving_ = false;  // true: all waits must give up
     uint64_t proof_ = 0, identity_ = 0;

@@ -86,7 +86,8 @@ constexpr int DATE = 21, SPAN = 22, HALF = 23;
 
 bool is_time(const NumpyType& type) { return type.number == DATE || type.number == SPAN; }
 
-// Returns Raw for any other type, and for arrays in foreign byte order.
+// Returns the element type for a NumPy type. Returns Raw for a type that is not listed here, and for foreign
+// byte order.
 Element element_of(const NumpyType& type) {
     constexpr Element BY_NUMBER[] = {Element::Bool,
                                      Element::I8,
@@ -186,7 +187,7 @@ bool Array::read(PyObject* object) {
     return true;
 }
 
-// `named` identifies the type if the core does not know it.
+// Starts both hashes. `named` identifies the type if the core does not know it.
 void Array::begin(uint64_t named, size_t width) {
     what = kind = mixed(mixed(named, uint64_t(element)), width);
     count = 1;

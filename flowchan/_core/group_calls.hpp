@@ -203,7 +203,7 @@ class Arrays : public Member::Place {
         }
         return true;
     }
-    // Data of the wrong size is skipped and reported later, so that the other members can continue.
+    // Skips data of the wrong size, so that the other members can continue. check() reports it later.
     bool operator()(const Sizes& sizes, const ByRank<const void*>&, ByRank<void*>& to) override {
         for (size_t r = 0; r < to.size(); ++r) {
             if (!many_[r].wanted) continue;

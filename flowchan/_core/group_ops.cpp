@@ -319,7 +319,7 @@ End Member::follow(Call call, uint64_t rounds, Patience& patience, Has has, Writ
     return End::Done;
 }
 
-// The data that each member sends to all others, by rank.
+// The state of an allgather, with one entry per member.
 struct Member::Gathering {
     Gathering(const Member& member, const Plan& plan, const void* in)
         : plan(plan),
@@ -394,7 +394,7 @@ End Member::take_shown(Call call, Gathering& all, Patience& patience) {
     return end;
 }
 
-// The data that each member sends to each other, by rank.
+// The state of an alltoall, with one entry per member.
 struct Member::Swapping {
     Swapping(const Member& member, const Plan& plan, const Parts& parts)
         : plan(plan), parts(parts), rests(member.size), pieces(member.size), in_place(member.size) {

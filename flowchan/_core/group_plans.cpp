@@ -2,7 +2,7 @@
 //
 // Algorithm. Rank 0 tries plans for each operation and size class, and keeps the fastest. Each operation
 // publishes the plan for the next one, so all members know it in time without another message. The cells of
-// the next operation report how long each member took. The slowest member counts.
+// the next operation report how long each member took. Rank 0 uses the time of the slowest member.
 #include "group.hpp"
 
 #include <algorithm>
@@ -36,8 +36,8 @@ uint32_t Member::kind_of(uint64_t bytes) {
     return bytes <= LEAST ? UNTRIED : std::min<uint32_t>(std::bit_width((bytes - 1) / LEAST) - 1, TRIED - 1);
 }
 
-// Returns a bit for each plan that can run this operation. If several plans would do the same, only one
-// counts. All members that make the same call get the same result.
+// Returns a bit for each plan that can run this operation. If several plans would do the same, the result
+// includes only one of them. All members that make the same call get the same result.
 uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
     const bool in_one_piece = kind < IN_ONE_PIECE || kind == UNTRIED;
     uint32_t found = usable_plans(doing, kind);

@@ -26,7 +26,7 @@ struct Time {
 inline float bits_to_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 inline uint32_t float_to_bits(float value) { return __builtin_bit_cast(uint32_t, value); }
 
-// No branches, so that the compiler can vectorize the loops.
+// These conversions have no branches, so that the compiler can vectorize the loops.
 inline float widen(Half half) {
     const uint32_t sign = uint32_t(half.bits & 0x8000) << 16, rest = uint32_t(half.bits & 0x7fff) << 13;
     const float scaled = bits_to_float(rest) * 0x1p112f;  // also correct for subnormals

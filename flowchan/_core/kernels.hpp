@@ -1,5 +1,5 @@
-// Kernels that combine the members' values element by element. They always go in rank order, so every member
-// computes the same bits.
+// Kernels that combine the members' values element by element. They always combine the values in rank order,
+// so every member computes the same bits.
 //
 // The sum of float16 or bfloat16 values is computed in float32 and rounded once. Integers wrap around.
 // Minimum and maximum propagate NaN; all operations propagate NaT (a missing date or time span).

@@ -2,13 +2,13 @@
 //
 //   | Header | Session x SESSIONS | Group x groups | blocks -> ...            ... <- slots |
 //
-// The memory is one unnamed memfd, so the kernel frees it when its last user ends (C12). The file has the
-// length that the channel could ever need, but only parts of it are allocated. These are some session
-// records, the bytes up to `reserved_low`, and the bytes from `reserved_high`. More is allocated with
-// `fallocate` before use. When memory is exhausted, that call fails, and no later access can raise SIGBUS.
-// Free lists keep freed blocks and slots for reuse, often while the caches still have them. The kernel gets
-// no memory back before the channel ends. Each process maps everything before the blocks, and all existing
-// blocks and slots (windows.hpp).
+// The memory is one unnamed memfd, so the kernel frees it when its last user ends (C12). The file is as long
+// as the channel could ever need, but only parts of it are allocated. The allocated parts are some session
+// records, the bytes up to `reserved_low`, and the bytes from `reserved_high`. Before more of the file is
+// used, `fallocate` allocates it. If memory is exhausted, that call fails, so no access can ever raise
+// SIGBUS. Free lists keep freed blocks and slots for reuse, often while the caches still have them. No memory
+// is returned to the kernel before the channel ends. Each process maps everything before the blocks, and all
+// existing blocks and slots (windows.hpp).
 //
 // An item occupies a slot, plus a block if it does not fit into the slot. Slots are linked by their offsets
 // in the file; offset 0 is the header and therefore means "none". The FIFO is the list from `head` to `tail`.
@@ -69,10 +69,10 @@ struct alignas(64) Session {
     // Writer: how many outputs for that item are in this ring. RESUME: the same count, left by a dead worker.
     uint64_t committed_count;
     uint64_t views;  // how many slots this session views
-    // The process forked while it had views. Its children may use these views even after it dies.
+    // Nonzero: the process forked while it had views. Its children may use these views even after it dies.
     uint64_t forked;
     // How many threads of this session wait in each queue. If the process dies, the queues' counts are
-    // reduced by these numbers. Like the queues, they need no redo.
+    // reduced by these numbers. These counts need no redo, and neither do the queues.
     uint32_t in_reader_queue;
     uint32_t in_writer_queue;
     // Writer of an ordered stage, while it waits for its turn. `awaits`: number of its item plus one, or 0 if
@@ -88,8 +88,8 @@ struct alignas(64) Session {
     // Reader: items that its dead predecessors had, and the code in which the last of them died. No other
     // session may take these items.
     uint64_t reserved_head, reserved_tail, reserved, reserved_at;
-    // Number of leased items that the reader has started, counted from the oldest. 0 means all of them. A link
-    // writes this for its remote worker, and a worker with a run for itself (ring_runs.cpp).
+    // Number of leased items that the reader has started, counted from the oldest. 0 means all of them. A
+    // link writes this for its remote worker. A worker that has a run writes this itself (ring_runs.cpp).
     uint64_t begun;
     uint64_t run_limit;  // reader with a run: number of leased items that it may start; otherwise 0
 
@@ -166,7 +166,7 @@ struct Header : Constants {
     // redo. They are next to the mutex, because each process reads them right after locking it.
     uint64_t map_blocks_to, map_slots_from;
     // --- everything below: only accessed under the mutex and only changed by a Change, unless stated ---
-    // Words that each put and get writes.
+    // Every put and every get writes these words.
     alignas(64) uint64_t head;
     uint64_t tail;         // meaningless while head is 0
     uint64_t puts, takes;  // there are puts - takes items inside
@@ -174,7 +174,7 @@ struct Header : Constants {
     uint64_t slots_used;           // slots that are in no free list
     uint64_t free_slots[CLASSES];  // heads of the free lists; [0] lists the slots without a block
 
-    // Words that each put and get reads, but that rarely change.
+    // Every put and every get reads these words, but they rarely change.
     alignas(64) uint64_t state;
     uint64_t slots_at;    // slots grow down to here from the end of the file
     uint64_t blocks_top;  // blocks grow up to here from blocks_at
@@ -207,8 +207,8 @@ struct Header : Constants {
     // never cleared.
     uint64_t has_runs;
     uint64_t runs_checked_ns;  // when runs were last checked for slow items; a hint
-    // Nonzero: the readers wake waiting writers when half of the capacity is free (ReaderState::lazy). No redo
-    // is needed, because the word is never cleared.
+    // Nonzero: the readers wake waiting writers only when half of the capacity is free (ReaderState::lazy).
+    // No redo is needed, because the word is never cleared.
     uint64_t lazy;
     std::atomic<uint32_t> nap;  // 1 while a reader naps (Ring::begin_nap); a futex word, which needs no redo
 

@@ -119,8 +119,8 @@ void Link::attach(int fd) {
 }
 
 void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
-    // End the old connection before this side reports over the new one which frames have arrived. Otherwise,
-    // a frame that still arrives over the old connection would be received twice.
+    // End the old connection before this side uses the new one to report which frames have arrived.
+    // Otherwise, a frame that still arrives over the old connection would be received twice.
     while (fd_ >= 0 && !closed_) {
         if (!std::exchange(lost_, true)) {
             shutdown(fd_, SHUT_RDWR);

@@ -21,12 +21,12 @@
 // Large outputs for remote workers stay on the host that made them (references.hpp, link_references.cpp).
 //
 // No thread waits for a receiver. A Source sends only the items that fit into the worker's window. Outputs
-// are sent until too many are *staged*, that is, wait for room on the owner side. A slow stage therefore
-// never delays the frames of other stages.
+// are sent until too many of them are *staged*, which means that they wait for room on the owner side. A slow
+// stage therefore never delays the frames of other stages.
 //
 // Two threads serve a link: the sender also moves staged items, and the receiver reads frames. (With many
 // workers, extra threads sleep on the rings and wake the sender.) They hold `mutex_` while they work, except
-// to send, receive, or copy a large item. They never need the GIL.
+// while they send, receive, or copy a large item. They never need the GIL.
 #pragma once
 
 #include <algorithm>
@@ -47,7 +47,7 @@ namespace flowchan {
 
 struct LinkStream {
     uint32_t number = 0;
-    // owner side: the stream that gets items from this channel for the same process; 0: none
+    // owner side: the stream through which the same process gets items from the same channel; 0: none
     uint32_t partner = 0;
     bool announced = false;  // worker side: OPEN was sent over this connection
     int filling = 0;         // large items that are arriving for its rings
@@ -78,7 +78,7 @@ struct StreamCounts {
     uint64_t window;       // bytes that this side may have in transit
     bool starved;          // the worker waits for an item
     uint64_t taken, used;  // items taken out of this side's rings, and put into them
-    // wait queues on this side where the link waits for the other side
+    // in how many wait queues on this side the link waits
     uint64_t standing;
 };
 
@@ -127,7 +127,8 @@ class Link {
     // outputs of the first port on the worker's side until a host fetches them.
     void open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
                      bool on_demand, bool limited, bool lends = false);
-    // owner side: do not grant stream `writes` the room that items prefetched through stream `reads` take up
+    // owner side: reduce the room granted to stream `writes` by the number of items prefetched through stream
+    // `reads`
     void pair_streams(uint32_t writes, uint32_t reads);
     // Owner side: send up to `most` more items from a stream's input, even if other readers wait. Return how
     // many were sent in total, and whether the channel has ended or the stream is gone. Return nothing during
@@ -155,12 +156,12 @@ class Link {
     void close();
     LinkEvent next_event(int64_t until);  // returns an event of kind None at the deadline
 
-    // Time in ns: since the last byte arrived, and of a round trip.
+    // Times in ns: since the last byte arrived, and for one round trip.
     int64_t silent_for() const { return now_ns() - last_byte_at_.load(std::memory_order_relaxed); }
     int64_t round_trip() const { return round_trip_.load(std::memory_order_relaxed); }
     bool connected();
     // Return how many ns ago connections began to break while items were in transit and none arrived. Return
-    // 0 until two connections in a row have broken like this.
+    // 0 until two connections in a row have broken in this way.
     int64_t stuck_for();
     uint64_t breaks_in_vain();  // how many connections in a row broke without progress
     std::vector<StreamCounts> counts();
@@ -317,8 +318,8 @@ class Link {
     uint64_t seen_generation_ = 0;  // generation() of the table of references when it was last read
     uint32_t last_served_ = 0;      // the next round starts with the stream after this one
 
-    // On the heap, like `changed_`. The sender changes `out_` without the mutex, so a fork may copy it
-    // half-changed.
+    // On the heap for the same reason as `changed_`. The sender changes `out_` without the mutex, so a fork
+    // may copy it half-changed.
     Outgoing& out_ = *new Outgoing;
     uint64_t queued_items_ = 0;  // items in `out_`
     bool has_news_ = false;      // the receiver has changed something, so the sender must act
@@ -338,12 +339,12 @@ class Link {
     // trip
     std::atomic<int64_t> last_byte_at_{0}, progress_at_{0}, round_trip_{200'000};
     std::deque<LinkEvent> events_;
-    // on the heap, like `changed_`
+    // on the heap for the same reason as `changed_`
     std::condition_variable& event_added_ = *new std::condition_variable;
     // On the heap, because these threads do not exist in a forked child. The child must not even detach them:
     // their state is on their stacks, and the child may have reused that memory.
     std::thread &sender_ = *new std::thread, &receiver_ = *new std::thread;
-    // for futex words that exceed the sender's own limit
+    // watch the futex words that exceed the limit of one thread (words_at_once)
     ExtraSleepers extra_sleepers_{[this] { ring_doorbell(); }};
 };
 

@@ -114,7 +114,7 @@ bool Link::claim(LinkStream& stream, Sink& sink, const Received& item, Slot*& sl
     RingLock holding(*sink.ring);
     if (sink.begin(number) == Step::Done) return false;
     const bool keyed = number != Slot::KEYLESS;
-    // Stage the item: it must be put without a key.
+    // Leave `slot` null, so that the item is staged: it must be put without a key, but the writer has one.
     if (owner_side_ && !keyed && sink.writer.keyed) return true;
     const Step step =
         sink.ring->claim(frame_of(item), keyed ? &sink.writer : nullptr, sink.writer.session, slot);

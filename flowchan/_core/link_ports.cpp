@@ -11,9 +11,9 @@ void Window::update(bool starved, bool waits, bool gathers, uint64_t ahead, uint
     const int64_t now = now_ns();
     const int64_t passed = now - at_, worth = slow(round_trip);
     const uint64_t finished = done - done_;
-    // A remote worker may need more items even if it never starves. It may have to wait for some of them. Or
-    // the window limits it (`hurries`), which shows when it finishes a full window within two round trips.
-    // The window grows at most once per round trip, because more items cannot arrive earlier.
+    // A remote worker that never starves may still need more items in advance. Either it has to wait for some
+    // of them (`waits`), or it finishes a full window within two round trips (`hurries`). The window grows at
+    // most once per round trip, because more items cannot arrive earlier.
     const bool hurries = double(finished) * double(2 * round_trip) > size_ * double(passed);
     starved = starved || ((waits || hurries) && ahead >= size() && passed >= round_trip);
     // How many items the worker finishes in four round trips. The extra 1 ms is for waking threads along the
@@ -47,8 +47,8 @@ void ByteWindow::update(uint64_t most, int64_t round_trip) {
     const int64_t trip = round_trip + 1'000'000;  // plus 1 ms, as for `few`
     if (passed < trip) return;
     const double two_trips = double(freed_) / double(passed) * double(2 * trip), before = double(size_);
-    // Grow only if this raises the throughput. A window that was never full does not limit it. A slow reader
-    // does not empty its window within a round trip, so a larger one would not help.
+    // Grow only if this raises the throughput. A window that was never full does not limit the throughput. A
+    // slow reader does not empty its window within a round trip, so a larger one would not help.
     const double next = std::clamp(two_trips, before / 2, full_ ? 2 * before : before);
     size_ = std::clamp(uint64_t(next), LEAST, std::clamp(most, LEAST, MOST));
     at_ = now;
@@ -95,7 +95,7 @@ bool Source::take(uint64_t most) {
         if (refused) return true;
         if (!took) break;
     }
-    replay_waits = false;  // so that `serve_as_owner` looks again
+    replay_waits = false;  // so that `serve_as_owner` checks again
     // The wake-up may have been for items that this reader does not take, so wake another reader.
     if (entries.size() == before && ring->header().head)
         holding.wakes.readers += ring->header().reader_queue.call(1);
@@ -134,8 +134,8 @@ void Source::handle_take(Step step) {
         ending = Ending::Broke;
         cause = ring->cause();
     } else if (step == Step::Drained && (active() == 0 || (starved && started == active()))) {
-        // A worker that gathers items and has all remaining ones gets the end now. Items that other readers
-        // give back later go to other readers.
+        // A worker that gathers items and has all remaining ones gets the end now. If other readers give back
+        // items later, this worker does not get them.
         ending = Ending::Drained;
     }
 }
@@ -362,7 +362,7 @@ void Sink::count_used(uint64_t output, uint64_t reference, uint64_t key) {
     forget_reference(0);
 }
 
-// Forget a reference whose output may now leave the worker's host. Outputs leave in order.
+// Forget a reference, because the worker's host may now free its output. Outputs are freed in order.
 void Sink::forget_reference(uint64_t reference) {
     const auto is_it = [reference](const Lent& one) { return one.reference == reference; };
     const auto found = reference ? std::ranges::find_if(lent, is_it) : lent.end();

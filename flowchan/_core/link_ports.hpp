@@ -38,7 +38,7 @@ class RingLock {
 class KeptPlace {
   public:
     KeptPlace(Ring& ring, Side side, uint32_t session) : ring_(ring), caller_{side, this, session} {}
-    // Call this under the ring's lock. `number`: the item whose turn to wait for.
+    // Call this under the ring's lock. If `ordered` is set, wait for the turn of item `number`.
     void enter(bool ordered, uint64_t number) {
         if (entered_) return;
         caller_.ordered = ordered;
@@ -170,8 +170,9 @@ class Source {
 
     // True if outputs must be put in the order of their items. The source then takes no item that precedes
     // one of its leased items. The output for that item would have to be put first, but would be sent behind
-    // an output that may wait for room. Another worker can take the item: the one that gave it back, or its
-    // replacement, has no later item. Replays are an exception, because their outputs are not put.
+    // an output that may wait for room. Another worker can take the item: the worker that gave it back, or
+    // the replacement of that worker, has no later item. Replays are an exception, because their outputs are
+    // not put.
     bool ascending = false;
     bool is_held_back() const {
         if (!ascending || ring->is_replay_next()) return false;
@@ -183,8 +184,9 @@ class Source {
     // Take items from the ring until there are `most` entries. Return whether anything changed.
     bool take(uint64_t most);
     void free_oldest(uint64_t n);
-    // Owner side: all items before `upto` are finished, and their outputs have been put. Their leases end in
-    // order. A lease also lasts until none of the item's outputs remains on the worker's host.
+    // Owner side: record that all items before `upto` are finished and that their outputs have been put.
+    // Their leases then end in order, each as soon as none of the item's outputs remains on the worker's
+    // host.
     void settle(uint64_t upto);
     bool free_settled();  // returns whether a lease has ended
     // Return the number of leased items that are not settled yet.
@@ -304,7 +306,8 @@ class Sink {
     struct Staged {
         uint64_t key, kind, deaths;
         uint64_t output;  // owner side: its number among all outputs of the stream
-        // worker side, for a REFERENCE: where the output is, until it has been fetched
+        // the item's bytes; on the worker side, a REFERENCE has the output's location here until the output
+        // is fetched
         std::vector<char> payload;
         // worker side: the fetch failed; the owner side has been informed
         bool unreachable = false, unreachable_sent = false;

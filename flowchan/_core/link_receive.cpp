@@ -83,19 +83,19 @@ std::string Link::receive(int fd, uint64_t connection) {
         lock.unlock();
         memmove(buffer.data(), buffer.data() + at, have - at);
         have -= at;
-        // Grow the buffer as bytes arrive, not at once to the size that the other side claims.
+        // Grow the buffer only as bytes arrive, because the size that the other side claims may be false.
         if (buffer.size() - have < LARGE) buffer.resize(2 * buffer.size());
     }
 }
 
-// A thread that holds the lock of one ring must take no other.
+// Release the ring that hold() has locked. A thread that has locked one ring must not lock another.
 void Link::release_ring() {
     held_.reset();
     held_ring_ = nullptr;
     held_for_ = 0;
 }
 
-// Lock a ring for `items` items, and keep the lock for some more.
+// Lock a ring to put `items` items. Keep the lock for later items, up to about HELD_FOR in total.
 void Link::hold(Sink& sink, uint64_t items) {
     if (held_ring_ != sink.ring.get() || held_for_ >= HELD_FOR) {
         release_ring();
@@ -367,8 +367,8 @@ bool Link::handle_output(LinkStream& stream, const Head& head, const char* paylo
     return true;
 }
 
-// The owner reports how much room there is now, and later when there is more. Room that no writer on the
-// other side waits for goes to other writers.
+// The owner reports how much room there is now, and later when there is more. If no writer on the other side
+// waits for room, other writers get it.
 bool Link::handle_want(Sink& sink, bool wanted) {
     sink.wanted = wanted;
     sink.dirty = true;

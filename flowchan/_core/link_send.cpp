@@ -16,7 +16,7 @@ constexpr uint64_t SOME = 8, MANY = 256;  // items taken in one batch
 constexpr std::chrono::microseconds REST{20};
 constexpr size_t MOST_PIECES = 64;
 constexpr uint64_t IN_PLACE = 16 << 10;    // larger items are sent without a copy
-constexpr int64_t CROWDED_NS = 2'000'000;  // how often to check words that have no sleeping thread
+constexpr int64_t CROWDED_NS = 2'000'000;  // how often to check words on which no thread sleeps
 
 }  // namespace
 
@@ -42,8 +42,8 @@ void Link::send_loop() {
     }
 }
 
-// Rest briefly if items arrive fast but go out in small batches, because a system call costs as much as a
-// hundred items. A single item is sent without a rest.
+// Send, and then rest briefly if items arrive fast but go out in small batches: a system call costs as much
+// as a hundred items. Do not rest after a single item.
 std::string Link::send_some(int fd) {
     const uint64_t before = out_.size(), items = std::exchange(queued_items_, 0);
     const std::string why = out_.send(fd, GATHER);
@@ -213,7 +213,7 @@ void Link::add_progress(LinkStream& stream) {
         Sink& sink = stream.sinks[port];
         Sink::Progress now = sink.seen;
         now.done = std::min(now.done, first);
-        // All outputs of the worker must be sent first.
+        // Send NO_MORE only after all outputs of the worker.
         if (first != Slot::KEYLESS) now.flags &= uint8_t(~NO_MORE);
         if (now == sink.last_sent && !sink.dirty) continue;
         sink.last_sent = now;

@@ -50,8 +50,8 @@ void Link::report_if_finished(LinkStream& stream) {
     report({.kind = LinkEvent::Kind::Finished, .stream = stream.number});
 }
 
-// Owner side: settle the items that the worker has finished. If turns depend on it, record first that these
-// items will have no more outputs. Then end their leases. Return whether anything moved.
+// Owner side: settle the items that the worker has finished. If the outputs of a port take turns, first
+// record that these items will have no more outputs. Then end the leases. Return whether anything moved.
 bool Link::settle(LinkStream& stream) {
     bool moved = false;
     stream.settling = false;

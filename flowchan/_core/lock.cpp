@@ -34,7 +34,7 @@ void SharedLock::attach(pthread_mutex_t& mutex, int fd, uint64_t& given_up) {
 SharedLock::Got SharedLock::lock(bool patient) {
     if (!is_valid()) return Got::Lost;
     int rc;
-    // Each attempt takes the lock's cache line from the owner, so attempts become rarer.
+    // Each attempt takes the lock's cache line from the owner, so the pauses between attempts grow.
     for (int i = 0; (rc = pthread_mutex_trylock(mutex_)) == EBUSY; ++i) {
         if (i < 40) {
             for (int pauses = 1 << std::min(i, 4); pauses; --pauses) cpu_relax();

@@ -1,14 +1,15 @@
 // The native steps of two operators' loops.
 //
-// `map` in a worker process takes an item, calls the function, and puts the result. The worker takes the first
-// item like any reader, and may wait for it. If more items are there, it leases a run of them (ring_runs.cpp).
-// It puts each output before it starts the next item, so an output never waits for the items behind it.
-// Whatever needs more than that ends the run: an error, an item that cannot be unpickled, or one over which
-// workers died. The worker then holds only the current item, as if it had taken each item alone, and Python
-// code handles the case. If the function is slow, runs save nothing, so the worker takes each item alone.
+// `map` in a worker process takes an item, calls the function, and puts the result. The worker takes the
+// first item as any reader does, and may wait for it. If more items are there, it leases a run of them
+// (ring_runs.cpp). It puts each output before it starts the next item, so an output never waits for the items
+// behind it. Three events end the run early: an error, an item that cannot be unpickled, and an item that has
+// already killed workers. The worker then holds only the current item, as if it had taken each item alone,
+// and Python code handles the case. If the function is slow, runs save nothing, so the worker takes each item
+// alone.
 //
-// `collect` naps between two gets (Ring::begin_nap), because its list is complete only at the end. Then one
-// wake-up is enough for many items.
+// `collect` naps between two gets (Ring::begin_nap), because its list is complete only at the end. One
+// wake-up can then serve many items.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -33,8 +34,8 @@ nb::object take_current_error() {
     return nb::steal(error);
 }
 
-// The current error as the result of the loop: a tuple of the item, the error, and whether the function had
-// returned. If the error does not belong to the item, raise it.
+// Return the current error as the result of the loop: a tuple of the item, the error, and whether the
+// function had returned. If the error does not belong to the item, raise it.
 nb::object stop(nb::handle item, bool returned) {
     if (returned && !PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();
     nb::object error = take_current_error();
@@ -61,7 +62,7 @@ class WorkerRun {
     }
     WorkerRun(const WorkerRun&) = delete;
 
-    // Finish all earlier items, and lease a run. Return whether there is one.
+    // Finish all earlier items, and lease a run. Return false if no run can begin.
     bool begin() {
         if (in_.turn.enter(Deadline{0}) != Step::Done) return false;
         Ring::InRun run[Redo::MOST];
@@ -84,7 +85,7 @@ class WorkerRun {
     bool start() {
         if (started_ && !ring_.start_in_run(in_.state.session, started_ + 1) && !still_has_next())
             return false;
-        if (started_) in_.call_due();  // if this worker dies now, no other worker gets the item before
+        if (started_) in_.call_due();  // if this worker dies now, no other worker gets the previous item
         in_.state.number = first_ + started_++;
         return true;
     }
@@ -133,7 +134,7 @@ class WorkerRun {
     uint64_t n_ = 0, started_ = 0, first_ = 0;
 };
 
-// Let the outputs of the finished item end their turns. Raise if a signal handler raises during a wait.
+// End the turns of the finished item's outputs. Throw if a signal handler raises an error during a wait.
 void end_item(In& in) {
     if (in.holds_traced) finish_traced(in);
     if (!pass_turns(in)) throw nb::python_error();

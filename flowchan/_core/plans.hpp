@@ -1,15 +1,16 @@
 // Plans for a group's operations. A plan consists of an algorithm, a piece size, and flags for data that
 // bypasses the caches.
 //
-// The fastest plan depends on the processor. On a virtual machine, it changes within seconds, because virtual
-// cores move. Two cores that share a cache read each other's lines ten times as fast as two that do not.
+// The fastest plan depends on the processor. On a virtual machine, it may change within seconds, because the
+// hypervisor moves virtual cores. Two cores that share a cache read each other's lines ten times as fast as
+// two that do not.
 //
-// A small piece is still in its core's own cache when that core reads it again. The first lines of a large
-// piece have already moved to a cache that both cores can reach. Data that bypasses the caches is equally
-// fast for all readers.
+// When a core reads a small piece again, the piece is still in that core's own cache. The first lines of a
+// large piece have already moved to a cache that several cores share. Data that bypasses the caches is
+// equally fast for all readers.
 //
-// One core alone cannot use the full memory bandwidth. A member therefore reads faster with two threads while
-// the other members only wait.
+// One core alone cannot use the full memory bandwidth. A member therefore reads faster with two threads, as
+// long as the other members only wait.
 #pragma once
 
 #include <cstddef>

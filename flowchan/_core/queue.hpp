@@ -1,7 +1,7 @@
 // LocalQueue: the FIFO of a `threads` channel. It stores references, so it never copies an item.
 //
 // A LocalQueue consists of a circular buffer, which doubles up to `capacity`, and the wait lists of
-// wait_list.hpp. It orders the outputs of an ordered stage like ring_turns.cpp, but with deques instead of
+// wait_list.hpp. It orders the outputs of an ordered stage as ring_turns.cpp does, but with deques instead of
 // linked slots. No operation drops a reference, because a destructor could run Python code under the lock.
 // The calling thread must be attached to the interpreter (hold the GIL), because the garbage collector visits
 // the items without the lock.
@@ -88,7 +88,7 @@ class LocalQueue {
     void order(ReaderState& reader, const void* port, Orders what, Wakes& wakes);
     Step item_done(WriterState& writer, Wakes& wakes);
     void close(Wakes& wakes);
-    // The caller must drop these references after it has released the lock.
+    // Adds references to `dropped`. The caller must drop them after it has released the lock.
     void break_(PyObject* by, std::vector<PyObject*>& dropped, Wakes& wakes);
     void end_port(Side side, const void* port, Wakes& wakes);
     bool drained() const { return leased == 0 && is_exhausted(); }

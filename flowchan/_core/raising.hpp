@@ -25,10 +25,10 @@ struct Cause {
 };
 Cause pickle_cause(PyObject* cause);
 
-// Raise the error of a put whose descriptors could not be sent, with this errno.
+// Raise the error for a put that failed because sending its descriptors failed with this errno.
 void raise_refused(Channel& ch, int error);
 
-// Raise the error for an item that only processes of one machine can share, put into a channel across hosts.
+// Raise the error for a put into a channel across hosts if only processes on one machine can share the item.
 void raise_not_transferable(Channel& ch, PyObject* item);
 
 }  // namespace flowchan

@@ -13,13 +13,13 @@
 // it.
 //
 // This also holds on processors with a weaker store order than x86_64. A core stops between two instructions,
-// and everything before them has happened. When a thread dies, the kernel marks its lock in that thread, with
-// a full barrier (dmb ish on aarch64).
+// and everything before them has happened. When a thread dies, the kernel marks the thread's lock from within
+// that thread, with a full barrier (dmb ish on aarch64).
 //
 // The ring has several records, so that a record's cache lines stay with the core that uses it. Writers and
-// readers use different records. So do different processes, as long as there are enough records. The choice
-// affects only speed. Only the holder of the lock writes a record, and clears it before unlocking. At most
-// one record is therefore valid, and a process that finds the owner dead checks them all.
+// readers use different records. Different processes also use different records, as long as there are enough
+// of them. The choice affects only speed. Only the holder of the lock writes a record, and clears it before
+// unlocking. At most one record is therefore valid, and a process that finds the owner dead checks them all.
 #pragma once
 
 #include "faults.hpp"

@@ -96,7 +96,7 @@ class References {
     void pulled(Link* link, const OutputKey& output, uint64_t kind, std::string bytes);
     void ask_again(Link* link);  // repeats all pulls on a new connection
     Inbox collect(Link* link);
-    // Changes with each repair of a lost reference and each pull.
+    // Return a number that changes with each repair of a lost reference and each pull.
     uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
     uint64_t count();
 

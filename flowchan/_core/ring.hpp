@@ -104,7 +104,7 @@ struct Taken {
     char local[LOCAL];
 };
 
-// An item that is in a channel or on lease, in a look that did not take it.
+// An item that is in a channel or on lease, as peek() reports it without taking it.
 struct Seen {
     uint64_t number, kind, size;
     bool leased;
@@ -236,7 +236,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }
     // Return whether a writer waits only because of put_limit_.
     bool wants_more() const { return is_withheld() && h_->state == OPEN && h_->writer_queue.waiting > 0; }
-    // Return whether a writer that found the channel full should put now, or wait until half of it is free.
+    // Return whether a writer that found the channel full should put now. If not, it waits until half of the
+    // channel is free.
     bool is_worth_waking() const { return !h_->lazy || free_half() || h_->state != OPEN; }
     // Let a reader that is never in a hurry sleep until half of the capacity is used, a writer waits, or the
     // channel ends. Return whether it may sleep. The reader sleeps on `nap`, with a time limit.
@@ -410,7 +411,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     bool count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64_t& rest);
     void free_leased(Session& s, uint64_t most, Wakes& wakes);
     uint64_t free_run(Session& s, uint64_t most);
-    // A run would replace the numbers that the items of some channels keep.
+    // Taking a run assigns new numbers, so runs are impossible if the items must keep their numbers.
     bool can_take_runs() const { return h_->state < BROKEN && !map_incomplete_ && !h_->keeps_numbers; }
     bool recall(Session& s, bool all, Wakes& wakes);
     bool recall_any(uint32_t session, Wakes& wakes);

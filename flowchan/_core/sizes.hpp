@@ -7,8 +7,7 @@
 
 namespace flowchan {
 
-// Estimate how many bytes an item keeps alive; see sizes.cpp. Never raises. For a number, only types are
-// compared.
+// Estimate how many bytes an item keeps alive; see sizes.cpp. Never raises.
 uint64_t estimate_size(PyObject* item);
 
 inline uint64_t size_of(PyObject* item) {

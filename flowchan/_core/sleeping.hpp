@@ -22,7 +22,8 @@ bool is_changed(const WaitedWord& word);
 // Return how many words one thread can watch.
 size_t words_at_once();
 
-// Sleep until one of the words changes, or until the time `at`. Return true if the time has come.
+// Sleep until one of the words changes, or until the monotonic clock reaches `at` ns. Return true if that
+// time has passed.
 bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at);
 
 }  // namespace flowchan

@@ -3,9 +3,10 @@
 
 namespace flowchan {
 
-// Claim signal `number` for dumps, and return whether this worked. A signal with its default action is
-// ignored from now on. If frame_dumps() was already called for the signal, this changes nothing. When the
-// interpreter later removes faulthandler's handler, the signal does not kill the process but is ignored.
+// Claim signal `number` for dumps, and return whether this worked. If the signal has its default action, the
+// process ignores it from now on. If frame_dumps() was already called for the signal, this changes nothing.
+// When the interpreter later removes faulthandler's handler, the signal does not kill the process but is
+// ignored.
 bool claim_signal(int number);
 
 // Write marks to `fd` before and after each dump for signal `number`. faulthandler's handler for the signal

@@ -11,7 +11,7 @@
 
 namespace flowchan {
 
-// Maximum number of waiting items that a look at a channel follows.
+// Maximum number of items in a channel that one call of peek() visits.
 constexpr uint64_t MOST_WALKED = 4096;
 
 enum State : uint64_t { OPEN = 0, CLOSED = 1, BROKEN = 2 };

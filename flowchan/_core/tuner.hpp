@@ -11,7 +11,7 @@
 
 namespace flowchan {
 
-// Nanoseconds in 32 bits, up to 4.3 s.
+// Returns nanoseconds in 32 bits; longer times become 4.3 s.
 inline uint32_t saturated(int64_t ns) { return uint32_t(std::min<int64_t>(ns, UINT32_MAX)); }
 
 class Tuner {
@@ -51,7 +51,8 @@ class Tuner {
     static constexpr uint32_t FEWEST = 128, MOST = 2048;  // operations before the slower plan is tried again
     // this many slow operations in a row indicate that something has changed
     static constexpr uint32_t SLOW = 8;
-    // Minimum number of operations between two such changes, because the machine may only be busy.
+    // At least this many operations run between two restarts of all trials, because operations are also slow
+    // on a busy machine.
     static constexpr uint64_t PATIENT = 1024;
 
     void begin() {
@@ -66,7 +67,7 @@ class Tuner {
     void judge() {
         const int64_t best = now_[best_], other = now_[other_];
         uint32_t loser = other_;
-        // False if all operations with one of the plans failed.
+        // If all operations with one of the plans failed, its time is INT64_MAX, and the best plan stays.
         if (best != INT64_MAX && other != INT64_MAX) {
             least_[best_] = best, least_[other_] = other;
             if (other < best) std::swap(best_, loser);

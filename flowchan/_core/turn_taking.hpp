@@ -13,10 +13,10 @@
 // Only a process in a tight loop rests. A process that works between its operations gains more from running
 // in parallel.
 //
-// Like spinning (waiting.hpp), a rest must pay off. It fails if the other processes do not use it for a run,
-// or do not rest in turn. After each failure, about twice as many rests are skipped as after the previous
-// failure. A process that makes round trips never rests, because its operations are much further apart than
-// in a tight loop.
+// A rest must pay off, as spinning must (waiting.hpp). It fails if the other processes do not use it for a
+// run, or do not rest in turn. After each failure, about twice as many rests are skipped as after the
+// previous failure. A process that makes round trips never rests, because its operations are much further
+// apart than in a tight loop.
 //
 // All values are hints that the threads of a handle share, so all accesses are relaxed.
 #pragma once
@@ -40,7 +40,7 @@ inline int64_t ticks() {
 
 class TurnTaking {
   public:
-    static constexpr int64_t REST = 10'000;  // in ticks, like TIGHT and CROWDED
+    static constexpr int64_t REST = 10'000;  // in ticks, as are TIGHT and CROWDED
     static constexpr int64_t TIGHT = 900;    // ticks per operation; a loop this tight gains from taking turns
     // ticks per operation of such a loop if lines move for every item
     static constexpr int64_t CROWDED = 2'500;

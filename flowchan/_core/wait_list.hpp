@@ -7,14 +7,14 @@
 // try_take). A woken waiter that does not use its wake-up does the same. So if k calls are possible, k
 // waiters are woken, each by the previous one.
 //
-// A running thread may do all k calls before a woken thread gets the GIL; then only one wake-up was useless.
-// The woken waiter returns to the head of the list. Newcomers may overtake it (see waiting.hpp) until two
-// wake-ups have failed and PATIENCE_NS have passed. It is then `starving`, and newcomers let it go first
-// while its call is possible.
+// A running thread may make all k calls before a woken thread gets the GIL. In that case, only one wake-up
+// was useless. The woken waiter returns to the head of the list. Newcomers may overtake it (see waiting.hpp)
+// until two wake-ups have failed and PATIENCE_NS have passed. It is then `starving`, and newcomers let it go
+// first while its call is possible.
 //
 // The workers of a stage are interchangeable. The last one to arrive goes to the head of the list, because
-// the caches still have its stack and its function's data. If 300 workers have work for only two, the same
-// few therefore do it, and the others sleep.
+// the caches still have its stack and its function's data. If there is work for only two of 300 workers, the
+// same few workers therefore do it, and the others sleep.
 //
 // Writers of an ordered stage wait for their turns, sorted by the numbers of their items. Only the first one
 // can continue, so only that one is woken. Workers without an output come last (ANY_TURN). While CROWD other

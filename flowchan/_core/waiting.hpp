@@ -6,9 +6,9 @@
 // `seq` changes. An operation that lets k other calls continue wakes min(k, waiting - woken) sleepers. It
 // adds that number to `woken`, changes `seq`, releases the lock, and calls FUTEX_WAKE.
 //
-// A reader is "on its way" from its wake-up until it has the lock. Never more readers are on their way than
-// there are cores. More would be useless: if 50 readers wait for cheap items, two of them take all items
-// before a third is awake.
+// A reader is "on its way" from its wake-up until it has the lock. The number of readers on their way never
+// exceeds the number of cores. More would be useless: if 50 readers wait for cheap items, two of them take
+// all items before a third is awake.
 //
 // The workers of a stage are woken by rank instead of in rotation, so the same workers continue with warm
 // caches. Each worker sleeps with one of 32 ranks (FUTEX_WAIT_BITSET), and `idle` contains the waiting ranks.
@@ -59,8 +59,8 @@ inline int64_t now_ns() {
     return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
-// Return the same time at a tenth of the cost, but up to a few milliseconds behind. Every channel call needs
-// it.
+// Return the time as now_ns() does, at a tenth of the cost, but up to a few milliseconds late. Every channel
+// call needs it.
 inline int64_t coarse_now_ns() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
@@ -79,6 +79,7 @@ struct Deadline {
 // Return gettid(), which glibc wraps only since 2.30.
 inline uint32_t thread_number() { return uint32_t(syscall(SYS_gettid)); }
 
+// Sleep until the word is woken, for at most `ns`. Return 0, or an errno (EAGAIN if the word is not `seen`).
 // `shared`: more than one process maps the word.
 inline int futex_wait(std::atomic<uint32_t>& word, uint32_t seen, int64_t ns, bool shared) {
     timespec t{time_t(ns / 1'000'000'000), long(ns % 1'000'000'000)};
@@ -190,10 +191,10 @@ struct WaitQueue {
         return k && k == asleep ? INT_MAX / 8 : k;
     }
     uint32_t call_all() { return call(UINT32_MAX); }
-    // Do the same for readers. They are woken in the order of their ranks, and never more of them are on
-    // their way than there are cores. A reader that takes an item and leaves another wakes the next reader
-    // (Ring::try_take). While a waiter starves, wake all readers, because a woken reader may have to let it
-    // go first.
+    // Do the same as call() for readers. They are woken in the order of their ranks, and the number of
+    // readers on their way never exceeds the number of cores. A reader that takes an item and leaves another
+    // wakes the next reader (Ring::try_take). While a waiter starves, wake all readers, because a woken
+    // reader may have to let it go first.
     void wake_by_rank(uint32_t k, Wakes& wakes);
 
     // `again`: the caller continues a wait with another slice.
@@ -213,7 +214,7 @@ struct WaitQueue {
         waited_ns -= now;
     }
     uint32_t all_waiting() const { return waiting + ordered; }
-    // Change `selecting` by one. The second line corrects the count after a waiter has died or a port was
+    // Add `change` to `selecting`. The second line corrects the count after a waiter has died or a port was
     // closed.
     void count_selecting(int change) {
         if (change > 0 || selecting) selecting += uint32_t(change);
@@ -274,8 +275,8 @@ struct Caller {
 };
 
 // Result of a channel operation. `Wait` never reaches Python: the caller sleeps, or gets NotNow. KeepTurns:
-// the port's outputs must keep turns before it takes an item (In::keep_turns). Refused: the item's
-// descriptors could not be sent (Frame::refused).
+// before the port takes an item, its outputs must begin to take turns (keep_turns() in gets.cpp). Refused:
+// the item's descriptors could not be sent (Frame::refused).
 enum class Step {
     Done,
     Wait,

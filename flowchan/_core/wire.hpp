@@ -102,7 +102,7 @@ inline bool is_valid_item(const Head& head) {
     return head.kind() >= 1 && head.kind() <= 4 && head.size <= MOST_ITEM;
 }
 
-// Return whether a head could be valid at all.
+// Return whether the fields of a head are valid for its type.
 inline bool is_valid(const Head& head) {
     switch (head.type) {
         case FrameType::ITEM:
