@@ -1,5 +1,5 @@
-// The methods that run once per item. They are plain C functions, because a binding layer would cost more
-// than the operation.
+// The methods that run once per item. They are plain C functions, because a binding layer would take longer
+// than the operation itself.
 #include <cmath>
 
 #include "arguments.hpp"
@@ -16,7 +16,8 @@ static bool is_real(PyObject* v) {
     return PyObject_IsInstance(v, real.ptr()) == 1 || PyObject_IsInstance(v, decimal.ptr()) == 1;
 }
 
-// Return NAN if the object is not a real number.
+// Return the timeout in seconds: INFINITY if it is too large for a double, and NAN if it is not a real
+// number.
 static double seconds_of(PyObject* v) {
     double s = is_real(v) ? PyFloat_AsDouble(v) : NAN;
     if (!PyErr_Occurred()) return s;
@@ -358,7 +359,8 @@ int in_clear(PyObject* self) {
     drop_items(std::exchange(in_of(self).leased_items, {}));
     return 0;
 }
-// Runs before the garbage collector clears what this port refers to, so that leased items go back intact.
+// Give back the leased items. The garbage collector calls this before it clears the objects that the port
+// refers to, so the items are still intact.
 void in_finalize(PyObject* self) {
     if (!nb::inst_ready(self)) return;
     nb::error_scope kept;

@@ -1,4 +1,4 @@
-// In and Out: the counted ports of a stage. They also decide for which input item an output counts.
+// In and Out: the counted ports of a stage. They also decide which input item an output belongs to.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -14,7 +14,7 @@ template <class M>
 bool done_with(M& m, Out& out, uint64_t number) {
     if (!out.state.ordered) {
         Wakes wakes;
-        if (out.state.keyed || !Traits<M>::resumes(m)) {  // no other worker will need to know
+        if (out.state.keyed || !Traits<M>::resumes(m)) {  // no output count of a dead worker to forget
             out.state.keyed = false;
             return true;
         }
@@ -95,8 +95,8 @@ void Turn::leave() {
     if (waiting_.load(std::memory_order_seq_cst)) futex_wake(owner_, 1, false);
 }
 
-// Wait until no thread of this process reads or writes the port's items in place. Then take the transport's
-// lock, which stays free during the wait.
+// Take the transport's lock at a moment when no thread of this process reads or writes the port's items in
+// place. Do not hold the lock while waiting for that moment.
 template <class Transport, class Busy>
 static void lock_when_idle(Transport& transport, Busy busy, std::optional<Locked<Transport>>& locked) {
     for (;;) {
@@ -109,7 +109,7 @@ static void lock_when_idle(Transport& transport, Busy busy, std::optional<Locked
     }
 }
 
-// Forget which threads use a port: a forked child does not have them.
+// Forget which threads use a port, because these threads do not exist in a forked child.
 static void forget_threads(In& in) {
     in.turn.forget();
     in.copying = false;
@@ -125,7 +125,7 @@ bool ready(Port& port) {
     if (port.forks == fork_count) return true;
     nb::object self = nb::find(port);
     nb::ft_object_guard guard(self);
-    if (port.forks == fork_count) return true;  // another thread was faster
+    if (port.forks == fork_count) return true;  // another thread has already done this
     if (!port.ch->usable()) return false;
     forget_threads(port);
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.adopt(port.state.session); });

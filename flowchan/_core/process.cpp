@@ -35,7 +35,7 @@ struct Pidfd {
 
 namespace {
 
-std::atomic<uint64_t> own_start_{0};  // 0: still unknown
+std::atomic<uint64_t> own_start_{0};  // 0: not read yet
 
 // A fork holds this mutex, so the child finds consistent data and can unlock it.
 std::mutex open_mutex;
@@ -45,7 +45,8 @@ auto& all_open = *new std::vector<std::weak_ptr<const Pidfd>>;
 void before_fork() { open_mutex.lock(); }
 void in_parent() { open_mutex.unlock(); }
 void in_child() {
-    // In the child, the users of these descriptors do not exist, or do not use them (see Peers::table).
+    // The child needs none of these descriptors. The threads that used them do not exist in it, and its Peers
+    // start with empty tables (see Peers::table).
     for (const auto& one : all_open)
         if (auto open = one.lock()) close(open->fd);
     all_open.clear();
@@ -91,9 +92,9 @@ bool process_alive(uint64_t pid, uint64_t started) {
     char state;
     uint64_t now = 0;
     if (read_stat(pid, state, now)) return state != 'Z' && state != 'X' && (started == 0 || started == now);
-    // The process may be hidden from this user.
+    // /proc may hide the processes of other users, so ask kill().
     if (errno == ENOENT) return kill(pid_t(pid), 0) == 0 || errno == EPERM;
-    return errno != ESRCH;  // unknown, perhaps because no descriptor is free; count it as alive
+    return errno != ESRCH;  // no answer, perhaps because no descriptor is free; count it as alive
 }
 
 uint64_t own_start() {
@@ -102,15 +103,15 @@ uint64_t own_start() {
     return start;
 }
 
-// Return whether this many descriptors would leave the program most of its limit.
+// Return whether this many descriptors are at most a quarter of the number that the process may open.
 static bool is_room_for(size_t descriptors) {
     rlimit most;
     return getrlimit(RLIMIT_NOFILE, &most) != 0 || descriptors <= most.rlim_cur / 4;
 }
 
-// Return null if no pidfd can be opened, or if another thread has the mutex. Waiting for it could deadlock
-// with a fork, which also takes it. The start time is compared after opening, because the pid may have been
-// reused.
+// Return null if no pidfd can be opened, or if another thread has the mutex. Waiting for the mutex could
+// deadlock with a fork, which also takes it. The start time is compared after opening, because the pid may
+// have been reused.
 std::shared_ptr<const Pidfd> Peers::open(uint64_t pid, uint64_t started) {
     std::unique_lock guard(open_mutex, std::try_to_lock);
     if (!guard) return nullptr;
@@ -136,7 +137,8 @@ bool Peers::alive(uint64_t pid, uint64_t started) {
     peer->round = round;
     if (peer->pidfd && !peer->pidfd->may_have_ended()) return true;
     peer->pidfd = nullptr;
-    // a program that closes all of its descriptors may also have closed the pidfd
+    // Do not rely on the pidfd alone, because a program that closes all of its descriptors also closes the
+    // pidfd.
     return process_alive(pid, started);
 }
 

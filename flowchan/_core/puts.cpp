@@ -30,7 +30,7 @@ void begin(M& m, Out& out) {
     out.state.keyed = true;
 }
 
-// Inlined, so that the compiler drops the parts of the identity that only a wait needs.
+// This is inlined so that the compiler drops the fields of Caller that only a wait needs.
 [[gnu::always_inline]] inline Caller writing_inlined(Channel& ch, const Out* out, uint64_t size, bool waits) {
     Caller caller{Side::Writer, out, 0, size};
     caller.clock = out ? &out->state.clock : nullptr;
@@ -57,7 +57,8 @@ Step put(LocalQueue& queue, Channel& ch, Out* out, PyObject* item, Deadline dead
     return step;
 }
 
-// Prepare a put into a ring, under the lock. Return Wait unless the result is already known.
+// Prepare a put into a ring, under the lock. Return the result of the put if it is already known, and Wait
+// otherwise.
 Step before_put(Ring& ring, Out* out) {
     if (!out) return Step::Wait;
     if (!out->open) return left(ring.header().state);
@@ -66,10 +67,10 @@ Step before_put(Ring& ring, Out* out) {
 }
 
 // Wait for recycled memory. Otherwise, a writer that outpaces its readers would touch more and more new
-// memory, up to the channel's limit. The wait lasts only while readers free memory, and at most about as long
+// memory, up to the channel's limit. The put waits only while readers free memory, and at most about as long
 // as touching new memory would take. A new MB costs 0.7 to 1 ms of CPU time, and a recycled one 0.03 to 0.07
-// ms. Finding and clearing a new MB takes 0.25 ms, the faults of the first touch 0.4 ms, and returning it 0.2
-// ms.
+// ms. For a new MB, the kernel needs 0.25 ms to find and clear pages, 0.4 ms for page faults, and 0.2 ms to
+// free them.
 Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadline deadline) {
     constexpr uint64_t WORTH_IT = 64 << 10, BYTES_A_NS = 1;
     if (size < WORTH_IT || deadline.now_only()) return Step::Done;
@@ -123,10 +124,10 @@ std::shared_ptr<Block> loan_of(Channel& ch, const ObjectFrame& frame, const void
     return loan;
 }
 
-// Put an item whose large buffer was filled in place. Return Wait if the item must be copied like any other.
-// This happens in a forked child, where inherited loans still belong to the parent. It also happens if the
-// buffer is part of a received item, at the address of an earlier loan. `put` is set first, so that two
-// threads cannot put the same memory twice.
+// Put an item whose large buffer was filled in place. Return Wait if the item must be copied, as items
+// without a loan are. For example, a forked child must copy, because inherited loans still belong to the
+// parent. A buffer at the address of an earlier loan must also be copied if it is part of a received item.
+// `loan->put` is set before the put, so that two threads cannot put the same memory.
 Step put_loaned(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     const void* at = nullptr;
     std::shared_ptr<Block> loan = loan_of(ch, frame, at);
@@ -204,7 +205,8 @@ Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, u
     return step;
 }
 
-// Inlined, because a call through references costs a quarter of a put between threads.
+// This is inlined, because a call that passes these arguments by reference would take a quarter of the time
+// of a put between threads.
 [[gnu::always_inline]] inline Step put_bare(Channel& ch, Out* out, PyObject* item, Deadline deadline,
                                             uint64_t& size) {
     return ch.with([&](auto& transport) __attribute__((always_inline)) {
@@ -213,8 +215,8 @@ Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, u
 }
 
 // Box an item and put the box. The box gets the marks of the sampled items that the worker is processing, or
-// the mark of a new sample. If that fails, put the bare item, because an error should describe the user's
-// item and not the box.
+// the mark of a new sample. If the box cannot be put, put the bare item, because an error should describe the
+// user's item and not the box.
 [[gnu::cold]] Step put_boxed(Channel& ch, Out& out, PyObject* item, Deadline deadline, uint64_t& size) {
     constexpr uint64_t RARELY = 1 << 16;
     const nb::object owner = out.tracing_owner;
@@ -288,8 +290,8 @@ static nb::object lend(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadlin
     return view;
 }
 
-// Lend `size` bytes of the channel's memory, once they are free. The caller fills this memory and then puts
-// it.
+// Lend `size` bytes of the channel's memory as soon as they are free. The caller fills this memory and then
+// puts it.
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
     Deadline deadline;
     if (!ch.usable() || !parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
@@ -313,7 +315,8 @@ Step try_put(Channel& ch, Out* out, PyObject* item) {
 
 namespace {
 
-// Return whether the next items of an iterator are there already, and only this iteration takes them.
+// Return whether the iterator's next items already exist, so that it never waits, and no other code takes
+// items from it.
 bool is_ahead(PyObject* items, PyObject* iterator) {
     static PyObject* repeat = [] {
         nb::object type = nb::module_::import_("itertools").attr("repeat");
@@ -325,7 +328,7 @@ bool is_ahead(PyObject* items, PyObject* iterator) {
     return ready && iterator != items;
 }
 
-// Consecutive small items to put. They are put together as far as the channel has room for them.
+// Consecutive small items to put. As many of them as the channel has room for are put together.
 struct PutRun {
     static constexpr uint64_t MOST = 16;
     nb::object items[MOST];
@@ -333,7 +336,8 @@ struct PutRun {
     char bytes[MOST][Slot::INLINE];
     uint64_t n = 0;
 
-    // Take items from the iterator until one has no small direct encoding. Return that item, or null.
+    // Take at most `most` items from the iterator, up to the first one without a small direct encoding.
+    // Return that item, or null if there is none.
     PyObject* fill(PyObject* iterator, uint64_t most) {
         for (n = 0; n < most; ++n) {
             PyObject* item = PyIter_Next(iterator);
@@ -364,7 +368,7 @@ PyObject* put_one(Channel& ch, Out* out, PyObject* item, Deadline deadline) {
     });
 }
 
-// Put one item, and count it. Return false with a Python error set.
+// Put one item and count it in `done`. If the put fails, return false with a Python error set.
 bool put_counted(Channel& ch, Out* out, PyObject* item, Deadline deadline, Py_ssize_t& done) {
     PyObject* none = put_one(ch, out, item, deadline);
     Py_XDECREF(none);
@@ -372,7 +376,7 @@ bool put_counted(Channel& ch, Out* out, PyObject* item, Deadline deadline, Py_ss
     return none != nullptr;
 }
 
-// Put the items of an iterator that never waits, many at a time.
+// Put the items of an iterator that never waits, several at a time.
 void put_runs(Ring& ring, Channel& ch, Out* out, PyObject* iterator, Deadline deadline, Py_ssize_t& done) {
     PutRun run;
     for (bool right = true; right;) {

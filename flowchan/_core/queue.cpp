@@ -100,8 +100,8 @@ void LocalQueue::acknowledge(ReaderState& reader, Wakes& wakes) {
     if (!reader.leases) return;
     leased -= reader.leases;
     reader.leases = 0;
-    // Other readers wait until no item is on lease. Waking all of them after each lease would take quadratic
-    // time.
+    // At the end of the channel, readers wait until no item is on lease. Waking all of them whenever a lease
+    // ends would take quadratic time, so wake them after the last lease.
     if (leased == 0) wake_at_end(wakes);
 }
 

@@ -37,7 +37,8 @@ std::string amount(uint64_t bytes) {
     return text;
 }
 
-// If the channel ended because a counted writer died, return WorkerDied as the cause. Otherwise return null.
+// Return a WorkerDied error, the cause of Broken for a channel whose counted writer has died. Return null
+// with a Python error set if that fails.
 PyObject* writer_died(const std::string& description, uint64_t pid) {
     const std::string text =
         "process " + std::to_string(pid) + " ended without closing its counted writer of " + description;
@@ -71,7 +72,7 @@ std::string fill(Channel& ch) {
 std::string address_space_note(Channel& ch, uint64_t size) {
     const bool copies = ch.with(Each{[](LocalQueue&) { return false; }, [](Ring&) { return true; }});
     if (!copies || size < (1 << 20)) return "";
-    // A ring maps all of its blocks again when it grows, so the probe includes them.
+    // A ring maps all of its blocks again when it grows, so the probe must have room for them as well.
     const uint64_t all =
         size + locked(ch, [](auto& transport, Wakes&) { return transport.counts().bytes_inside; });
     void* probe = mmap(nullptr, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -82,7 +83,8 @@ std::string address_space_note(Channel& ch, uint64_t size) {
 
 std::string seconds(Deadline deadline) { return deadline.now_only() ? "now" : "within the timeout"; }
 
-// Return the cause for Broken: the exception itself for `threads`, or the unpickled one for `processes`.
+// Return the cause for Broken. A `threads` channel stores the exception itself, and a `processes` channel
+// stores it pickled.
 PyObject* stored_cause(LocalQueue& queue) { return Py_XNewRef(queue.cause); }
 
 PyObject* stored_cause(Ring& ring) {
@@ -149,7 +151,7 @@ namespace {
 // Return the kind and the payload, or "" for an exception that cannot be sent.
 std::string pickled(PyObject* exception) {
     ObjectFrame frame;
-    frame.leaves = true;  // no slot would keep a cause's device memory alive
+    frame.leaves = true;  // a cause has no slot that could keep device memory alive
     const bool is_encoded = exception && encode(exception, frame);
     PyErr_Clear();
     if (!is_encoded || frame.bundle || frame.size >= MOST_CAUSE)

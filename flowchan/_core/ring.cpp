@@ -31,8 +31,9 @@ struct Layout : Constants {
         groups = std::clamp<uint64_t>(capacity, 64, 4096);
         groups_at = align(sizeof(Header) + SESSIONS * sizeof(Session), UNIT);
         blocks_at = align(groups_end(), LARGEST_PAGE);
-        // Blocks get four times max_bytes. Leased and viewed items need memory without counting as inside.
-        // Size classes waste up to a fifth. Long-lived views leave gaps that are too small to use.
+        // The blocks get four times max_bytes, for three reasons. Leased and viewed items need memory but do
+        // not count as inside. Size classes waste up to a fifth. Long-lived views leave gaps that are too
+        // small to use.
         const uint64_t slots = (2 * capacity + SESSIONS) * sizeof(Slot);
         length = align(blocks_at + 4 * max_bytes + GROW + slots, LARGEST_PAGE);
         // The blocks must leave room for the slots of `capacity` items.
@@ -83,7 +84,7 @@ Ring::Ring(RingHandle handle) {
     try {
         map(layout, layout.blocks_end);
     } catch (...) {
-        fd_ = -1;  // if this failed, the descriptor stays with the caller
+        fd_ = -1;  // after a failure, the caller still owns the descriptor
         throw;
     }
     lock_.attach(h_->mutex, fd_, h_->damaged);
@@ -136,8 +137,8 @@ bool Ring::lock(bool patient) {
     return true;
 }
 
-// Break the channel, because the mutex itself is damaged. Operations that do not read the state read
-// `damaged`.
+// Break the channel, because the mutex itself is damaged. Also set `damaged`, for operations that do not read
+// the state.
 bool Ring::lock_without_mutex() {
     lock_.give_up();
     // Both words are only hints for readers without the lock, so the stores order no other memory access.
@@ -155,8 +156,7 @@ bool Ring::redo() {
 }
 
 // Repair the ring after the owner of its lock died. At most one Change is incomplete, and this completes it.
-// An operation with several Changes is continued by the next call, except for `advance`, which must be
-// continued here.
+// If an operation has several Changes, the next call continues it. Only `advance` must be continued here.
 void Ring::recover() {
     if (!redo()) found_damage();
     Wakes wakes;
@@ -180,8 +180,8 @@ void Ring::close(Wakes& wakes) {
     advance(wakes);
 }
 
-// Close the channel as part of `change`, because the last port must leave and close in one step. Call
-// `advance` afterwards.
+// Close the channel as part of `change`, because the end of the last port and the close must be a single
+// step. The caller calls `advance` afterwards.
 void Ring::close_with(Change& change, Wakes& wakes) {
     if (h_->state != OPEN) return;
     change.set(h_->state, CLOSED);

@@ -1,15 +1,15 @@
-// File descriptors that travel with items. They make it possible to put a channel into a channel (C14).
+// File descriptors that travel with items. A channel that is put into another channel needs this (C14).
 //
-// A descriptor stays open while a process has it open or a socket has it queued. Each ring therefore has a
-// datagram socket that its users share. The socket is connected to itself, and no other socket may send to
-// it. A put sends the descriptors of its item as one datagram, called an fd bundle, and stores the bundle's
-// id in the item. The receiver of the item peeks at the bundle, which opens the descriptors. The bundle stays
-// queued, because the next receiver needs it if this one dies.
+// A file stays open while a process has a descriptor of it, or while such a descriptor is queued in a socket.
+// Each ring therefore has a datagram socket that its users share. The socket is connected to itself, and no
+// other socket may send to it. A put sends the descriptors of its item as one datagram, called an fd bundle,
+// and stores the bundle's id in the item. The receiver of the item peeks at the bundle, which opens the
+// descriptors. The bundle stays queued, because the next receiver needs it if this one dies.
 //
 // All of this runs under the ring's lock. A put sends the bundle before it commits, so every existing item
-// has its bundle. If the put dies or fails in between, it leaves a bundle without an item. Old bundles are
-// removed from the front of the queue before each send and after each received item. The removal stops at the
-// first bundle whose item still exists.
+// has its bundle. If the put fails or its process dies in between, a bundle without an item remains. Old
+// bundles are removed from the front of the queue before each send and after each received item. The removal
+// stops at the first bundle whose item still exists.
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <algorithm>
@@ -112,7 +112,7 @@ int Ring::open_bundle(uint64_t id, std::vector<int>& descriptors) {
     }
     return descriptors.size() < label.count
                ? EMFILE
-               : 0;  // the kernel opens as many as its limits allow, without reporting why it stopped
+               : 0;  // the kernel opened as many as the limits allow, and reports no error
 }
 
 void Ring::drop_bundles() {

@@ -24,8 +24,8 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (map_incomplete_) return Step::NoMemory;
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
     const bool parks = is_parked(writer);
-    // An item that exceeds the remaining bytes must wait. The worker that has the turn never waits for the
-    // bytes of parked items, because only this worker can free them.
+    // An item that exceeds the remaining bytes must wait, unless it would be alone. For the worker that has
+    // the turn, parked items do not count here, because they stay until this worker ends its turn.
     const bool alone = parks ? all == 0 : inside + h_->claimed == 0;
     if (h_->bytes_in - h_->bytes_out + frame.size > most_inside() && !alone) {
         h_->short_of_memory = 1;
@@ -160,7 +160,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
 
 // --- take ---
 
-// Check the slot at the head, and the one that the session leased last.
+// Return whether the slot at the head and the session's newest leased slot are valid.
 [[gnu::always_inline]] inline bool Ring::head_is_valid(const Session* session) const {
     const Slot* slot = at<Slot>(h_->head);
     if (!slot_exists(h_->head) || !payload_exists(slot)) return false;
@@ -193,7 +193,8 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     change.set(h_->leased, h_->leased + 1);
 }
 
-// Take the slot at the head, which was checked. `leases`: the session that gets the lease, or null.
+// Take the slot at the head, which the caller has checked. `leases`: the session that gets the lease, or
+// null.
 [[gnu::always_inline]] inline void Ring::take_head(Taken& taken, ReaderState* reader, Session* leases,
                                                    uint32_t session, Wakes& wakes) {
     Slot* slot = at<Slot>(h_->head);
@@ -252,9 +253,9 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     return Step::Done;
 }
 
-// Return an item to the FIFO, with its old number and deaths. Do nothing if another session has it now, or if
-// the channel is broken and the item lost anyway. (A small item of a plain reader gets a new slot, because
-// its slot was freed at once.)
+// Return an item to the FIFO, with its old number and deaths. Do nothing if another session has the item now,
+// or if the channel is broken, because the item is then lost anyway. (A small item of a plain reader gets a
+// new slot, because the get freed its old slot.)
 void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     if (h_->damaged || h_->state == BROKEN) {
         if (taken.held) release(taken.held, wakes);
@@ -323,8 +324,8 @@ void Ring::release(Slot* slot, Wakes& wakes) {
 // --- the end ---
 
 // Return whether this reader can get no more items. Other readers may still give back leased items. A reader
-// without leases waits for these, unless it could not get them anyway. A reader with leases does not wait,
-// because two readers that gather items (get_more) would wait for each other.
+// without leases waits for these, unless they could never go to this reader (`alone`). A reader with leases
+// does not wait, because two readers that gather items (get_more) would wait for each other.
 bool Ring::at_end_for(const ReaderState* reader) const {
     const bool goes = reader && (reader->alone || session(reader->session).leased > 0);
     return h_->state == CLOSED && is_exhausted() && (goes || h_->leased == 0);

@@ -2,12 +2,12 @@
 //
 // Invariant. An item gets its number when it is first taken, so numbers follow the FIFO order. Returned items
 // are therefore at the front, sorted by number, and the items behind them have no numbers yet. The number of
-// a returning item determines its position (`find_place`). It must not go to the head, because items with
-// lower numbers may have returned before it.
+// a returning item determines its position (`find_place`). The item must not simply go to the head, because
+// items with lower numbers may have returned before it.
 //
-// A session's lease list has the order in which the session took the items, and links rely on that. This may
-// differ from the order of the numbers: a reader with item 3 may then take item 1, which another reader gave
-// back.
+// A session's lease list keeps the order in which the session took the items, and links rely on this order.
+// It may differ from the order of the numbers: a reader that has item 3 may next take item 1, which another
+// reader gave back.
 #include <algorithm>
 #include <utility>
 
@@ -98,7 +98,7 @@ void Ring::give_back_replays(uint32_t index, uint64_t n, Wakes& wakes) {
     uint64_t p = s.lease_head;
     for (uint64_t left = n; left; --left, p = at<Slot>(p)->next) {
         if (!slot_exists(p) || !is_leased(at<Slot>(p))) return void(found_damage());
-        at<Slot>(p)->state |= Slot::REPLAY;  // this makes it a replay, even if this process dies now
+        at<Slot>(p)->state |= Slot::REPLAY;  // a replay from now on, even if this process dies
     }
     give_back_from(s, 0, s.lease_head, n, wakes);
 }
@@ -135,18 +135,18 @@ bool Ring::count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64
     for (uint64_t n = 0; n < most; ++n, last = rest, rest = at<Slot>(rest)->next) {
         if (!slot_exists(rest) || !is_leased(at<Slot>(rest))) return false;
         if (n >= suspects) continue;
-        // If this process dies before the commit, the death is counted twice, so `deaths` is one too high.
-        // This has no other effect.
+        // If this process dies before the caller commits, the next process that cleans up counts the death
+        // again, so `deaths` is one too high. This has no other effect.
         at<Slot>(rest)->state += Slot::DEATH;
         fault_point();
     }
     return true;
 }
 
-// Reserve leased items of a dead reader for its replacement. They may have killed the reader, so no other
-// reader should risk taking them (R10). The other leased items go back to all readers. `all`: reserve every
-// item, because no other reader may take it. If `blame` is not set, flowchan ended the reader itself, and no
-// item is suspected. Reserved items stay on lease.
+// Reserve leased items of a dead reader for its replacement. These items may have killed the reader, so no
+// other reader should risk taking them (R10). The other leased items go back to all readers. `all`: no other
+// reader may take any leased item, so reserve all of them. If `blame` is not set, flowchan ended the reader
+// itself, and no item is suspected. Reserved items stay on lease.
 void Ring::reserve_for(uint32_t from, uint32_t to, bool all, bool blame) {
     Session &s = session(from), &next = session(to);
     const bool suspect = blame && s.lease_head && s.at != Session::OURS;
@@ -235,7 +235,7 @@ void Ring::order(uint32_t index, Orders what, Wakes& wakes) {
     wakes.readers += h_->reader_queue.call_all();
 }
 
-// Give a session's reserved items back to all readers, because the session ends without trying them.
+// Give a session's reserved items back to all readers, because the session ends before it has taken them.
 void Ring::give_back_reserved(Session& s, Wakes& wakes) {
     if (h_->damaged) return;
     Change change(record(Side::Writer), windows_);

@@ -1,8 +1,9 @@
 // The memory of a ring: slots, their blocks, views of blocks, and the checks against damage.
 //
 // If no block of the needed class is free, one is cut from the uncut memory in the middle of the file. When
-// its slot becomes free, the block joins the free list of its class, so it is reused while the caches still
-// have it. When the middle is used up, `rebuild_lists` divides all memory outside of used blocks again.
+// its slot becomes free, the block joins the free list of its class. A put may then reuse it while it is
+// still in the CPU caches. When the middle is used up, `rebuild_lists` divides all memory outside of used
+// blocks again.
 //
 // Views. The receiver of an item with large buffers may read them in place. The slot then records that
 // session as its `viewer`. A call that would free the slot leaves it HELD for the viewer, which frees it
@@ -68,7 +69,8 @@ bool Ring::reserve_sessions(uint32_t n) {
     return true;
 }
 
-// Map the blocks and slots that another process has added. Before that, this process can neither put nor get.
+// Map the blocks and slots that another process has added. If that fails, this process can neither put nor
+// get.
 void Ring::map_growth() {
     const uint64_t upto = h_->map_blocks_to, from = h_->map_slots_from;
     if (upto > length_ || from < blocks_at_) return void(found_damage());
@@ -113,9 +115,9 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
     return slot;
 }
 
-// Return whether a put should wait for recycled memory. New memory must be found and cleared by the kernel,
-// which takes longer than copying the item, and no cache has it. After one put has waited in vain, no other
-// waits until readers have finished more items.
+// Return whether a put should wait for recycled memory. The kernel must find and clear new memory, which
+// takes longer than copying the item, and new memory is in no CPU cache. After one put has waited in vain, no
+// other put waits until readers have finished more items.
 bool Ring::lacks_warm_memory(uint64_t size, bool late) {
     const uint32_t cls = class_of(size);
     if (free_class(cls, std::min(cls + 5, CLASSES)) != CLASSES) return false;
@@ -201,8 +203,8 @@ void Ring::fill_free_lists(const std::vector<uint64_t>& heads, Change& change) {
 
 namespace {
 
-// Return the gaps between used blocks, which must be sorted. `top` is the start of the memory; it becomes the
-// end of the last used block.
+// Return the gaps between used blocks, which must be sorted. `top` is the start of the memory, and this
+// function sets it to the end of the last used block.
 std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
     const std::vector<std::pair<uint64_t, uint64_t>>& used, uint64_t& top) {
     std::vector<std::pair<uint64_t, uint64_t>> gaps;
@@ -248,9 +250,9 @@ void Ring::rebuild_lists(uint32_t cls) {
     };
     uint64_t top = blocks_at_;
     std::vector<Span> gaps = gaps_between(used, top);
-    // First cut blocks of class `cls` from all gaps, then other blocks. Keep one slot for the memory behind
-    // the gaps, because there may be no memory for another. Never cut blocks of class 1: a slot without a
-    // block has more room.
+    // First cut blocks of class `cls` from all gaps, then other blocks. Keep one free slot for the memory
+    // behind the gaps, because there may be no memory for a new slot. Never cut blocks of class 1: a slot
+    // without a block has more room.
     static_assert(UNIT < Slot::INLINE && Slot::INLINE <= 2 * UNIT);
     auto cut = [&](uint32_t piece, uint64_t& begin, uint64_t end) {
         const uint64_t start = block_start(begin, piece);
@@ -274,8 +276,8 @@ void Ring::rebuild_lists(uint32_t cls) {
 
 // Return whether a reader may read this slot's payload in place. The slot is about to be taken. A small
 // payload is copied even from a large block, so that its slot is freed at once. No reader may view the end of
-// the memory, because the largest item might need it. A few views spread over it would block the writer of
-// such an item.
+// the memory, because the largest item might need it. A few views spread over the end would block the writer
+// of such an item.
 bool Ring::may_view(const Slot* slot) const {
     if (slot->viewer()) return false;
     if (slot->kind == PINNED) return true;  // small, and viewed only while the reader uses the object
@@ -382,10 +384,12 @@ std::vector<Held> Ring::held() const {
     return all;
 }
 
-// --- damage --- Other processes write to this memory, and one of them may have a stray pointer. Every offset
-// is therefore checked before it is followed. Damage breaks the channel, but never crashes its users or makes
-// them read outside of the memory. No list is followed beyond its length, and a slot leaves a list only if
-// its state matches the list. After damage was found, no offset is followed.
+// --- damage ---
+//
+// Other processes write to this memory, and one of them may have a stray pointer. Every offset is therefore
+// checked before it is followed. Damage breaks the channel, but never crashes its users or makes them read
+// outside of the memory. No list is followed beyond its length, and a slot leaves a list only if its state
+// matches the list. After damage has been found, no offset is followed any more.
 
 // Check the order of the memory ranges: | blocks .. reserved_low | hole | reserved_high .. slots |
 bool Ring::memory_is_valid() const {
@@ -417,9 +421,9 @@ Step Ring::found_damage() {
     return Step::Broken;
 }
 
-// Return the result of a put that finds no memory. It waits until some is freed, unless none is in use. If
-// this process lacks address space, it waits only while some reader has a port. Otherwise, a caller that is
-// itself the only reader would wait forever.
+// Return the result of a put that finds no memory. The put waits until memory is freed, unless none is in
+// use. If this process lacks address space, the put waits only while some reader has a port. Otherwise, a
+// caller that is itself the only reader would wait forever.
 Step Ring::no_slot() {
     if (h_->damaged) return Step::Broken;
     const bool waits = h_->slots_used && (h_->readers || !unmapped);

@@ -1,6 +1,6 @@
-// Runs: batches of small items. A put or a get changes the words of the item's slot, and words that link and
-// count items. A run changes the latter only once. It is a single Change in the redo record, so all of it
-// happens or none does.
+// Runs: batches of small items. A put or a get changes the words of the item's slot, and the words that link
+// and count items. A run changes the words that link and count only once for all of its items. It is a single
+// Change in the redo record, so all of it happens or none does.
 //
 // A run contains only items that need no other changes. Items are handled one by one if they were given back,
 // are viewed, have descriptors, or must wait for a turn. The same applies to items that do not fit into the
@@ -9,13 +9,13 @@
 // Runs of a worker. A worker leases a run only while no other reader waits, and at most its share of the
 // items inside. It starts the items of the run one by one, without the lock. A reader that finds the channel
 // empty recalls half of the items that a run's worker has not started. A reader that takes another item
-// recalls all of them if the worker has been processing one item for some milliseconds. So a slow item does
-// not delay the items behind it.
+// recalls all of them if the worker has been processing one item for some milliseconds. A slow item therefore
+// does not delay the items behind it.
 //
-// Recalling follows the protocol of Cilk-5 (Frigo, Leiserson and Randall, 1998). The worker first writes `begun`
-// and then reads `run_limit`. The other reader, which holds the lock, first writes `run_limit` and then reads
-// `begun`. So at least one of them sees the other's value. The worker then takes the lock, and learns which
-// items it still has.
+// Recalling follows the protocol of Cilk-5 (Frigo, Leiserson and Randall, 1998). The worker first writes
+// `begun` and then reads `run_limit`. The other reader, which holds the lock, first writes `run_limit` and
+// then reads `begun`. So at least one of them sees the other's value. The worker then takes the lock, and
+// learns which items it still has.
 //
 // Invariants. The items of a run have consecutive numbers, and the worker finishes them in this order. All
 // started items except the last are finished, and their outputs were put. They stay on lease until the run
@@ -29,11 +29,13 @@ namespace flowchan {
 
 namespace {
 
-// How many words a Change needs for a run, besides those of each item.
+// How many words a Change needs for a run, in addition to the words of each item.
 constexpr uint64_t TO_PUT = 7, TO_TAKE = 9, TO_FREE = 6;
-// A run has at most this part of the channel's capacity, because items on lease take no place in the channel.
+// A run has at most capacity / PART_OF_CAPACITY items. Leased items do not count towards the capacity, so
+// this limits how many more items than `capacity` exist.
 constexpr uint64_t PART_OF_CAPACITY = 8;
-// Time between two checks for workers that are slow with an item of their run. The coarse clock may be slower.
+// Least time between two checks for workers that are slow with an item of their run. The resolution of the
+// coarse clock may make it longer.
 constexpr uint64_t SLOW_NS = 1'000'000;
 
 uint64_t started(const Session& s) {
@@ -159,8 +161,8 @@ bool Ring::may_start(ReaderState& reader) {
     return may;
 }
 
-// End a run early. Finish all started items except the last one, and give back the items behind that. Give
-// back the last one also, unless the worker keeps it.
+// End a run early. Finish all started items except the last one, and give back the items that were not
+// started. Also give back the last started item, unless the worker keeps it.
 void Ring::cut_run(ReaderState& reader, bool keeps_current, Wakes& wakes) {
     Session& s = session(reader.session);
     const uint64_t finished = std::min(s.begun, s.leased) - 1, kept = finished + keeps_current;
@@ -171,7 +173,7 @@ void Ring::cut_run(ReaderState& reader, bool keeps_current, Wakes& wakes) {
 }
 
 // Give back the items that the worker of a run has not started: all of them, or half. Return whether there
-// are any.
+// are any such items.
 bool Ring::recall(Session& s, bool all, Wakes& wakes) {
     const uint64_t before = started(s), leased = s.leased;
     if (before >= leased) return false;
@@ -195,8 +197,8 @@ bool Ring::recall_any(uint32_t index, Wakes& wakes) {
     return false;
 }
 
-// Recall all items from runs whose worker is still processing the same item as at the last check. So this
-// reader gets them before any item behind them.
+// If a worker is still processing the same item of its run as at the last check, recall all unstarted items
+// of the run. This reader then gets them before any item behind them.
 void Ring::recall_from_slow(uint32_t index, Wakes& wakes) {
     const uint64_t now = uint64_t(coarse_now_ns());
     if (now - h_->runs_checked_ns < SLOW_NS) return;
@@ -229,7 +231,7 @@ uint64_t Ring::all_started(uint64_t& unstarted) const {
     return finished;
 }
 
-// End the run of a dead worker. `committed`: the number of its last item with an output, plus one.
+// End the run of a dead worker. `committed`: one more than the number of its last item with an output.
 void Ring::finish_in_run(uint32_t index, uint64_t committed, Wakes& wakes) {
     Session& s = session(index);
     if (!s.run_limit) return;
@@ -241,8 +243,8 @@ void Ring::finish_in_run(uint32_t index, uint64_t committed, Wakes& wakes) {
     s.run_limit = 0;
 }
 
-// Free up to `most` of the oldest leases of a session. These are a run of items with the same size class and
-// no viewer, or a single item. Return how many were freed, or 0 if the memory is damaged.
+// Free up to `most` of the oldest leases of a session. They are either several items with the same size class
+// and no viewer, or a single item. Return how many were freed, or 0 if the memory is damaged.
 uint64_t Ring::free_run(Session& s, uint64_t most) {
     const uint64_t first = s.lease_head;
     Slot* run[Redo::MOST];

@@ -60,7 +60,7 @@ void Ring::adopt(uint32_t index) {
 
 // When a port moves to another process, move its views to a HOLDER. The former process may still use these
 // views, which must not end with the new process. Each slot takes one Change, so the process may die between
-// any two. (If all records are used, the views stay with the port.)
+// any two. (If no record is free, the views stay with the port.)
 void Ring::move_views(uint32_t index) {
     Wakes wakes;
     if (!memory_is_valid()) return void(found_damage());
@@ -86,8 +86,8 @@ void Ring::move_views(uint32_t index) {
     wake(wakes);
 }
 
-// End the copies and waits of a session that is ending, perhaps because its process was killed. `views`: also
-// end its views, because no process uses them any more.
+// End the copies and waits of a session that is ending, perhaps because its process was killed. `views`: no
+// process uses its views any more, so end these as well.
 void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     Session& s = session(index);
     if (!memory_is_valid()) found_damage();
@@ -104,8 +104,8 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     int64_t now = now_ns();
     auto leave = [now](WaitQueue& queue, uint32_t& in_queue) {
         const uint32_t n = in_queue;
-        // Clear this first. If the process dies before the subtraction, `waiting` is too high, which costs
-        // one useless wake-up. `waiting` must never be too low.
+        // Clear `in_queue` first. If the process dies before the subtraction, `waiting` stays too high, which
+        // costs one useless wake-up. `waiting` must never be too low.
         in_queue = 0;
         keep_order();
         fault_point();
@@ -136,16 +136,16 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     wake_all_writers(wakes);
 }
 
-// Return whether the session's views may be used after its end, because its process or a child of that
-// process may live.
+// Return whether the session's views may still be used after its end: its process, or a child of that
+// process, may be alive.
 bool Ring::may_still_view(uint32_t index) const {
     const Session& s = session(index);
     return s.views && (s.forked || s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));
 }
 
 // End a session. If `finished` is set, finish its leased items; otherwise give them back. `died`: the process
-// ended without closing the session. If the session was a writer's, the channel then has no clean end (C5),
-// unless it was already closed.
+// ended without closing the session. If a writer died, the channel has no clean end (C5), unless it was
+// already closed.
 void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     Session& s = session(index);
     if (s.role == Session::NONE) return;
@@ -165,7 +165,7 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     } else if (s.role == Session::RESUME) {
         change.set(h_->resumes, h_->resumes - 1);
     }
-    // From now on, any process that notices the viewing process's death may end this session.
+    // From now on, any process may end this session when it notices the death of the viewing process.
     if (looks) change.set(s.supervised, 0);
     change.set(s.role, looks ? Session::HOLDER : Session::NONE);
     change.commit();

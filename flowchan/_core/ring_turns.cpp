@@ -2,9 +2,9 @@
 //
 // Order (`ordered=True`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel, each
 // worker one item at a time. They put the outputs for i into another channel. Outputs for i = `turn` go
-// directly into the FIFO, and outputs for a later i are parked in i's group. When the worker of `turn`
-// reports that all outputs for i have been put, `turn` advances. The parked outputs of the new turn then
-// enter the FIFO. When the channel is closed, all parked outputs enter the FIFO.
+// directly into the FIFO, and outputs for a later i are parked in i's group. When the worker of item `turn`
+// reports that all outputs for this item have been put, `turn` advances. The parked outputs of the new turn
+// then enter the FIFO. When the channel is closed, all parked outputs enter the FIFO.
 //
 // Invariants. No outputs are parked for i = turn, or in a closed channel. Every parked i satisfies i - turn <
 // groups. Parked outputs always leave one of the `capacity` places to the worker of `turn`, so this worker
@@ -86,7 +86,7 @@ void Ring::advance(Wakes& wakes) {
     }
 }
 
-// Continue with the next turn, after `link` ended one.
+// Continue with the next turn after `link` has ended one.
 void Ring::turn_moved(Wakes& wakes) {
     const Group& g = group(h_->turn);
     if (g.count || g.complete) advance(wakes);
@@ -115,9 +115,11 @@ void Ring::start_turns_at(uint64_t number, Wakes& wakes) {
     wake_at_end(wakes);
 }
 
-// --- waiting for a turn --- A writer that waits for its turn sleeps on a word of its own session. So only
-// writers that can continue are woken, in the order of their numbers. No redo record covers this: if such a
-// writer dies, asleep or just woken, drop_copies removes it and counts the waiting writers again.
+// --- waiting for a turn ---
+//
+// A writer that waits for its turn sleeps on a word in its session. Only writers that can continue are
+// therefore woken, in the order of their numbers. No redo record covers this. If such a writer dies while it
+// sleeps or right after it was woken, drop_copies removes it and counts the waiting writers again.
 
 uint32_t Ring::await_turn(Session& s, uint64_t number, bool again) {
     h_->writer_queue.begin_wait(again);
@@ -141,7 +143,7 @@ void Ring::end_turn_wait(Session& s) {
     s.clock.end(true);
 }
 
-// Return whether an output of item `number` has room after `more` other outputs.
+// Return whether an output for item `number` would still have room after `more` other outputs.
 bool Ring::has_turn(uint64_t number, uint64_t more) const {
     const uint64_t inside = h_->puts - h_->takes + h_->claimed;
     if (number <= h_->turn) return inside < capacity_;

@@ -1,9 +1,9 @@
 // Select: waits in several wait queues at once.
 //
 // Algorithm. Enter all wait queues, try the operations, and sleep on the words of all queues (sleeping.hpp).
-// An operation that becomes possible after it was tried changes a word, because its queue was entered before.
-// A caller that leaves a queue without doing the operation there passes on the wake-up, which may have been
-// its own.
+// If an operation becomes possible after it was tried, a word changes, because the caller was already in the
+// queue. A caller that leaves a queue without doing the operation there passes on the wake-up that it may
+// have received.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -20,7 +20,7 @@ namespace {
 constexpr size_t MOST = 128;  // FUTEX_WAITV_MAX
 constexpr int64_t ASKED_AGAIN_NS = 5'000'000;
 constexpr size_t MOST_RECALLS = 8;
-// a limit is needed, because other processes may keep moving remote items
+// limits the rounds of `try_now`, because other processes may keep moving items
 constexpr size_t MOST_ROUNDS = 100;
 
 // The queue entries of one wait. The wait leaves all of them when it ends.
@@ -36,7 +36,7 @@ class WaitQueues {
     void leave_all(size_t used) {
         for (size_t i = 0; i < places_.size(); ++i) places_[i].leave(i != used);
     }
-    // Sleep until a word changes, or for `ns`. Return true if the time has passed.
+    // Sleep until a word changes, or for `ns`. Return true if the time is over.
     bool sleep(int64_t ns) {
         WithoutGil without;
         return sleep_on_any(words_, now_ns() + ns);
@@ -56,7 +56,7 @@ struct Operation {
     PyObject* item;                  // the item of a put (borrowed)
     nb::handle target;               // the channel or the port
     bool checks_only = false;        // takes no item, but succeeds when a get would not wait
-    Channel* owner_asked = nullptr;  // a remote channel whose owner may be asked, or null
+    Channel* owner_asked = nullptr;  // remote channel whose owner can be asked, or null
 
     Caller caller() const {
         Caller caller = side == Side::Writer ? writing(*ch, out, 0, false) : Caller{Side::Reader, in};
@@ -95,7 +95,7 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
     return op;
 }
 
-// Return whether a get would not wait, because the channel has an item or is drained.
+// Return Done if a get would not wait, because the channel has an item or is drained.
 Step check_ready(Channel& ch) {
     ch.with([](auto& transport) { check_for_dead(transport); });
     const Step step = locked(ch, [](auto& transport, Wakes&) {
@@ -183,7 +183,7 @@ bool ask_owners(const std::vector<Operation>& ops, std::vector<uint64_t>* moved 
 }
 
 // Before choosing among the operations that are possible in this process, ask the owners. Otherwise, remote
-// channels would be chosen less often than local ones. An owner that had nothing is not asked again for
+// channels would be chosen less often than local ones. An owner that could not help is not asked again for
 // ASKED_AGAIN_NS.
 void ask_other_owners(const std::vector<Operation>& ops) {
     const auto is_waiting_remote = [](const Operation& op) { return op.owner_asked && !is_ready(op); };
@@ -212,8 +212,8 @@ void ask_other_owners(const std::vector<Operation>& ops) {
 
 // Try all operations as if at one moment, so that an item moving from one channel to another is not missed.
 // If nothing moved between the first try and the last, there was a moment at which every operation would have
-// had to wait. This is a double collect. The owners count the moves of remote channels. Each round takes a
-// slow round trip, so their number is limited.
+// had to wait. This is a double collect. The owners count the moves of remote channels. Each round needs a
+// slow round trip to the owners, so the number of rounds is limited.
 static nb::object try_now(const std::vector<Operation>& ops) {
     std::vector<uint64_t> there_before;
     for (size_t round = 1;; ++round) {

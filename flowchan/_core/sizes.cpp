@@ -1,10 +1,11 @@
 // Estimates from samples how many bytes an item keeps alive.
 //
-// Buffers, strings and any `nbytes` count with their exact sizes. SAMPLES elements of a container stand for
-// all of them; in a list or a tuple, they are evenly spaced. Any other object consists of the parts that the
-// garbage collector would visit. At most TRIALS objects are visited per item, so a batch of 20,000 rows costs
-// no more than one of a hundred. A part that many items share (a class, a module, a function) counts as zero.
-// Other shared parts count for each item, because their sharing cannot be detected.
+// Buffers, strings and objects with an attribute `nbytes` count with their exact sizes. SAMPLES elements of a
+// container stand for all of them; in a list or a tuple, they are evenly spaced. Any other object consists of
+// the parts that the garbage collector would visit. At most TRIALS objects are visited per item, so a batch
+// of 20,000 rows costs no more than one of a hundred. A part that many items usually share (a class, a
+// module, a function) counts as zero. Other shared parts count for each item, because their sharing cannot be
+// detected.
 //
 // In a free-threaded interpreter, other threads may change the item at any time. All samples of an object are
 // therefore taken together, in its critical section, as new references. They are visited afterwards.
@@ -25,12 +26,12 @@ namespace {
 constexpr Py_ssize_t SAMPLES = 8;
 constexpr int TRIALS = 64, DEPTH = 8;
 
-// Some parts of an object, each with a reference.
+// Some parts of an object. A reference keeps each part alive.
 struct Samples {
     static constexpr size_t MOST = 2 * SAMPLES;
     PyObject* part[MOST];
     size_t count = 0;
-    Py_ssize_t among = 0;  // number of all parts
+    Py_ssize_t among = 0;  // number of parts that the samples stand for
 
     Samples() = default;
     Samples(const Samples&) = delete;
@@ -123,7 +124,7 @@ struct Estimate {
         return true;
     }
 
-    // Read `nbytes`, which tensors have, and also arrays that export no buffer.
+    // Read the attribute `nbytes`. Tensors have it, and so do arrays that export no buffer.
     static bool counted(PyObject* o, PyTypeObject* type, uint64_t& bytes) {
         static PyObject* const name = PyUnicode_InternFromString("nbytes");
         if (!_PyType_Lookup(type, name)) return false;

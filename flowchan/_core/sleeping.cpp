@@ -1,5 +1,5 @@
-// Since Linux 5.16, a thread can sleep on many words with futex_waitv. `sleep_by_turns` replaces the call if
-// it is missing or refused.
+// Since Linux 5.16, a thread can sleep on many words with futex_waitv. `sleep_by_turns` replaces the system
+// call if the kernel lacks or refuses it.
 #include "sleeping.hpp"
 
 #include "system.hpp"
@@ -18,8 +18,8 @@ std::atomic<bool> waitv_refused{false};
 std::atomic<uint32_t>& word(const WaitedWord& w) {
     return *reinterpret_cast<std::atomic<uint32_t>*>(w.uaddr);
 }
-// Without futex_waitv, sleep on one word, and poll the others at growing intervals. Polling adds up to 4 ms
-// of delay and costs 250 checks a second. A single word needs no polling.
+// Without futex_waitv, sleep on one word, and poll the others at growing intervals. Polling delays a wake-up
+// by up to 4 ms and costs at least 250 checks a second. A single word needs no polling.
 bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
     for (int64_t nap = 125'000;; nap = std::min<int64_t>(2 * nap, 4'000'000)) {
         if (std::any_of(words.begin(), words.end(), is_changed)) return false;

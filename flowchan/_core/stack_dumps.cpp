@@ -2,11 +2,12 @@
 //
 // Algorithm. Python's faulthandler installs a signal handler that writes the stacks of all threads to a file,
 // even while C code has the GIL. But a reader of that file cannot tell when a dump is complete. Our handler
-// therefore replaces it, and calls it between two marks. The option `chain` of faulthandler would not do: it
-// clears SA_RESTART, so signals would interrupt more system calls in C code.
+// therefore replaces Python's handler, and calls it between two marks. The option `chain` of faulthandler
+// does not help: it clears SA_RESTART, so signals would interrupt more system calls in C code.
 //
-// Invariants. After each signal, a dump begins. Dumps never overlap, because only one thread writes even if
-// several get signals at once. The handlers use only atomics and async-signal-safe functions.
+// Invariants. Each signal causes one dump, which begins after the signal. Dumps never overlap, because only
+// one thread writes, even if several threads get signals at once. The handlers use only atomics and
+// async-signal-safe functions.
 #include "stack_dumps.hpp"
 
 #include <errno.h>
@@ -21,7 +22,7 @@ using Handler = void (*)(int);
 
 // Bytes that never occur in a dump, because faulthandler escapes them.
 constexpr char DEATH = 1, BEGIN = 2, END = 3;
-constexpr unsigned DUMP_WITHIN_S = 1;  // for the dump of a dying process
+constexpr unsigned DUMP_WITHIN_S = 1;  // time limit for the dump of a dying process
 
 std::atomic<Handler> faulthandler{nullptr};
 std::atomic<int> signal_number{0}, file{-1};

@@ -12,7 +12,8 @@ namespace flowchan {
 
 namespace {
 
-// Smaller views are copied: that is as fast, and a process can have only about 65,000 mappings.
+// Views of fewer bytes are copied instead of mapped. A copy is as fast, and a process can have only about
+// 65,000 mappings.
 constexpr uint64_t MAPPED = 1 << 16;
 
 // A fork holds this mutex, so the child finds `live` consistent and can unlock it.
@@ -93,7 +94,7 @@ nb::object private_view(nb::handle self) {
     if (view.size >= MAPPED)
         p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, ring.fd(),
                  off_t(begin));
-    if (p == MAP_FAILED) {  // the view is too small for a mapping, or no mapping is left: make a plain copy
+    if (p == MAP_FAILED) {  // the view is too small, or no mapping is left: make a plain copy
         nb::object copy = View::copy_of(view.at, view.size);
         nb::inst_ptr<View>(copy)->writable = true;
         return copy;

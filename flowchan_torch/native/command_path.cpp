@@ -1,15 +1,15 @@
 // Issues commands for remote tensors without running Python code, provided that the command's template is
 // known.
 //
-// Algorithm. torch calls one kernel per operator for tensors with the dispatch key Python. start() registers
+// Algorithm. For tensors with the dispatch key Python, torch calls one kernel per operator. start() registers
 // the kernels of this file for that key. A kernel builds the key of the call as call_key() in
-// remote_tensor.py does, and looks it up in the operator's dictionary of templates. If it finds a template,
-// it does the same as issue() in remote_tensor.py. Otherwise, it leaves the call to torch's own function for
-// this dispatch key, which calls __torch_dispatch__.
+// remote_tensor.py does, and looks it up in the operator's dictionary of templates. If the dictionary has a
+// template, the kernel does the same as issue() in remote_tensor.py. Otherwise, the kernel leaves the call to
+// torch's own function for this dispatch key, which calls __torch_dispatch__.
 //
 // Invariants. A kernel changes nothing before it leaves a call to Python. C++ and Python share one
-// dictionary. If they ever built different keys for a call, the lookup would fail. This would cost time, but
-// would never yield a wrong template. All code here runs with the GIL, and appends a command to the buffer in
+// dictionary. If the two ever built different keys for a call, the lookup would fail. This would cost time,
+// but would never yield a wrong template. All code here holds the GIL, and appends a command to the buffer in
 // one step.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -80,7 +80,7 @@ size_t site_mask = 0;
 
 Object attribute(PyObject* object, PyObject* key) { return checked(PyObject_GetAttr(object, key)); }
 
-// Whether a code object is part of torch or flowchan. The code objects are never freed.
+// Records whether a code object is part of torch or flowchan. The code objects are never freed.
 std::unordered_map<PyCodeObject*, bool>* known_codes = nullptr;
 
 bool belongs_to_library(PyCodeObject* code) {
@@ -163,7 +163,7 @@ struct Layout {
             at::detail::computeStorageNbytes(sizes, strides, dtype.itemsize(), static_cast<size_t>(offset));
     }
 
-    // Return a tensor without memory, like torch.Tensor._make_wrapper_subclass.
+    // Return a tensor without memory, as torch.Tensor._make_wrapper_subclass does.
     Object tensor() const {
         c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, *device),
                              c10::GetAllocator(c10::kMeta), true);
@@ -184,7 +184,7 @@ struct Known {
     Client client;
     std::optional<Layout> output;         // set if the only result is a new tensor
     std::optional<size_t> changed_input;  // index of the input that is the result
-    std::optional<size_t> viewed;         // index of the input whose storage the view shares
+    std::optional<size_t> viewed;         // index of the input that is the view's base
     bool detaches = false;
 
     explicit Known(PyObject* found)
@@ -232,7 +232,7 @@ struct Call {
 struct Argument {
     bool scalar = false;  // see OpPlan.scalars
     bool dtype = false;
-    bool plain = false;  // Python gets the value without conversion
+    bool plain = false;  // torch passes the value to Python without conversion
     std::optional<IValue> standard;
     PyObject* name = nullptr;
 };
@@ -279,7 +279,8 @@ Object not_known(Call& call) {
     return Object(Py_NewRef(Py_None));
 }
 
-// Return the Python number inside a tensor that torch made from it. Python gets the number.
+// Return the number in a tensor that torch has made from a Python number. In the same call,
+// __torch_dispatch__ would get the number and not the tensor.
 Object wrapped_number(const at::Tensor& tensor, Call& call) {
     switch (tensor.scalar_type()) {
         case at::kDouble:
@@ -410,7 +411,8 @@ struct Kernel final : c10::OperatorKernel {
         return tuple_of(parts, [](Object& one) { return std::move(one); });
     }
 
-    // Issue the command of a call with a known template. If there is none, return false and change nothing.
+    // Issue the command of a call with a known template. If no template is known, return false and change
+    // nothing.
     bool issue(torch::jit::Stack& stack) const {
         Call call;
         Object found;
@@ -426,7 +428,8 @@ struct Kernel final : c10::OperatorKernel {
         }
         const Known* known = Known::of(found.it, results);
         if (!known) return false;
-        // Outside inference mode, Python gives the result for an inference tensor a version counter.
+        // Outside inference mode, detach() of an inference tensor returns one with a version counter, which
+        // only the Python code adds.
         if (known->detaches && !c10::InferenceMode::is_enabled() &&
             THPVariable_Unpack(call.inputs.at(0)).is_inference())
             return false;

@@ -1,21 +1,22 @@
 // Describes the device type of remote tensors to torch's C++ code: which devices exist, which one is current,
-// and the stream of each. Python reads and sets these values through the module at the end of this file.
+// and which stream each device has. Python reads and sets these values through the module at the end of this
+// file.
 //
 // Torch's own guard for Python devices does not suffice. Autograd runs each node of a backward pass under a
 // stream guard, whose destructor calls exchangeStream(). In torch's Python guard, that function is noexcept
 // and calls the Python method type_(). If an operation of the node has raised, its exception is still
 // pending, so no Python code may run. If the call to type_() then fails, the process aborts with "terminate
-// called without an active exception". If it clears the exception, the user gets "SystemError: run_backward
-// returned NULL without setting an exception".
+// called without an active exception". If type_() clears the exception, the user gets "SystemError:
+// run_backward returned NULL without setting an exception".
 //
-// In this guard, the functions that the engine calls run no Python code. Torch's guard also has only one
-// device, so an assertion in the engine fails for remote:1.
+// In this guard, the functions that the engine calls run no Python code. Torch's Python guard has a second
+// defect: it knows only one device, so an assertion in the engine fails for remote:1.
 //
 // Invariant: a backward pass runs in the thread that calls backward(). On a process's first pass, the engine
 // starts one thread per device that it finds. It asserts that no device is added later. A forked child of a
 // process with such threads cannot run a pass. load_file() therefore starts the engine before it registers
-// this guard, so the engine finds no device. Before it picks a thread for a remote node, the engine calls
-// some functions of this guard. All of them make it stay in the current thread.
+// this guard, so the engine finds no device. Before the engine picks a thread for a remote autograd node, it
+// calls some functions of this guard. Each of these functions makes the engine stay in the current thread.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -76,7 +77,8 @@ void wait_for(DeviceIndex index) {
 // The address of a device's byte serves as every event of that device.
 char places[128];
 
-// A node runs its commands in order, so it has one stream, and an event is a position in that stream.
+// A remote device runs its commands in order. It therefore has one stream, and an event is a position in that
+// stream.
 struct RemoteGuard final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType type() const override { return REMOTE; }
     DeviceIndex deviceCount() const noexcept override { return device_count; }
@@ -145,7 +147,7 @@ PyObject* set_count(PyObject*, PyObject* count) {
 }
 
 PyObject* start(PyObject*, PyObject* function) {
-    // Both are never freed, because torch may use them until the process ends.
+    // Neither object is ever freed, because torch may use both until the process ends.
     static const RemoteGuard* guard = nullptr;
     if (guard || at::isPrivateUse1HooksRegistered() || c10::impl::hasDeviceGuardImpl(REMOTE)) {
         PyErr_SetString(PyExc_RuntimeError, "remote: torch already has a device type of another package");

@@ -1,8 +1,8 @@
 // Checks that a ring satisfies the invariants of layout.hpp, ring_memory.cpp and ring_items.cpp.
 //
-// Every slot is in exactly one place. Lists have no cycles, and as many slots as their counters say. Totals
-// match their parts. The viewers that slots name exist, and count their views correctly. Offsets start at the
-// header, which begins the file.
+// Every slot is in exactly one place. No list has a cycle, and each has as many slots as its counter says.
+// Totals match their parts. The viewers that slots name exist, and have the right numbers of views. Offsets
+// are relative to the header, which is at the start of the ring's file.
 #pragma once
 
 #include <map>
@@ -21,7 +21,7 @@ struct Tolerance {
     // Some free slots may be in no list, because a process died in `rebuild_lists` or while taking a bare
     // slot.
     bool lost_free_slots = false;
-    // how many dead users a wait queue may still count, because the process that cleans up died as well
+    // how many dead users a wait queue may still count, because the process that removes them died as well
     uint32_t waiting = 0;
 };
 
@@ -215,7 +215,7 @@ class Check {
                 s.place() == SlotState::Filling)
                 wrong(name + " has a viewer and is marked " + std::to_string(int(s.place())));
             if (s.loaned() && s.place() != SlotState::Held) wrong(name + " is on loan and not HELD");
-            // If another session views the slot, only a user that copies it may hold it.
+            // If one session views the slot, another may hold it only to copy it.
             const bool copied = !s.loaned() && ring.session(s.owner()).role == Session::PLAIN;
             if (s.place() == SlotState::Held && s.owner() != s.viewer() && !copied)
                 wrong(name + " is held by another session than its viewer");
@@ -230,7 +230,7 @@ class Check {
         }
         equal("viewed_bytes", h.viewed_bytes, seen);
     }
-    // Return whether a slot is free but in no list, and the tolerance permits that.
+    // Return whether a slot is free but in no list, provided that the tolerance permits this.
     bool lost(uint64_t p) {
         return tolerance.lost_free_slots && slot(p)->place() == SlotState::Free && !where.count(p);
     }

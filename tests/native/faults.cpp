@@ -1,4 +1,4 @@
-// Fault points have no effect unless another file of the test program defines them.
+// The default `fault_point` does nothing. Another file of a test program may define one that replaces it.
 #include "faults.hpp"
 
 [[gnu::weak]] void flowchan::fault_point() {}

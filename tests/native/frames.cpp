@@ -1,12 +1,13 @@
-// Sends arbitrary data over a connection, like a hostile peer that knows the secret. The peer sends the
+// Plays a hostile peer that knows the secret and sends arbitrary data over a connection. The peer sends the
 // frames of an agent. It also changes, repeats, omits, cuts and inflates frames, and sends other bytes, all
 // in pieces of any size. Arguments: the mode (`model`, `owner` or `worker`), a seed, and the number of
 // frames.
 //
 // `model`: the link gets items for workers, and the test knows which frames are valid. The link must put each
-// valid frame once and in order, even across connections. An invalid frame must end the connection and have
-// no other effect. `owner` and `worker`: items and port states go in both directions. Which frames are valid
-// then depends on the link's threads, so the test only checks that items are intact and the rings consistent.
+// valid frame once and in order, even across connections. An invalid frame must end the connection and must
+// have no other effect. `owner` and `worker`: items and port states go in both directions. Which frames are
+// valid then depends on the link's threads, so the test only checks that items are intact and the rings
+// consistent.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -107,7 +108,8 @@ class Peer {
         pollfd here{fd_, POLLIN, 0};
         return poll(&here, 1, 0) > 0;
     }
-    // Wait until the link has handled all frames so far. Return whether the connection still exists.
+    // Wait until the link has handled all frames that were sent so far. Return whether the connection still
+    // exists.
     bool wait() {
         const uint64_t mark = draw_.any() >> 1;
         add_frame({.n = mark, .type = FrameType::PING});
@@ -118,7 +120,7 @@ class Peer {
     }
     static inline uint64_t sent_count = 0;  // frames on all connections
 
-    // Close the sending direction, and wait until the link has noticed.
+    // Close the sending direction, and wait until the link has reported the end of the connection.
     void end() {
         shutdown(fd_, SHUT_WR);
         while (next_frame()) {}
@@ -156,7 +158,7 @@ void sound(Ring& ring) {
 
 // --- model ---
 
-// One port of a stream, which is read as by a worker, and the items that must arrive next.
+// One port of a stream, the user that reads it as a worker would, and the items that must arrive next.
 struct Port {
     std::shared_ptr<Ring> ring = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     const uint32_t feed = open_session(*ring, Session::WRITER);
@@ -222,7 +224,7 @@ class Model {
     // Check the link's report of how many frames earlier connections delivered.
     void hear_states(Peer& peer) {
         for (auto& stream : ports_)
-            for (Port& port : stream) port.part = 0;  // an invalid frame may have ended the item
+            for (Port& port : stream) port.part = 0;  // the link reports what it still has
         for (std::set<std::pair<uint32_t, uint16_t>> received; received.size() < STREAMS * PORTS;) {
             const std::optional<Head> head = peer.next_frame();
             must(head.has_value(), "a new connection has ended early");
@@ -302,7 +304,7 @@ class Model {
                 head.size = draw_.number();
         }
         if (head.type == FrameType::END || head.type == FrameType::RECALL)
-            head.type = FrameType::OUT;  // the link itself would send END and RECALL
+            head.type = FrameType::OUT;  // only the link sends END and RECALL
         if (head.carries_item()) head.size = std::max(head.size, Message::LEAST);
     }
 
@@ -313,7 +315,7 @@ class Model {
         if (head.type != FrameType::ITEM && head.type != FrameType::OUTPUT && head.type != FrameType::MOVED &&
             head.type != FrameType::PULL)
             return false;
-        if (head.stream >= STREAMS) return true;  // the stream is not open yet, or no longer
+        if (head.stream >= STREAMS) return true;  // the stream may be closed, or not open yet
         // The streams have no outputs.
         if (head.type == FrameType::OUTPUT || head.type == FrameType::PULL) return false;
         if (head.port >= PORTS) return false;

@@ -1,9 +1,9 @@
 // The fault walk over groups. A member dies at the n-th fault point of two operations, for n = 1, 2, 3, …
 // until it survives. All survivors must complete the same number of operations with the right results, and
 // must end in the same way. In the mode "closes", another thread closes the member at the fault point
-// instead, which must look the same to the other members. Arguments: the number of the operation, the number
-// of members, the member that dies, the step between tested fault points, and "dies" or "closes". If the
-// third argument equals the second, both the first and the last member die.
+// instead. The other members must then behave as after a death. Arguments: the number of the operation, the
+// number of members, the member that dies, the distance between tested fault points, and "dies" or "closes".
+// If the third argument equals the second, both the first and the last member die.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -25,7 +25,7 @@ namespace {
 
 using namespace flowchan;
 
-constexpr size_t LARGE = 150'000;  // elements; they take several chunks
+constexpr size_t LARGE = 150'000;  // elements; their data needs several chunks
 constexpr int TIMES = 2;
 
 uint32_t remaining_points = 0;
@@ -198,7 +198,7 @@ void live(int fd, uint32_t rank, uint32_t slow, int operation, bool closes_inste
 }
 
 // Run a group in which the members in `dying` each end at their n-th fault point. Return whether none of them
-// reached it.
+// reached its n-th fault point.
 bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, uint32_t n, bool close_them,
                     Shared& shared) {
     new (&shared) Shared{};
@@ -240,8 +240,8 @@ bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, u
 
 }  // namespace
 
-// Kill the member at the chosen fault point, or close it in another thread. In the latter case, continue as
-// soon as that thread waits for the operation to end.
+// Kill the member at the chosen fault point, or close it in another thread. In the latter case, continue once
+// that thread no longer runs, because it then waits for the operation to end.
 void flowchan::fault_point() {
     if (!remaining_points || --remaining_points) return;
     if (!closes) raise(SIGKILL);

@@ -1,6 +1,6 @@
 // Random SIGKILLs. A source and the workers of a stage run as processes over two rings, and are killed
-// repeatedly, at any instruction. A supervisor like the one in flowchan/run returns their leased items,
-// starts replacements, and reads the outputs. Each output must arrive exactly once and, if the stage is
+// repeatedly, at any instruction. A supervisor returns their leased items and starts replacements, as the one
+// in flowchan/run does. It also reads the outputs. Each output must arrive exactly once and, if the stage is
 // ordered, in order. Unsupervised processes may also take part.
 #pragma once
 
@@ -91,11 +91,11 @@ class Kills {
     User sink;
     uint64_t passed = 0, kills = 0;
 
-    // These run in the processes.
+    // These functions run in the processes that may be killed.
     virtual void produce(User& writer) = 0;
     virtual void work(User& reader, User& writer) = 0;
     virtual void take_part() {}
-    // This runs in the supervisor.
+    // This function runs in the supervisor.
     virtual void after_read(bool) {}
 
   private:
@@ -145,8 +145,8 @@ class Kills {
             }
         }
     }
-    // Act like ActionExecutor._replace: open the replacement's ports, retire the writer, and then give the
-    // items back.
+    // Do the same as ActionExecutor._replace: open the replacement's ports, retire the writer, and then give
+    // the items back.
     void replace(Worker& worker, bool killed) {
         const Worker old = worker;
         worker = {};

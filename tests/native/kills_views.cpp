@@ -1,6 +1,6 @@
 // Random kills while readers view items in place and writers fill outputs in place. Sizes vary and memory is
-// short, so blocks are often cut between viewed ones. A payload's bytes follow from its number. They are
-// checked after the get and right before the view ends, to detect overwritten data.
+// short, so blocks are often cut between viewed ones. A payload's bytes are computed from its number. The
+// test checks them after the get and right before the view ends, to detect overwritten data.
 //
 // If the stage is unordered, unsupervised readers also take part. They take items and give them back, keep
 // views for a while, and fill memory that they never put.
@@ -70,12 +70,13 @@ class Viewers : public Kills {
             if (step == Step::Drained) break;
             must(step == Step::Done || step == Step::NotNow,
                  "a worker's read ended with " + std::to_string(int(step)));
-            // A worker must not wait with views, because they may surround the memory that the source needs.
+            // A worker must drop its views before it waits, because they may surround the memory that the
+            // source needs.
             if (step == Step::NotNow) drop_view(reader, 0);
             if (step == Step::Done) put(writer, value, reader.reader.number);
             drop_view(reader, random() % (MOST_SIGHTS + 1));
         }
-        // When the port closes, the remaining views are still open.
+        // Some views may remain, so that the port closes while they are still open.
         drop_view(reader, random() % (MOST_SIGHTS + 1));
     }
     void take_part() override {
@@ -89,7 +90,7 @@ class Viewers : public Kills {
                 step = reader.get(value, in_a_moment(), true);
             }
             if (random() % 2) lender.loan(1'000'000, SIZES[3 + random() % 4], in_a_moment());
-            const bool leaves_first = random() % 2;  // the session ends with the memory still on loan
+            const bool leaves_first = random() % 2;  // then the session ends while the memory is on loan
             if (leaves_first) lender.leave(true);
             reader.leave(false);
             for (uint64_t n = random() % 20'000; n; --n) cpu_relax();

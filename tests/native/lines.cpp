@@ -1,5 +1,6 @@
 // Counts the cache lines of shared memory that a small put and a small get write, by comparing the memory
-// before and after. A line that both write moves between the two cores for every item.
+// before and after. If the put and the get write the same line, the line moves between the cores of writer
+// and reader for every item.
 #include <set>
 
 #include "users.hpp"
@@ -49,8 +50,8 @@ int main() {
     const auto get = [&] { must(reader.get(value) == Step::Done, "get"); };
     for (int i = 0; i < 8; ++i) put();
     for (int i = 0; i < 40; ++i) put(), value += 1, get();
-    // The put and the get also write the line of the lock. The comparison misses that, because unlocking
-    // restores the line's content.
+    // The put and the get also write the line of the lock. The comparison misses this line, because unlocking
+    // restores its content, so add 1 to each count.
     const Lines of_put = written(ring, put), of_get = written(ring, get);
     const Lines of_next = written(ring, put);
     printf("a put writes %zu lines, a get %zu, both %ld; the get and the next put %ld\n", of_put.size() + 1,

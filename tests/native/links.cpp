@@ -1,6 +1,6 @@
 // Stress test of links. Remote workers process items over a link whose connection keeps breaking, and the
 // totals must be exact (R4). Arguments: the number of items, the number of workers, `ordered` or `unordered`,
-// and breaks per second (0: none). Runs with and without sanitizers.
+// and breaks per second (0: none). This program is built with and without sanitizers.
 #include <sys/socket.h>
 
 #include <random>

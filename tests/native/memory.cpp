@@ -1,7 +1,7 @@
 // Checks that free memory is found. A loan or a put must succeed if a slot is free and a block fits between
-// or behind the used blocks. It must not matter how the memory was cut before. One process uses random sizes
-// in random order. Items must keep their contents while they are on loan, in the channel or in view.
-// Arguments: seed, number of steps.
+// or behind the used blocks. This must hold for every way in which the memory was cut before. A single
+// process allocates and frees random sizes in random order. Items must keep their contents while they are on
+// loan, in the channel or in view. Arguments: seed, number of steps.
 #include <algorithm>
 #include <deque>
 #include <random>
@@ -65,7 +65,8 @@ class Memory {
         const std::string problems = check(ring);
         must(problems.empty(), problems);
     }
-    // Check that the largest item finds memory in spite of views. No item is in the channel or on loan.
+    // Check that the largest item finds memory although blocks are viewed, once no item is in the channel or
+    // on loan.
     void largest() {
         uint64_t got = 0;
         for (; !inside.empty(); inside.pop_front())
@@ -113,7 +114,7 @@ class Memory {
     std::deque<uint64_t> inside;
     uint64_t number = 0, hits = 0, misses = 0;
 
-    // The memory fills up in one phase and empties in the other.
+    // Return which of two phases this is: the memory fills up in one of them and empties in the other.
     bool phase() const { return number / 100 % 2; }
     uint64_t any_size() {
         const uint64_t most = std::max<uint64_t>(MAX_BYTES >> random() % 13, 16);

@@ -1,5 +1,6 @@
-// Keeps the send buffer of a link fuller than one call can empty. Checks that the bytes arrive unchanged, and
-// that no allocation grows large. Arguments: the number of rounds, and the number of bytes to copy per round.
+// Keeps more bytes in a link's send buffer than one system call can send. Checks that the bytes arrive
+// unchanged, and that no allocation grows large. Arguments: the number of rounds, and the number of bytes to
+// copy per round.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -48,8 +49,8 @@ void run(uint64_t rounds, uint64_t copied) {
             for (uint64_t i = 0; i < uint64_t(n); ++i, ++have) {
                 const uint64_t place = have % round;
                 const char right = place < copied ? byte_at(have / round + place) : lies[place - copied];
-                // Do not use `must`, which would make a string per byte and take 100 times as long as the
-                // comparison.
+                // Do not use `must`, which would make a string for each byte and take 100 times as long as
+                // the comparison.
                 if (came[i] != right) die("byte " + std::to_string(have) + " is wrong");
             }
         }

@@ -5,7 +5,7 @@
 namespace testing {
 
 #if defined(PLANT_ASAN)
-// Read one byte behind a heap payload.
+// Read one byte behind the end of a heap payload.
 void plant(flowchan::Ring& ring) {
     std::vector<char> payload(ring.header().capacity);
     volatile size_t size = payload.size();
@@ -13,7 +13,8 @@ void plant(flowchan::Ring& ring) {
     (void)seen;
 }
 #elif defined(PLANT_UBSAN)
-// Shift by the full width of a word, because no payload has this block class.
+// Ask for the size of a block class that does not exist, so that class_size() shifts a word by at least its
+// width.
 void plant(flowchan::Ring&) {
     volatile uint32_t cls = flowchan::CLASSES + 4 * 64;
     volatile uint64_t size = flowchan::class_size(cls);

@@ -1,10 +1,10 @@
-// Stress test of rings. Processes and threads start together and use rings through the core's own waiting
-// loop, and the totals must be exact. Arguments: `threads` (some map the ring a second time) or `processes`,
-// and the number of items per party. Runs with and without sanitizers.
+// Stress test of rings. Several threads or processes start at the same moment and use rings through the
+// core's own waiting loop. The totals must be exact. Arguments: `threads` (some map the ring a second time)
+// or `processes`, and the number of items per party. This program is built with and without sanitizers.
 //
-// The thread sanitizer can follow threads that share one Ring, because its lock is a pthread mutex. It cannot
-// follow threads that use a second mapping of the memory. They take part anyway, because the core must work
-// at every address. The sanitizers also check the copies of payloads, which are made without the lock.
+// The thread sanitizer can follow threads that share one Ring, because the ring's lock is a pthread mutex. It
+// cannot follow threads that use a second mapping of the memory. They take part anyway, because the core must
+// work at every address. The sanitizers also check the copies of payloads, which are made without the lock.
 #include <sys/mman.h>
 #include <sys/wait.h>
 
@@ -145,8 +145,8 @@ void many_to_many(bool processes, uint64_t each) {
     checked(one, "the channel");
 }
 
-// Plain users keep getting items and putting them back, and copy them without the lock. Some keep views of
-// items that they take, and fill items in place.
+// Plain users repeatedly get items and put them into the ring again, and copy them without the lock. Some
+// users keep views of the items that they take, and fill items in place.
 void round_and_round(bool processes, uint64_t turns) {
     constexpr uint64_t USERS = 4, ITEMS = 5;
     Ring one(8, 1 << 20);  // room for all items, so that the last put does not wait forever

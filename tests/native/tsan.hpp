@@ -7,8 +7,8 @@
 #include <ctime>
 
 #if defined(__SANITIZE_THREAD__)
-// GCC's thread sanitizer does not intercept this function, so forward it to `pthread_mutex_timedlock`, which
-// it does intercept.
+// GCC's thread sanitizer does not intercept this function, so forward each call to `pthread_mutex_timedlock`,
+// which the sanitizer does intercept.
 extern "C" int pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
     timespec now, real;
     clock_gettime(clock, &now);

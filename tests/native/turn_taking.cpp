@@ -1,6 +1,7 @@
-// Simulates turn-taking between two processes that compete for a ring. Each starts an operation as soon as it
-// can take the ring, and does other work in between for the given time in ns. Prints how many runs the
-// operations formed, and how many rests the processes took.
+// Simulates turn-taking between two processes that compete for a ring. Each process works for a given time
+// between two operations, and starts the next one as soon as it can take the ring. Prints how many runs
+// (consecutive operations of one process) there were, and how many rests the processes took. Arguments: the
+// first process's working time in ns, the second's, and the number of operations.
 #include <cstdio>
 #include <cstdlib>
 
@@ -23,7 +24,7 @@ struct Side {
 int main(int argc, char** argv) {
     if (argc != 4) return 2;
     constexpr int64_t NS = 3, AT_HOME = 50 * NS,
-                      // cost of an operation if its cache lines are in this core's cache, or in the other's
+                      // time of an operation: with its cache lines in this core's cache, or in the other's
         NOT_WAITING = 600 * NS;
     const uint64_t operations = std::strtoull(argv[3], nullptr, 10);
     Side sides[2];

@@ -1,5 +1,5 @@
 // Helpers for the native test programs: messages whose every byte can be checked, and users of a ring. Users
-// put and take like puts.cpp and gets.cpp, with the core's own waiting loop.
+// put and take as puts.cpp and gets.cpp do, with the core's own waiting loop.
 #pragma once
 
 #include <array>
@@ -28,8 +28,8 @@ inline void must(bool holds, const char* what) {
     if (!holds) die(what);
 }
 
-// A number, filled up to `size` bytes that depend on it. Messages above 256 bytes are sent as BYTES or as the
-// given `kind`. Above Taken::LOCAL, they take a large put.
+// A number, followed by bytes that are computed from it, up to `size` bytes in total. Messages above 256
+// bytes are sent as BYTES or as the given `kind`. Messages above Taken::LOCAL bytes need a large put.
 struct Message {
     static constexpr uint64_t LEAST = sizeof(uint64_t), CYCLE = 256;
     std::vector<char> bytes;
@@ -76,7 +76,7 @@ struct Message {
     }
 };
 
-// Run an operation under the lock. It must be possible without a wait.
+// Run an operation under the lock. The operation must not have to wait.
 template <class Op>
 auto locked(Ring& ring, Op&& op) {
     Wakes wakes;
@@ -151,7 +151,7 @@ struct User {
         locked.unlock(wakes);
         return step;
     }
-    // Get a message, as get_step in gets.cpp does. `more`: keep the items already on lease.
+    // Get a message, as get_step in gets.cpp does. `more`: keep the leases of earlier items.
     Step get(uint64_t& value, Deadline deadline = {}, bool more = false) {
         Step step = perform(
             ring, [&](bool) { return Caller{Side::Reader, this, session}; },

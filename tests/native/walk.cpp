@@ -1,8 +1,8 @@
-// `walk EVERY [NAME …]` walks the named operations, or all of them. It prints a line per operation: its name,
-// and two counts. The first is how many of its steps were tried as the point of death. The second is how many
-// steps of the recovery were tried as the point of death of a second process. This covers one of every EVERY
-// fault points. The walk stops at the first violation. `list` only prints the names. `planted` walks an
-// operation that must fail.
+// `walk EVERY [NAME …]` walks the named operations, or all of them. For each operation, it prints a line with
+// the name and two numbers. They say how often a process was killed in the operation, and how often a second
+// process in the recovery. The walk kills a process at each fault point of the operation, and a second
+// process at every EVERY-th fault point of the recovery. The walk stops at the first violation. `list` only
+// prints the names. `planted` walks an operation that must fail.
 #include "walk.hpp"
 
 #include <algorithm>

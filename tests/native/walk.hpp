@@ -1,6 +1,6 @@
 // The fault walk: a process dies at the n-th fault point of an operation, for n = 1, 2, 3, … until it
-// survives. After each death, other processes continue from the state that it left. The walk is then
-// repeated, and a second process dies at each step of the recovery.
+// survives. After each death, other processes continue from the state that it left. The walk then repeats
+// this death, and kills a second process at the fault points of the recovery, one after another.
 //
 // The core is compiled with FLOWCHAN_FAULTS. It calls `fault_point` before and after each store in a critical
 // section, after taking the lock, and before releasing it.
@@ -37,13 +37,14 @@ struct Scenario {
     std::string name;
     uint64_t capacity = 16, max_bytes = 1 << 20;
     bool has_in = true, has_out = false;
-    // Whether a second process dies during the recovery. False if another scenario covers the same steps.
+    // Whether to kill a second process during the recovery. This is false if another scenario covers the same
+    // steps.
     bool twice = true;
     Tolerance tolerance{};
     std::function<void(Scene&)> prepare = [](Scene&) {};
     std::function<void(Scene&)> act;  // runs in the process that dies
     std::function<void(Scene&)> take_over = [](Scene&) {
-    };  // runs after the death instead of a supervisor, perhaps twice
+    };  // does the supervisor's work after the death; may run twice
     // Return what `in` may contain after the death.
     std::function<Lists(int done)> allowed = [](int) { return Lists{}; };
     std::function<void(Scene&, int done)> look = [](Scene&, int) {};  // more checks
@@ -56,7 +57,7 @@ struct Walked {
     long recoveries = 0;  // how many of the recovery's steps killed a second process
 };
 
-inline long fault_left = 0;  // fault points until this process dies; 0: it survives
+inline long fault_left = 0;  // number of fault points until this process dies; 0: it survives
 
 inline void find_dead(Ring& ring) {
     locked(ring, [&](Wakes& wakes) {
@@ -77,8 +78,8 @@ class Walk {
     Walked run() {
         Walked walked;
         for (long m = 1;; ++m) {
-            // If n is 0, the recovery survives. Each step m of the operation starts with another n, so that
-            // several steps together try every fault point of the recovery.
+            // If n is 0, no process dies in the recovery. The first n above 0 depends on m, so that several
+            // steps m together try every fault point of the recovery.
             for (long n = 0;; n += n ? every : 1 + m % every) {
                 at = scenario.name + ", dead at step " + std::to_string(m) +
                      (n ? ", recovery at " + std::to_string(n) : "");
@@ -200,7 +201,7 @@ class Walk {
         for (uint64_t value : values) text += " " + std::to_string(value);
         return text.empty() ? " nothing" : text;
     }
-    // Read a closed ring to its end. No other user exists, so no read may have to wait.
+    // Read a closed ring to its end. Nothing else uses the ring, so a read that must wait is an error.
     static Values drain(User& one, User& other) {
         Values values;
         for (int i = 0; i < 10'000; ++i) {
@@ -215,7 +216,7 @@ class Walk {
                  "a read of the remaining items ended with " + std::to_string(int(step)) + " after" +
                      text(values));
             Header& h = one.ring.header();
-            uint64_t views = 0;  // how many views there are, because a viewed slot stays in use
+            uint64_t views = 0;  // number of views; each keeps a slot in use
             for (const Session& s : h.sessions()) views += s.views;
             must((cut_off ? one.ring.broken() : one.ring.drained()) && h.slots_used == views && h.leased == 0,
                  "the channel still contains items");

@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint64_t SMALL = 300, LARGE = 6000;
 
-// Fill a frame like the payloads of codec.cpp: the second word is the id of the fd bundle.
+// Fill a frame in the layout that codec.cpp uses, where the second word is the id of the fd bundle.
 void fill(const Message& message, Frame& frame, int fd) {
     message.fill(frame);
     frame.kind = BUNDLE;
@@ -48,7 +48,7 @@ void must_open(Ring& ring, const char* payload) {
     must(close(descriptors[0]) == 0, "its fd bundle has no descriptor");
 }
 
-// Check that each item inside has a bundle, and that the next check removes bundles without an item.
+// Check that the bundle of each item inside can be opened.
 void bundles_are_right(Scene& scene) {
     Ring& ring = *scene.in;
     locked(ring, [&](Wakes&) {

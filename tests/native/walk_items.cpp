@@ -162,7 +162,8 @@ Scenario leasing(const char* name, uint64_t size, int batch, bool runs = false) 
     };
     s.take_over = [](Scene& scene) { scene.users[0].leave(false); };
     s.allowed = [=](int done) {
-        // Acknowledging a batch takes one Change per item.
+        // Acknowledging a batch takes one Change per item, so a death may leave a part of the batch
+        // unacknowledged.
         Lists lists;
         int least = std::max(0, done - 1) * batch, most = std::min(done, 2) * batch;
         for (int gone = least; gone <= most; ++gone) lists.push_back(Values(all.begin() + gone, all.end()));
@@ -223,7 +224,7 @@ Scenario putting_back(const char* name, uint64_t size, bool leases) {
     return s;
 }
 
-// The ring needs more slots and blocks than were reserved for it at first.
+// The ring needs more slots and blocks than it reserved when it was made.
 Scenario growing() {
     Values before;
     for (uint64_t i = 0; i < 79; ++i) before.push_back(100 + i);

@@ -1,4 +1,4 @@
-// The fault walk over memory: loans, and dividing memory into blocks again.
+// The fault walk over loans, and over `rebuild_lists`, which divides the memory into blocks again.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -150,8 +150,8 @@ Scenario putting(const char* name, std::vector<uint64_t> sizes) {
     return s;
 }
 
-// Many items have cut the memory into more blocks than fit into max_bytes. All of them are free, but none has
-// the right size.
+// Many items have cut the memory into blocks that are larger than max_bytes in total. All of them are free,
+// but none has the right size.
 Scenario all_free() {
     Scenario s = putting("cut memory again, all of it free", {15'000, 8, 3000});
     s.max_bytes = 30'000;

@@ -146,7 +146,7 @@ Scenario giving_back_between() {
     return s;
 }
 
-// Each leased item is finished with one Change. If the process dies, the others go back.
+// Each leased item is finished with one Change. If the process dies in between, the unfinished items go back.
 Scenario finishing() {
     Scenario s = giving_back("end a session, its items finished", 2);
     s.act = [](Scene& scene) { scene.users[0].leave(true); };

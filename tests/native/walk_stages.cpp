@@ -1,6 +1,6 @@
-// The fault walk over a stage's worker, which leases items from `in` and puts outputs into `out`. Whenever it
-// dies, its replacement gets its items. Each output must appear exactly once and, if the stage is ordered, in
-// order.
+// The fault walk over a stage's worker, which leases items from `in` and puts outputs into `out`. After the
+// worker's death at any fault point, its replacement gets its items. Each output must appear exactly once
+// and, if the stage is ordered, in order.
 #include <algorithm>
 #include <utility>
 
@@ -14,7 +14,7 @@ struct Kind {
     bool ordered, single;
     uint64_t size;  // bytes per output
 };
-using Outputs = std::vector<Values>;  // by item number
+using Outputs = std::vector<Values>;  // the outputs for each item, by item number
 
 // Put all outputs for an item, and then report it as finished.
 void produce(Scene& scene, User& writer, uint64_t item, const Values& outputs, uint64_t size) {
@@ -32,7 +32,7 @@ User writer_of(Scene& scene, const Kind& kind) {
 void adopt(User& user) {
     locked(user.ring, [&](Wakes&) { user.ring.adopt(user.session); });
 }
-// Act like a supervisor after a worker's death. The supervisor may die as well, so this may run twice.
+// Do what a supervisor does after a worker's death. The supervisor may die as well, so this may run twice.
 void retire(User& writer, const std::vector<uint64_t>& items) {
     locked(writer.ring, [&](Wakes& wakes) {
         if (writer.ring.session(writer.session).role == Session::WRITER)
@@ -83,8 +83,8 @@ Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Val
     return s;
 }
 
-// The channel is closed while outputs for items 1 and 3 are parked. Those for items 0 and 2 can no longer be
-// put.
+// The channel is closed while outputs for items 1 and 3 are parked. Outputs for items 0 and 2 can no longer
+// be put.
 Scenario closing(const char* name, Kind kind) {
     Scenario s{name};
     s.has_in = false, s.has_out = true;
@@ -229,7 +229,7 @@ Scenario working(const char* name, Kind kind, Outputs outputs, int again = -1) {
     return s;
 }
 
-// Act like a supervisor after a reader's death. The supervisor may die as well, so this may run twice.
+// Do what a supervisor does after a reader's death. The supervisor may die as well, so this may run twice.
 void reserve_for(User& from, User& to, bool all = false) {
     locked(from.ring, [&](Wakes& wakes) {
         if (from.ring.session(from.session).role != Session::READER) return;
@@ -241,8 +241,8 @@ void reserve_for(User& from, User& to, bool all = false) {
 // A reader has died in user code with items 1 and 2 on lease. Only its replacement gets them, in order, and
 // no other reader waits for them. User 0 is the dead reader, users 1 and 2 are its replacements, and user 3
 // is another reader. `tried`: the first replacement works on one item, and then dies outside of user code.
-// Only its untouched item then stays reserved for the next replacement. `all`: the reader died outside of
-// user code, and all its leased items are reserved.
+// Only the item that it has not touched then stays reserved for the next replacement. `all`: the reader died
+// outside of user code, and all its leased items are reserved.
 Scenario handing_on(const char* name, bool tried, bool all = false) {
     Scenario s{name};
     s.twice = !tried;

@@ -1,4 +1,5 @@
-// The fault walk over views: blocks that are read in place and stay in view, wherever their slots go.
+// The fault walk over views. A view of a block must last until its reader drops it, even if the block's slot
+// moves to another list.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -44,7 +45,7 @@ void nothing_left(Scene& scene) {
     must(scene.in->header().slots_used == 0, "a slot is left");
 }
 
-// Return what may be left of `all` when `least` to `most` items have gone.
+// Return the lists that may be left of `all` after its first `least` to `most` items have gone.
 Lists gone(const Values& all, int least, int most) {
     Lists lists;
     for (int n = std::min<int>(least, int(all.size())); n <= std::min<int>(most, int(all.size())); ++n)
@@ -201,7 +202,7 @@ Scenario holding_plain() {
     return s;
 }
 
-// A process dies while it views slots in every place and has memory on loan. The process that cleans up also
+// A process dies while it views slots in every state and has memory on loan. The process that cleans up also
 // dies.
 Scenario died(const char* name, bool supervised) {
     const Values all{1, 2, 3, 4, 5};

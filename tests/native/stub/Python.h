@@ -1,5 +1,5 @@
-// What blocking.hpp needs of Python.h in a program without an interpreter, which has no GIL and no signal
-// handlers.
+// Replaces Python.h for blocking.hpp in a program without an interpreter, and therefore without a GIL and
+// signal handlers of Python.
 #pragma once
 
 struct PyObject;
