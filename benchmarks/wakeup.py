@@ -27,7 +27,7 @@ ISOLATES = (
 
 QUANTILES = (0.5, 0.99, 0.999)
 PAUSE = 0.002
-# Unmeasured wake-ups, because the first put of a multiprocessing.Queue starts a thread.
+# Number of wake-ups that are not measured, because the first put of a multiprocessing.Queue starts a thread.
 WARM_UP = 10
 
 

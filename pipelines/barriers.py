@@ -114,7 +114,7 @@ class Barrier:
                     return index
             gate.get(timeout)
         except ChannelError as error:
-            generation.abort()  # break it completely: the thread that began to do so may have died
+            generation.abort()  # the thread that began to break the barrier may have died before it finished
             raise threading.BrokenBarrierError from error
         return index
 

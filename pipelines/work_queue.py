@@ -28,13 +28,15 @@ POLL_INTERVAL_S = 0.1
 """Seconds between two checks while the owner waits for the last answers."""
 
 ANSWERS = {"threads": 10**12, "processes": 10**7, "hosts": 10**7}
-"""Maximum number of unread answers, more than fit into memory. Between processes, the number is smaller
-because each slot costs 256 bytes of address space.
+"""Maximum number of unread answers: so large that memory runs out first.
+
+Between processes, the number is smaller, because each slot costs 256 bytes of address space.
 """
 
 OWNER_TIMEOUT_S = 10.0
-"""Maximum seconds between the claim of a name and the publication of its queue. A live creator needs
-microseconds.
+"""Maximum seconds between the claim of a name and the publication of its queue.
+
+A creator needs only microseconds for this, so one that takes longer has probably died.
 """
 
 

@@ -47,8 +47,8 @@ from support.long_files import LONG_FILES  # noqa: E402
 from support.optional_packages import loads_large  # noqa: E402
 from support.preloaded_programs import TORCH, SharedTemplate, Template  # noqa: E402
 
-# This is more than two cores can run at once, because tests wait for about half of the time. A test that
-# hangs ends its process.
+# This number exceeds the two cores, because tests spend about half of their time waiting. A test that hangs
+# ends its process.
 SIDE_BY_SIDE = 5
 LEAST_BYTES = 50_000
 """Size of the last groups. The size of a file is a rough measure of the time that its tests take."""
@@ -59,7 +59,7 @@ IMPORTED = {
     "without": SMALL,
     "with": (*SMALL, "torch", "flowchan.pipelines.sequential"),
 }
-"""Modules that each group would import. pytest's plugins are missing, because it rewrites them on import."""
+"""Modules to import once for all groups. pytest's plugins are missing, because pytest must rewrite them."""
 END_WITHIN_S = 20.0
 """Seconds that interrupted pytest processes have for their teardown."""
 PASSED, FAILED, NO_TESTS = 0, 1, 5

@@ -220,7 +220,7 @@ def _arrow(edge: Edge, picture: Picture, vertical: bool) -> dict[str, Any]:
         attributes |= {"style": "dashed"}
         if not picture.wraps:  # an arrow that points back must not affect the layout
             attributes |= {"constraint": "false"}
-    elif picture.wraps:  # outweighs the invisible arrows between rows, which would bend the rows
+    elif picture.wraps:  # otherwise, the invisible arrows between rows would bend the rows
         attributes |= {"weight": "20"}
     if edge.errors:
         attributes |= {"color": RED, "fontcolor": RED, "style": "dashed"}

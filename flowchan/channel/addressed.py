@@ -74,7 +74,7 @@ class Addressed:
 
     def _ended(self, port: Out[Any], end: Closed) -> None:
         """Report an item whose channel is closed."""
-        # if the channel is open, a signal handler has raised the error, which is about another channel
+        # If the channel is open, the error comes from a signal handler and is about another channel.
         if self._unwanted is None or not port.channel.closed or self.closed:
             raise end
         self._unwanted()

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MOST = 127  # waits per thread: futex_waitv allows 128, and the watcher needs one to be woken itself
+MOST = 127  # waits per thread: futex_waitv allows 128, and one of them is for waking the watcher
 SLICE = 0.1
-"""Seconds between checks for the end of the watcher's loop, and for the death of a process that should have
-woken a waiter."""
+"""Seconds between checks whether the watcher's loop has ended, or a process has died that should have woken a
+waiter."""
 LONG = 1.0
 """Replaces ``SLICE`` if only this process uses the channels, because no other process can then die."""
 

@@ -47,7 +47,7 @@ hears_aborts = ContextVar("hears_aborts", default=None)
 _NO_LIMIT = 2**64 - 1
 LARGEST = 10**15
 _BY_TRANSPORT: Any = object()
-"""Default of ``capacity``; it cannot be ``None``, which means no limit."""
+"""Default of ``capacity``. The default cannot be ``None``, because ``None`` means no limit."""
 _UNBOUNDED = 2 * LARGEST  # more items than memory can hold, and more than a caller may request
 _MOST_BY_DEFAULT = 16 << 30
 

@@ -53,8 +53,8 @@ MEMINFO = Path("/proc/meminfo")
 _BYTES_PER_ITEM = 64
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT)
 _BYTES_PER_CHANNEL = 64 * 1024
-# Maximum number of ports of a channel between processes. Its table also has room for processes without a
-# port.
+# Maximum number of ports of a channel between processes. The channel's table also has entries for processes
+# without a port.
 _MOST_PORTS = 4096
 _MOST_SELECTED = 128  # maximum number of operations in one select; Linux cannot wait for more
 

@@ -28,7 +28,7 @@ from flowchan.transport.tcp import joined, listen
 
 _OWN_END = 1.0  # seconds that the other ranks get to exit after a failure, before they are sent SIGTERM
 _POLL_INTERVAL_S = 0.05
-_FOLLOWED = ("MemberDied", "MemberLeft")  # errors of ranks that only follow from another rank's failure
+_FOLLOWED = ("MemberDied", "MemberLeft")  # errors that a rank raises only because another rank has failed
 
 _GUARD = """
 import os, sys
@@ -83,7 +83,7 @@ class Logs:
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
-            # The buffer is empty unless a write failed, and then the error has already been reported.
+            # close() fails only if an earlier write failed, and that error has already been reported.
             with contextlib.suppress(OSError):
                 file.close()
 
@@ -223,7 +223,7 @@ class LaunchJob:
     ) -> None:
         self._shutdown_timeout = shutdown_timeout
         self.interrupted_by = 0  # number of the first signal, if any
-        # Ranks that failed before any rank was asked to end, in the order in which this was noticed.
+        # Ranks that failed before any rank was asked to end, in the order in which the launcher noticed.
         self._failed: list[Rank] = []
         self._end_by = float("inf")
         self._kill_by = float("inf")
@@ -233,7 +233,7 @@ class LaunchJob:
         try:
             for local in range(count):
                 cores = cores_for(local, count) if pin else []
-                # An interrupt inside this block could leave a rank that no process would kill.
+                # An interrupt inside this block could leave a running rank that no process would kill.
                 with interrupts_deferred():
                     self.ranks.append(
                         Rank(first + local, command, environ | {"LOCAL_RANK": str(local)}, tell, cores)

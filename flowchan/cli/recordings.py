@@ -102,7 +102,7 @@ def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Grap
         origin = Origin(stage.name, "out")
     (*_, last) = stages
     ends = () if last.operator.result else streams_of(alone, last)
-    # A single item gets no reader for errors, so that a failure ends the run and its traceback is shown.
+    # For a single item, nothing reads the errors, so a failure ends the run, which then shows the traceback.
     reads_errors = number is None and any(edge.errors and edge.writer == name for edge in graph.edges)
     for stream in (*ends, *([ends[0].errors] if ends and reads_errors else [])):
         stream.collect(name=f"output of {stream.name}")

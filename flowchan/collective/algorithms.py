@@ -112,7 +112,7 @@ class AlgorithmChoice:
             self._chosen_backends.pop(doing, None)
         else:
             self._chosen_backends[doing] = backend
-        # A selected backend counts as an unfinished operation, so the core passes all calls to Python.
+        # Count a selected backend as an unfinished operation: the core then passes all calls to Python.
         self._queue(bool(self._chosen_backends) - before)
 
     def _backend_for(self, doing: int, x: Any) -> str | None:

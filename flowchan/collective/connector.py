@@ -19,10 +19,10 @@ from flowchan.transport.tcp import dial, joined, listen, split
 PAUSE_S, TRY_S = 0.01, 5.0
 """Seconds between attempts to connect, and time limit of one attempt."""
 REFUSED_QUICKLY_S, REJECTION_TIMEOUT_S = 1.0, 30.0
-"""If a peer rejects every attempt within ``REFUSED_QUICKLY_S`` seconds, for ``REJECTION_TIMEOUT_S`` seconds,
-it is not a member but another program.
+"""A peer that rejects attempts for ``REJECTION_TIMEOUT_S`` seconds is not a member, but another program.
 
-Members reject attempts only while too many peers dial at once.
+Each rejection must come within ``REFUSED_QUICKLY_S`` seconds. A member rejects attempts only while too many
+peers dial it at once.
 """
 
 
@@ -86,7 +86,7 @@ class Connector:
             try:
                 within = min(TRY_S, remaining)
                 return meet(sock, self.secret, dialled=True, hello=hello, timeout=within, tls=self.tls)[0]
-            # The peer is gone, has rejected this member, or another program uses its port.
+            # The peer is gone, the peer has rejected this member, or another program uses the peer's port.
             except unless_interrupted(OSError) as error:
                 is_quick = isinstance(error, Refused) and time.monotonic() - begun < REFUSED_QUICKLY_S
                 refused_since = min(refused_since, begun) if is_quick else math.inf

@@ -36,7 +36,7 @@ from flowchan.items.combining import OPERATIONS, combined, of_one_shape
 Op = str | Callable[[Any, Any], Any]
 
 _NUMBERS = {op: number for number, op in enumerate(OPERATIONS)}
-"""Number of each named operation on values, which members compare.
+"""Number of each named operation on values. Members compare these numbers to check that their calls agree.
 
 Higher numbers identify functions that all members run.
 """

@@ -184,12 +184,12 @@ class RemotePeer:
 
     def __init__(self, owner: RemotePeers, rank: int) -> None:
         self.watch: socket.socket | None = None
-        self.was_refused = False  # an attempt to watch this peer was refused
+        self.was_refused = False  # true if this peer has refused an attempt to watch it
         self._owner, self._rank = owner, rank
         self._in: Channel[bytearray] = Channel(READ_AHEAD)
         self._again: list[bytearray] = []  # messages that interrupted calls have put back
         self._out: tuple[Channel[Framed], Out[Framed], threading.Thread] | None = None
-        self._waiting = 0  # messages that the thread still has to send
+        self._waiting = 0  # number of messages that the thread still has to send
         self._incoming: socket.socket | None = None
         self._sock: socket.socket | None = None  # connection over which this member sends
         self._ended = ""

@@ -236,7 +236,8 @@ class SharedGroup(_core.Group, Group):
             return
         if self._join():
             raise GroupError(f"{self!r} is already used by another process; give each process its own member")
-        # Replace the descriptors of other members, which a forked process has also inherited.
+        # A forked process has also inherited the descriptors of other members. Replace each of them with a
+        # duplicate of this member's descriptor.
         if self._maker not in (None, os.getpid()):
             for other in list(_unused):
                 if other is not self and other._family == self._family and not other._joined:

@@ -21,8 +21,8 @@ MOVING = (NAMES[BROADCAST], NAMES[ALLGATHER], NAMES[GATHER], NAMES[ALLTOALL])
 
 TYPED, VALUES, ARRAYS, KNOWN = range(4)
 """Kinds of input: arrays of one type whose sizes all members know, Python values, arrays of any size and
-type, and arrays whose sizes were exchanged. A call's key is its kind plus four times a number for its other
-arguments."""
+type, and arrays whose sizes were exchanged. The key of a call is the kind plus four times a number that
+encodes the other arguments."""
 
 
 def key_of(key: int, x: Any) -> int:

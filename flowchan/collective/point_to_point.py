@@ -239,7 +239,7 @@ class Messages:
                 if not found.channel.drained:
                     return None  # the caller tries again and receives the message
         if wait != 0:
-            time.sleep(POLL_INTERVAL_S)  # poll, because a member may end or send its first message
+            time.sleep(POLL_INTERVAL_S)  # poll: select cannot wait for a member's end or first message
         return None
 
 

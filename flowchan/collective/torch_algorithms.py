@@ -43,7 +43,7 @@ WITHIN = timedelta(seconds=60)
 ENDLESS = timedelta(days=20)
 """Replacement for torch's default timeouts, because a member may be slow.
 
-Its value in milliseconds must fit into torch's type.
+The value in milliseconds must fit into the integer type that torch uses.
 """
 
 # The types of these objects differ between versions of torch.

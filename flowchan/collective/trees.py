@@ -19,10 +19,10 @@ from dataclasses import dataclass
 REFERENCE = 256 * 1024
 """Message size in bytes for which a tree is built. For small messages, only the delay matters."""
 LEAST = 1e-4
-"""Shorter times, in seconds, count as equal, because they depend more on other load on the machines than on
-the connection."""
+"""Times below this number of seconds count as equal, because they depend more on other load on the machines
+than on the connection."""
 HARDLY = 1.25
-"""A preferred message may arrive at most this many times as late as the earliest one."""
+"""A preferred message may take at most this many times as long to arrive as the earliest message."""
 _TIMES = struct.Struct("<dd")
 
 

@@ -33,7 +33,7 @@ def is_callable_class(function: Any) -> bool:
     does not count, because the stage calls the class itself with each item.
     """
     function = bare(function)
-    # The stage calls a metaclass itself with each item, to create a class.
+    # If the callable is a metaclass, the stage calls it directly with each item, to create a class.
     if not inspect.isclass(function) or issubclass(function, type):
         return False
     return any("__call__" in vars(base) for base in function.__mro__)

@@ -205,7 +205,7 @@ class WrittenStack:
 
 AgentReport = Event | Lacking | PeerEnded | Echo | ClockReading | Waiting | WrittenStack | Logged
 REPORT_TYPES = tuple(kind for kind in get_args(AgentReport) if isinstance(kind, type))
-"""Types of the reports, except those of runs that can be resumed, which hosts do not support."""
+"""Types of an agent's reports. Reports of resumable runs are missing, because hosts do not support them."""
 
 
 def refusal(channel: str, destination: str) -> TypeError:

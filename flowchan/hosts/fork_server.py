@@ -60,8 +60,8 @@ class _Agent:
             _report(self.program, f"code {code}")
 
     def kill(self) -> None:
-        # Kill the process before its group. The process may not have become the leader of its group yet, and
-        # cannot become the leader once it is dead.
+        # Kill the process before its group. If the process has not created its group yet, it can then no
+        # longer create one after killpg().
         os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -91,7 +91,7 @@ class _Order:
         time.tzset()
         arguments = tuple(launch["arguments"])
         if arguments != AGENT:
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals by default
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec() would keep that
                 signal.signal(number, signal.SIG_DFL)
             os.execv(sys.executable, (sys.executable, *arguments))
         show_name(f"agent {launch['host']}")

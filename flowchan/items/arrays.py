@@ -170,9 +170,9 @@ def _is_dense(tensor: Any) -> bool:
 tensors_in_place = False
 """Whether received tensors stay in the memory of their channel instead of private pages.
 
-A process may set this if it forks no child that uses these tensors, because it would share them with the
-child. The nodes of remote tensors set it, because mapping and reading private pages would cost as much as
-copying the tensor.
+A process may set this if it forks no child that uses these tensors, because both would share their memory.
+The nodes of remote tensors set it, because mapping and reading private pages would cost as much as copying
+the tensor.
 """
 
 

@@ -215,7 +215,7 @@ class _Shower(pickle.Unpickler):
 _REAL = {
     "_codecs", "collections", "copyreg", "datetime", "decimal", "fractions", "pathlib", "uuid",
 }  # fmt: skip
-"""Modules whose classes have no effects, so that their objects appear as themselves."""
+"""Modules whose classes have no side effects, so the unpickler creates real objects of these classes."""
 _REAL_NAMES = {("flowchan", "Failed"), ("flowchan", "Window")}
 
 _NUMPY_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
@@ -253,4 +253,4 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("flowchan.run.worker.requests", "Request"): lambda question, item, board: item,
     ("flowchan.run.worker.requests", "_arrived"): lambda question, packed, board: _shown(packed),
 }
-"""What stands in for the functions that flowchan's own pickles call."""
+"""Substitutes for the functions that flowchan's own pickles call."""

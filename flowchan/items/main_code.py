@@ -65,8 +65,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
 
 
 _without_state: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""Functions and classes that this process has created without their state, which is still to arrive. The
-value tells whether a function shares its globals."""
+"""Functions and classes that this process has created but whose state has not arrived yet. The value tells
+whether a function shares its globals."""
 
 
 def _reduce_function(function: Any, reduction: Any) -> Any:

@@ -21,8 +21,8 @@ _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, types.EllipsisT
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 _LIBRARIES = ("dataclasses", "reprlib", "functools", "enum", "collections", "namedtuple_")
-"""Modules that generate methods of classes. The generated methods of a named tuple have globals of their
-own."""
+"""Modules that generate methods of classes. The generated methods of a named tuple have separate globals,
+whose name begins with ``namedtuple_``."""
 
 
 class PackedClasses:
@@ -38,8 +38,8 @@ class PackedClasses:
         version = _version(cls)
         known = self._known.get(cls)
         if known is not None:
-            # After a class has changed, its pickle is no longer kept: the changed attribute may be a counter,
-            # which keeps changing.
+            # Once a class has changed, stop keeping its pickle. The changed attribute may be a counter, which
+            # would change again and again.
             if known[1] is not None and known[0] != version:
                 known = self._known[cls] = version, None
             return known[1]

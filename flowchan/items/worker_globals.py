@@ -20,7 +20,7 @@ from typing import Any
 from flowchan.items.definitions import MAIN, digest_of
 
 shares_all: ContextVar[bool] = ContextVar("shares_all", default=False)
-"""Whether lambdas and closures share the globals as well."""
+"""Whether lambdas and closures also share the globals of their module, as named functions do."""
 
 _CODE = (types.FunctionType, type)
 

@@ -33,11 +33,11 @@ from flowchan.transport.interrupts import interrupts_deferred
 
 PATIENCE_NS = 20_000_000
 MOST_PARKED_GROUPS = 4096
-"""Outputs may be parked for at most this many input items, from the current turn on."""
+"""The queue parks outputs for at most this many input items, counted from the item whose turn it is."""
 RETIRE, KEEP_TURNS = 1, 2
 """Orders to a reader: to treat the channel as drained, or to keep turns for its outputs from now on."""
 MOST_WALKED = 4096
-"""Maximum number of items that a look at the queue follows."""
+"""Maximum number of items that ``peek`` examines."""
 
 
 class QueueState(Enum):

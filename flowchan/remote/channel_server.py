@@ -280,7 +280,7 @@ class ChannelServer:
             for number in self.sent_in(dropped.items()).elements():
                 self.item_done(number)
             if dropped.number in self._entrances:
-                self._dropped.append(dropped)  # check again, for items in transit
+                self._dropped.append(dropped)  # check again later, because more items may be in transit
                 self._loop.call_later(DISCARD_INTERVAL_S, self._changed.set)
 
     def entrance(self, channel: Channel[Any], number: int) -> Channel[Any]:

@@ -137,7 +137,7 @@ from flowchan.run.worker.requests import Requests, answers_in
 from flowchan.transport.interrupts import interrupts_deferred
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between checks for changes that no event announces, so also the resolution of time limits."""
+"""Seconds between checks for changes that no event announces, and therefore the resolution of time limits."""
 
 
 class Supervisor:
@@ -181,7 +181,7 @@ class Supervisor:
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, channels.broken, channels.cause_of)
         self._executor = ActionExecutor(crew, channels, self._tally, self.feed)
-        self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # for threads, so without copies
+        self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # for threads, so no event is copied
         self._thread: threading.Thread | None = None
 
     # --- called by the run, on any thread ---

@@ -143,7 +143,7 @@ def _end_termination() -> None:
 def _terminate(number: int, frame: Any) -> None:
     if os.getpid() in _terminating:
         raise Termination
-    # This process has no open block: it was forked in a block, or reinstalled this handler later.
+    # This process has no open block: it was forked inside a block, or it reinstalled the handler later.
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
@@ -296,7 +296,7 @@ class InterruptWatch:
         self.seen = True
         if type(error) in (KeyboardInterrupt, Termination):
             error = self._instead(signal_of(error)) or error
-        if type(error) is not KeyboardInterrupt:  # a KeyboardInterrupt itself cannot be weakly referenced
+        if type(error) is not KeyboardInterrupt:  # only instances of subclasses can be weakly referenced
             self._raised = weakref.ref(error)
         return error
 

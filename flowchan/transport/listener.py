@@ -160,7 +160,7 @@ class AuthenticatedListener:
             self._ready.register(pending.sock, selectors.EVENT_READ, pending)
         except BaseException as error:
             if pending.has_proved() and not isinstance(error, Exception):
-                raise  # keep the peer, which knows that it is accepted; the next call continues
+                raise  # keep the peer, because it knows that it is accepted; the next call goes on with it
             self._unregister_peer(pending, pending.sock)
             pending.close()
             if isinstance(error, OSError) and lacks(error):  # TLS needs descriptors that this process lacks

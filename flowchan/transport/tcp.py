@@ -28,9 +28,9 @@ More bytes would not fit into the CPU cache, and would delay small frames.
 UNREAD = 128 * 1024
 """Bytes that the kernel buffers on a loopback connection.
 
-The number is small, so that the kernel reuses memory that the reader has just freed. To send 1 MB over a bare
-socket, each end needs 100 µs of CPU time. With a buffer of 256 KB, the sender needs 190 µs and the receiver
-120 µs. With 32 KB, less than one segment, each segment would wait for a timer.
+The number is small, so that the kernel reuses memory that the reader has just freed. With this size, each end
+of a bare socket needs 100 µs of CPU time for 1 MB. With 256 KB, the sender needs 190 µs and the receiver
+120 µs. With 32 KB, which is less than one segment, each segment would wait for a timer.
 """
 UNHEARD = 15_000  # milliseconds after which unacknowledged bytes end a connection
 # macOS has another name for TCP_KEEPIDLE, and lacks TCP_USER_TIMEOUT.

@@ -24,7 +24,7 @@ from pathlib import Path
 from flowchan.transport.pidfd import open_pidfd
 
 PROGRAM = Path(__file__).with_name("tls_proxy.py")
-BUFFER = 512 * 1024  # buffer of the plain side in bytes, at least one step of the proxy
+BUFFER = 512 * 1024  # bytes in the plain side's buffer, enough for at least one step of the proxy
 A_DAY = datetime.timedelta(days=1)
 
 

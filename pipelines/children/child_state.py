@@ -81,7 +81,7 @@ class ChildState:
         self.alive = alive
         self._why: Callable[[str], Exception] | None = None
         self._outcome = threading.Lock()
-        self._unread: collections.deque[Any] = collections.deque()  # received values that no caller has yet
+        self._unread: collections.deque[Any] = collections.deque()  # values that no call has returned yet
         self._joining = threading.Lock()
         self._joins = itertools.count(1)
         self._unmet = False  # True if an earlier join may have left a message

@@ -104,7 +104,7 @@ def _local(packed: Any) -> Any:
     """Return the channel item that carries a value to several children on this machine."""
     once = Opening(packed)
     buffers = packed[1:] if isinstance(packed, list) else []
-    if not all(isinstance(one, PickleBuffer) for one in buffers):  # a channel needs one copy per receiver
+    if not all(isinstance(one, PickleBuffer) for one in buffers):  # each receiver needs a copy of a channel
         return once
     return SentOnce(once) if sum(one.raw().nbytes for one in buffers) >= _LARGE else once
 

@@ -104,7 +104,7 @@ class OptimizerState:
                 "ParameterServer: optimizer must work without a closure, got "
                 f"{type(self._optimizer).__name__}"
             )
-        # explicit, because torch warns if its sparse optimizers do not set this option
+        # Set this option explicitly, because torch warns if its sparse optimizers leave it unset.
         with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
             self._optimizer.step()
 

@@ -160,7 +160,7 @@ class PoolConnection:
             try:
                 for place, session, argument in zip(self._places, self._sessions, arguments, strict=True):
                     with place.named_in_errors(kind):
-                        # After the first keeper has the call, the others must get it.
+                        # Once the first keeper has the call, all others must get it, so wait without a limit.
                         calls.append(session.send((kind, id, argument), None if calls else timeout))
             except BaseException:
                 if calls:  # the keepers discard the call when the sessions end

@@ -177,8 +177,8 @@ class Entrance:
 
     def __init__(self, new_client: Callable[[], ParameterClient]) -> None:
         self._new_client, self._lock = new_client, threading.Lock()
-        # Use the address that `serve` has set so far. Do not use the state of the run that later sends a
-        # client.
+        # The gateway must use the address that `serve` has set by now, and not the context of the run that
+        # later sends a client.
         self._context = contextvars.copy_context()
         self._gateway: Gateway | None = None
 

@@ -120,7 +120,7 @@ class ShardKeeper:
                 with self._changing:
                     found = self._staged.pop(call, None)
                 if found is None:
-                    continue  # the order to discard a call that this keeper does not have
+                    continue  # the program discards a call that did not reach this keeper
                 function, future = found
                 del found
                 if perform:

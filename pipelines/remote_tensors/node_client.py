@@ -320,8 +320,8 @@ class NodeClient:
         """Send a question, and return the node's answer."""
         self.waits += 1
         question, number = next(self._questions), next(self.numbers)
-        # Read replies while waiting for the lock: the thread that holds it may wait for the node, and the
-        # node for room for its replies.
+        # Read replies while waiting for the lock. The thread that holds the lock may wait for the node, and
+        # the node may wait for room for its replies.
         held: list[bool] = []
         try:
             while True not in held:

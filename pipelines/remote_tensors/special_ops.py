@@ -86,8 +86,8 @@ def _to_copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         options = _changes(source, options)
     if type(source) is not RemoteTensor:
         client = client_at(device)
-        # Upload a plain tensor directly. Copy any other one here first, which makes strides dense and gives
-        # memory to a zero tensor.
+        # Upload a plain tensor directly. Copy any other tensor here first, because the copy has dense strides
+        # and, for a zero tensor, real memory.
         plain = not options and source.is_contiguous() and not source._is_zerotensor()
         return upload(client, source if plain else aten._to_copy.default(source, **options))
     if device is None or device == source.device or (device.type == "remote" and device.index is None):

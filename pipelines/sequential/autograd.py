@@ -180,7 +180,7 @@ class Differentiable:
         """End the workers; later backward passes that need them raise ``Closed``."""
         with self._lock:
             self._closed = True
-            # This list keeps the current workers alive, which the next line could otherwise free.
+            # Make a list, because the next line could otherwise free the current workers before they end.
             every = list(self._every)
             self._workers = None
             for workers in every:

@@ -262,7 +262,7 @@ def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.devic
         )
     found = [torch.device(name) if on.hosts else _device(name) for name in devices]
     if on.own_process and not on.hosts and forks() and any(device.type == "cuda" for device in found):
-        # The program may receive an output, and thereby initialise CUDA, before it forks more workers.
+        # If the program receives an output before it forks more workers, it has already initialised CUDA.
         raise ValueError(
             f"Sequential: devices={short(devices)} cannot be used in forked processes, because CUDA does not "
             'survive a fork; call multiprocessing.set_start_method("spawn") first, or use on="thread"'

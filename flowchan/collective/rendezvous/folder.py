@@ -92,7 +92,7 @@ def _wait_for(path: Path, rank: int, size: int, timeout: float) -> Any:
 def _read(path: Path) -> str | None:
     """Return the text of the file, or None if it does not exist yet."""
     try:
-        os.listdir(path.parent)  # makes NFS look for the file; it may cache the absence for a minute
+        os.listdir(path.parent)  # otherwise, NFS may report the file as missing for another minute
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:

@@ -181,6 +181,6 @@ def this_host() -> str:
     """
     with open("/proc/sys/kernel/random/boot_id") as boot:
         paths = (f"/proc/self/ns/{kind}" for kind in ("net", "pid", "user", "time"))
-        # If the kernel lacks a kind of namespace, all processes share one.
+        # If the kernel does not support a kind of namespace, all processes share the only one of that kind.
         spaces = (os.stat(path).st_ino if os.path.exists(path) else 0 for path in paths)
         return "/".join([boot.read().strip(), *map(str, spaces), str(os.getuid())])

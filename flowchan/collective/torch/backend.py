@@ -36,8 +36,8 @@ _LATER = 64 * 1024
 """From this size in bytes on, a thread runs the operation while its caller continues."""
 
 _FORGETS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
-"""Whether this version of torch drops a :class:`Work` from this module while its C++ code waits for it. If
-so, operations run at once and return torch's own work objects."""
+"""Whether this version of torch may free a :class:`Work` of this module while torch's C++ code waits for that
+work. If so, operations run at once and return torch's own work objects."""
 
 # The types of these objects differ between versions of torch.
 _c10d_python: Any = dist.distributed_c10d
@@ -70,7 +70,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._barriers = 0
         self._receives = Receives(self._group)
         self._name = self._description = ""
-        self._is_alone = False  # true once the check has passed
+        self._is_alone = False  # true once _check_alone() has passed
 
     # --- names, which functional collectives need ---
 

@@ -34,10 +34,11 @@ HOOKS = (
 )
 """Names of the hooks, in the order in which the engine calls them.
 
-``on_start`` runs before the first epoch, and ``on_start_epoch`` before each one. The next three run when the
-state contains a new sample, output and loss; the fourth runs after ``backward``, with gradients that are
-averaged over all replicas. ``on_sample`` and ``on_output`` may replace the sample and the output.
-``on_update`` runs after the optimizer's step. The last two run after each epoch and after training.
+``on_start`` runs before the first epoch, and ``on_start_epoch`` before each epoch. ``on_sample`` runs when
+the state contains a new sample, ``on_output`` when it contains a new output, and ``on_forward`` when it
+contains a new loss. ``on_sample`` and ``on_output`` may replace the sample and the output. ``on_backward``
+runs after the backward pass, when the gradients have been averaged over all replicas. ``on_update`` runs
+after the optimizer's step, ``on_end_epoch`` after each epoch, and ``on_end`` after training.
 """
 
 Batches = Iterable[Any] | Stream[Any] | Callable[[int], Iterable[Any] | Stream[Any]]

@@ -251,7 +251,7 @@ def _written(host: str, launch: Launch) -> int:
 
 _lock = threading.Lock()
 _seeds: list[_Seed] = []
-"""Fork servers. The last one starts the next agent; the others still have agents."""
+"""Fork servers. The last server starts the next agent, and the others still have agents."""
 _held: dict[int, socket.socket] = {}
 """This program's ends of the agents' sockets. A child must not keep copies, or the agents would outlive this
 program."""

@@ -14,8 +14,11 @@ from flowchan.run.policy.plan import Plan, PlannedWorker
 from flowchan.run.worker import item_timeout
 
 MOST_LATER_DEATHS = 20
-"""Maximum number of deaths on a batch after each member was tried alone. After more deaths, members are
-excluded again. Otherwise, a function that kills its worker only in its second call would run forever."""
+"""After each member of a batch was tried alone, up to this many more deaths exclude no further member.
+
+Later deaths exclude members again. Otherwise, a function that kills its worker only in its second call would
+run forever.
+"""
 
 
 class DeathLog:

@@ -21,7 +21,7 @@ from flowchan.items.arguments import near_misses
 from flowchan.items.item_texts import SeenItem
 
 LOOK_EVERY_S = 0.05
-"""Seconds between two looks."""
+"""Seconds between two looks at the items of the channel."""
 MOST_ITEMS = 1000
 """Maximum number of items that one look copies."""
 MOST_BYTES = 1 << 20

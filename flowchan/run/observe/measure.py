@@ -199,7 +199,8 @@ def _stage(about: _StageInput) -> StageStats:
     in_hand = sum(s.stats.leased for s in reads)
     failed = about.broken + sum(s.stats.items_in for s in writes if s.edge.errors)
     outs = [s for s in writes if not s.edge.errors]
-    # A tee puts each item into every output. A stage without outputs has finished every item that it took.
+    # A tee puts each item into every output, so take the largest count. For a stage without outputs, take the
+    # number of finished items.
     given = [s.stats.items_in for s in outs]
     unwanted = about.unwanted
     cut_off = sum(s.leased_at_break for s in reads) - about.broken - in_hand

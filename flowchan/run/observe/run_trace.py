@@ -57,7 +57,8 @@ COST = 100
 """The time between two readings is at least this multiple of the CPU time that one takes."""
 WRITE_EVERY_NS = 500_000_000
 COUNT_EVERY_NS = 100_000_000
-"""Interval between values of a counter. After every ``MOST_COUNTS`` values, it doubles."""
+"""Interval between two values of a counter, in nanoseconds. After every ``MOST_COUNTS`` values, the interval
+doubles."""
 MOST_COUNTS = 5_000
 
 

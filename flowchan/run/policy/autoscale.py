@@ -53,7 +53,7 @@ AIM = 0.75
 BLOCKED_WINDOWS = 10
 """Number of windows before an undone change may be retried."""
 ENOUGH = 0.98
-"""Filling stops at this share of the highest rate that the stages allow."""
+"""Max-min filling stops when the rate reaches this share of the highest rate that the stages allow."""
 RATE_LIMITED = 0.95
 """A stage gets no more workers if its rate has reached this share of its ``rate=``."""
 
@@ -367,7 +367,7 @@ def _filled(
 
 
 MANY = 10**6
-"""With so many workers, a stage cannot limit the run."""
+"""A stage with this number of workers cannot limit the run."""
 
 
 def _unlimited(

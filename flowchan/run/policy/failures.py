@@ -89,8 +89,8 @@ class Portable:
 
     def __init__(self, error: BaseException, where: str = "") -> None:
         self._text = text_of(error)
-        # Notes travel outside the pickled exception, because its __reduce__ may omit them, as in json's
-        # errors.
+        # Send the notes outside the pickled exception, because its __reduce__() may omit them, as
+        # JSONDecodeError.__reduce__() does.
         note = where or f"in {seeds.worker_text()}"
         if error.__traceback__ or error.__cause__ or error.__context__:
             note += ":\n" + "".join(traceback.format_exception(error)).rstrip()

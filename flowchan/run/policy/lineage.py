@@ -24,7 +24,7 @@ Mark = int | tuple[Any, int]
 """Number of a source item or, for a part of an item, the pair of the item's mark and the part's position."""
 Marks = tuple[Mark, ...]
 Left = tuple[Marks, int]
-"""Report about the item with these marks: the number of its parts, or 0 if it left the graph.
+"""Report about one item: its marks, and the number of its parts, or 0 if it left the graph.
 
 A report is a plain tuple, because each item needs one and channels encode tuples fast.
 """

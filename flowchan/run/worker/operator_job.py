@@ -39,8 +39,8 @@ class OperatorJob:
     retries: int = 0
     retry_delay: float | None = None
     retry_on: tuple[type[Exception], ...] = (Exception,)
-    timeout: float | None = None  # only for async functions; other functions set a kernel timer themselves
-    pace: Pace | None = None  # only for async functions; other functions wait for their start time themselves
+    timeout: float | None = None  # only for async functions; for others, the worker sets a kernel timer
+    pace: Pace | None = None  # only for async functions; for others, the worker waits before each call
     errors: Out[Failed[Any]] | None = None
     states: KeyedStates | None = None  # set if the stage keeps a state for each key
     answering: Answering | None = None  # set if items may come from ask()

@@ -173,7 +173,8 @@ def sink(job: OperatorJob, *, items: In[Any]) -> None:
 def collect(job: OperatorJob, *, items: In[Any], out: Out[list[Any]] | None = None) -> None:
     """Collect all items in one list, and report it as a result."""
     gathered: list[Any] = []
-    # the list is complete only at the end, so one wake-up of this thread is enough for many items
+    # The list is needed only at the end of the input. This thread therefore naps after each get, so that one
+    # wake-up serves many items.
     naps = items.channel.transport.copies and job.tracking is None
     with contextlib.suppress(Drained):
         while True:

@@ -20,7 +20,7 @@ from typing import Any
 
 from flowchan import _core
 
-SIGNAL = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGUSR2  # only Linux has workers
+SIGNAL = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGUSR2  # only Linux has worker processes
 """Signal that asks a worker process for its stacks. It kills a process that has not prepared for it."""
 READY, REFUSED = b"+", b"-"
 _DEATH, _BEGIN, _END = b"\x01", b"\x02", b"\x03"  # markers in the file, written by the core

@@ -163,7 +163,7 @@ def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], s
     pid = os.getpid()
 
     def aborting(channel: Channel[Any], cause: BaseException | None) -> None:
-        forked = os.getpid() != pid  # user code forked this process, which cannot reach the supervisor
+        forked = os.getpid() != pid  # a process that user code forked cannot reach the supervisor
         if not forked and any(port.channel is channel for port in ports.everything()):
             error = Portable(cause) if sends and cause is not None else cause
             with contextlib.suppress(Closed, Broken):  # raised after the end of the run

@@ -23,7 +23,8 @@ EVENTS = 512
 Without an event, the writer waits for the device.
 """
 
-# Create this many events at once: drivers before 460 may deadlock if some are in use during the creation.
+# Create this many events at once: CUDA drivers before version 460 may deadlock if a process creates an event
+# while others are in use.
 AT_ONCE = 16
 
 # a handle exports whole pages of this size, so an arena must not share a page with other memory

@@ -140,7 +140,8 @@ class TransferState:
 
     def pool(self, device: Device) -> ArenaPool:
         if device.name not in self.pools:
-            # Use a negative priority: first, the children are joined, which may be the receivers.
+            # At exit, multiprocessing joins the children, which may be the receivers. The negative priority
+            # makes the wait run after that.
             if not self.pools:
                 util.Finalize(None, _wait_at_exit, exitpriority=-100)
             self.pools[device.name] = ArenaPool(device, self.sweep)

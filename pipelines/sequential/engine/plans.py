@@ -104,8 +104,8 @@ class Plans:
         schedule: Any = self._schedule
         if self._lines is not None:
             found = [parse(line, worker) for worker, line in enumerate(self._lines)]
-            # Check only the first schedule, for all micro-batches. Schedules for fewer ones are subsets of
-            # it.
+            # Check only the first schedule, which contains all micro-batches. Later schedules with fewer
+            # micro-batches are subsets of it.
             if not hasattr(self, "owners"):
                 _check_complete(found, self._total, chunks)
             return [[step for step in steps if step.chunk < chunks] for steps in found]

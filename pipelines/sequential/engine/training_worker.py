@@ -73,8 +73,8 @@ class TrainingWorker(PipelineWorker):
     def _train(self, train: Train) -> WorkerAnswer:
         job = self.job
         self.losses = []
-        # On threads, gradients for the program's own optimizer accumulate in the user's parameters, so keep
-        # those.
+        # On threads without an optimizer in the workers, keep the gradients, which accumulate in the user's
+        # parameters for the program's own optimizer.
         if job.optimizer is not None or job.own_process:
             for parameter in job.parameters:
                 parameter.grad = None
@@ -84,8 +84,8 @@ class TrainingWorker(PipelineWorker):
                 self.executions[step.part].part, f"step {step.op}{step.chunk}", step.chunk, len(train.sizes)
             ):
                 if step.op == "F":
-                    # Only in the last part can a backward step follow at once; other parts wait for later
-                    # parts.
+                    # A backward step can follow at once only in the last part. Other parts must first wait
+                    # for gradients from later parts.
                     at_end = step.part == job.total - 1
                     back = Step("B", step.chunk, step.part), Step("I", step.chunk, step.part)
                     self._go_forward(step, train, soon=at_end and following in back)
