@@ -234,7 +234,7 @@ struct In {
 };
 
 // The item that this thread is receiving. While the item is decoded, its contents may register a function.
-// The function is called only when the item is finished, because no other reader can get the item then.
+// The function is called only after the item is finished. From then on, no other reader can get the item.
 class Receiving {
   public:
     Receiving() : outer_(std::exchange(current_, this)) {}

@@ -225,8 +225,8 @@ Step await_place(LocalQueue& queue, Out& out) {
 // In a ring, each waiting writer sleeps on its own word, so even many waiting writers cost nothing.
 Step await_place(Ring&, Out&) { return Step::Done; }
 
-// Call this before a worker of an ordered stage takes an item. Wait until fewer outputs wait for room
-// (wait_list.hpp).
+// Call this before a worker of an ordered stage takes an item. If too many outputs are
+// waiting for room, wait until some of them have it (wait_list.hpp).
 Step await_places(In& in) {
     for (size_t i = 0; i < in.feeds.size(); ++i) {
         Out& out = *in.feeds[i];
@@ -239,8 +239,8 @@ Step await_places(In& in) {
 
 Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     ReaderState* reader = in ? &in->state : nullptr;
-    // A channel that keeps numbers has only one reader. Do not wait then, because no other worker could take
-    // the item.
+    // Do not wait if the channel keeps numbers: it has only one reader, so no other worker could take the
+    // item.
     if (in && !in->feeds.empty() && deadline.at == NEVER && !queue.keeps_numbers()) {
         const Step step = await_places(*in);
         if (step != Step::Done) return step;
@@ -423,7 +423,7 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
         step = get_step(ch, in, deadline, keep ? Taking::More : Taking::Next, result);
     } while (step == Step::Wait);
     if (step == Step::Done) return result;
-    if (step == Step::Drained && iterating) return nullptr;  // the end of an iteration is not an exception
+    if (step == Step::Drained && iterating) return nullptr;  // the interpreter then raises StopIteration
     return raise_step(ch, step, Side::Reader, 0, deadline);
 }
 

@@ -338,8 +338,8 @@ class Member {
     struct Swapping;
     bool sizes_match() const;
     End take_shown(Call call, Swapping& all, Patience& patience);
-    // Moves the remaining data in rounds. In round t, this member fills its big slot with `write` if `has`
-    // returns true. It reads another member's big slot with `read`.
+    // Moves the remaining data in rounds. In round t, if `has` returns true, this member calls `write`
+    // to fill its big slot. It calls `read` to read another member's big slot.
     template <class Has, class Write, class Read>
     End follow(Call call, uint64_t rounds, Patience& patience, Has has, Write write, Read read);
     uint32_t usable_plans(uint32_t doing, uint32_t kind) const;

@@ -24,8 +24,8 @@
 // Passing an item from one core to another mainly costs the transfer of cache lines. Words that change
 // together are therefore adjacent. If no caller waits, a put or a get moves three lines. One has the lock,
 // one the ends and counts of the FIFO, and one the start of the slot. A put into a nonempty FIFO also moves
-// the line of the previous slot. Words that only readers or only writers change have lines to themselves, and
-// so do redo records (redo.hpp).
+// the line of the previous slot. Words changed only by readers have their own cache lines. So do words changed
+// only by writers, and redo records (redo.hpp).
 #pragma once
 
 #include <pthread.h>

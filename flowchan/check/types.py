@@ -87,8 +87,8 @@ def fits(given: Any, wanted: Any) -> bool:
             return True
         if issubclass(given, wanted) or issubclass(wanted, given):
             return True
-        # Accept number types of NumPy and other libraries for each other and for Python's own. Among Python's
-        # own types, an int parameter rejects a float.
+        # The number types of NumPy and other libraries are interchangeable with each other and with Python's
+        # own. Among Python's own types, an int parameter rejects a float.
         foreign = not {given, wanted} <= {bool, int, float, complex}
         return foreign and issubclass(given, numbers.Number) and issubclass(wanted, numbers.Number)
     except Exception:  # some types, such as TypedDict, do not support issubclass

@@ -105,7 +105,7 @@ class Messages:
         self._rank, self._size, self._peer_of = rank, size, peer
         self._peers: dict[int, Peer] = {}
         self._lock = threading.Lock()
-        # Receives by source, in the order in which they were started.
+        # Receive operations by source, in the order in which they were started.
         self._started: dict[int, deque[ReceiveHandle]] = {}
 
     def peer(self, rank: int) -> Peer:

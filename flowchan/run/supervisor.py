@@ -165,8 +165,8 @@ class Supervisor:
         self.state = first_state(plan, self.started_at)
         # Called to collect results that fill their channels while the program waits for something else.
         self.take_in: Callable[[frozenset[WorkerId]], None] = lambda _: None
-        # Handle of a pool's run until the run has ended and its failure was raised. The pool shares this
-        # list.
+        # Contains the handle of a pool's run until the run has ended and its failure has been raised.
+        # The pool shares this list.
         self.unreported: list[Any] = []
         self._tally = Tally()
         self.history = History()

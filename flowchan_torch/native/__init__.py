@@ -134,7 +134,7 @@ def start_engine() -> None:
     with such threads cannot run backward passes. The engine therefore starts before the device type of the
     nodes is registered.
     """
-    # Use a new thread, in which none of torch's modes is active, such as no_grad.
+    # Use a new thread, in which none of torch's modes (such as no_grad) is active.
     thread = threading.Thread(target=_first_pass)
     thread.start()
     thread.join()

@@ -96,7 +96,7 @@ void set_item(PyObject* list, size_t place, PyObject* owned) {
     check(PyList_SetItem(list, static_cast<Py_ssize_t>(place), owned));
 }
 
-// The objects of a NodeClient that commands need. The client keeps them for its whole life.
+// The parts of a NodeClient that are needed to issue commands. The client keeps them for its whole life.
 struct Client {
     Object object, numbers, buffer, refs, freed, site_numbers, site_codes, site_offsets;
 

@@ -159,8 +159,8 @@ class ParameterServer:
             return
         self._memories = [ShardMemory(layout) for layout in layouts]
         self._shards = _filled(self._memories, values, contents, updates, stored)
-        # Limit the waiting pushes, so that a large push reuses memory that the server has read, which is
-        # faster than new memory.
+        # Limit the waiting pushes, so that a large push can reuse memory that the server has already read.
+        # This is faster than using new memory.
         size = sum(memory.layout.size for memory in self._memories)
         room = None if self._form == "object" else 3 * size + LEAST_ROOM
         self._inbox: Channel[Push] = Channel(CAPACITY, across="processes", max_bytes=room)

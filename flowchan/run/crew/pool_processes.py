@@ -48,7 +48,7 @@ class PooledProcess:
         orders: Channel[Order] = Channel(2, across="processes")
         reports: Channel[WorkEnded | Logged | None] = Channel(64, across="processes")
         self._orders, self._reports = orders.writer(), reports.reader()
-        # The ends of both channels for the process. Keep these copies: if they closed before the process had
+        # The process's ends of both channels. Keep these copies: if they closed before the process had
         # opened its ends, the channels would close.
         self._its = orders.reader(), reports.writer()
         arguments = (id, stage, *self._its, os.getpid(), devices)

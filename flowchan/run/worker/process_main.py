@@ -98,7 +98,7 @@ def pooled_main(
         if outcome != "done":
             break
         runs.rest()
-        with contextlib.suppress(Closed, Broken):  # the pool has ended and sends no further order
+        with contextlib.suppress(Closed, Broken):  # the pool has ended and will send no more orders
             reports.put(None)
     else:
         runs.end(reports.put)
