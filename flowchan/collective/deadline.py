@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 RemainingTime = Callable[[], float | None]
-"""Function that returns the seconds left for the next step, or None if there is no limit."""
+"""Returns how many seconds the next step may take, or None if there is no limit."""
 
 
 def countdown(timeout: Any) -> RemainingTime:
