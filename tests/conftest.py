@@ -148,7 +148,8 @@ def pytest_configure(config: pytest.Config) -> None:
 class SharedFixtures:
     """Let the next test list the resources again, because a fixture of several tests may acquire some.
 
-    This is a plugin, because pytest calls this hook of a conftest.py below the root for no session fixture.
+    This is a plugin, because pytest does not call this hook for session fixtures if the conftest.py is below
+    the root.
     """
 
     @pytest.hookimpl(tryfirst=True)
@@ -259,9 +260,9 @@ def return_free_memory() -> None:
 
 @pytest.fixture(scope="session")
 def long_walk(pytestconfig: pytest.Config) -> bool:
-    """Return whether a test should do more.
+    """Return whether a test should run its long version.
 
-    ``make soak`` runs the tests that use this and those marked ``long``.
+    ``make soak`` runs the tests that use this fixture, and the tests marked ``long``.
     """
     return bool(pytestconfig.getoption("--long"))
 
@@ -382,7 +383,7 @@ def described(held: str) -> str:
 
 
 def holdings() -> set[str]:
-    """Describe what this process holds in readable words. This takes a fraction of a millisecond."""
+    """Describe in readable words what this process holds. This takes a fraction of a millisecond."""
     tasks = {f"thread {task}" for task in os.listdir("/proc/self/task")}
     return tasks | descriptors() | mappings() | children()
 

@@ -438,7 +438,7 @@ def test_process():
 
 
 def test_each_file_runs_once_and_large_ones_apart(tmp_path: Path) -> None:
-    """A long file has its own process. Small files share one, but not with files that load torch."""
+    """A long file has its own process. Small files share a process, but not with files that load torch."""
     for name in ("a", "b", "large", "random_breaks"):
         (tmp_path / f"test_{name}.py").write_text(PROCESS)
     (tmp_path / "test_large.py").write_text(PROCESS + "if False:\n    import torch\n")

@@ -7,7 +7,7 @@
 //
 // The watcher thread sleeps in futex_waitv on the words of all its coroutines. When words change, it removes
 // their coroutines from the queues, and the event loop resumes them. A coroutine that leaves the queue
-// without using its wake-up passes it on.
+// without using its wake-up passes the wake-up on to the next waiter.
 #include "channel.hpp"
 
 namespace flowchan {
@@ -38,8 +38,8 @@ void Place::leave(bool unused) {
         Locked locked(m);
         const bool called = Traits<M>::leave(m, caller, waiting, true);
         Traits<M>::check_for_dead(m, wakes);
-        // After waking this waiter, the wait list wakes no other until this one has run. Wake the next one
-        // now, even if the call failed.
+        // A wait list wakes one waiter at a time: it wakes no other until the woken waiter has run. So wake
+        // the next waiter now, even if this call failed.
         if (called ? unused || !Traits<M>::processes : unused) Traits<M>::pass_on(m, caller, wakes);
         locked.unlock(wakes);
     });
@@ -94,9 +94,9 @@ void Watch::ring() {
     if (asleep_.load(std::memory_order_seq_cst)) futex_wake(doorbell_, 1, false);
 }
 
-// Sleep until the doorbell rings, a wait changes, or `seconds` have passed. `heard` is the doorbell's value
-// before the caller last checked its waits, so that a ring since then also ends the sleep. Remove the changed
-// waits from their queues, and return their indices.
+// Sleep until the doorbell rings, a wait changes, or `seconds` have passed. `heard` is the value that the
+// doorbell had before the caller last checked its waits. If the doorbell has rung since then, the sleep ends
+// at once. Remove the changed waits from their queues, and return their indices.
 nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     std::vector<Await*> all;
     std::vector<WaitedWord> words{

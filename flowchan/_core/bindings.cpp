@@ -96,8 +96,8 @@ void supervise(Port& port) {
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.session(port.state.session).supervised = 1; });
 }
 
-// Return for how many seconds calls of this port have waited in total, and for a turn. Both are 0 after the
-// session has ended.
+// Return two times in seconds: how long calls of this port have waited in total, and how long they have
+// waited for a turn. Both are 0 after the session has ended.
 template <class Port>
 nb::tuple waited(Port& port) {
     const auto seconds = [](const PortClock& clock) {
@@ -252,8 +252,8 @@ void die_with(int pid) {
 }
 
 // Make this process die of signal `number` after the interpreter has shut down. Python itself does this after
-// an uncaught KeyboardInterrupt, but not after an uncaught subclass of it. A shell that runs the program in a
-// loop stops the loop only if the program died of the signal.
+// an uncaught KeyboardInterrupt, but not after an uncaught exception of a subclass. A shell that runs the
+// program in a loop stops the loop only if the program died of the signal.
 void die_of(int number) {
     static int of = 0;
     if (of || Py_AtExit([] { signal(of, SIG_DFL), kill(getpid(), of); })) return;
@@ -400,7 +400,7 @@ NB_MODULE(_core, m) {
                  });
                  in.open = false;
              })
-        // If this process ends from now on, none of its leased items is blamed (R10).
+        // If this process dies from now on, none of its leased items is blamed for the death (R10).
         .def("_leave_alone",
              [](In& in) {
                  locked_ring(*in.ch,

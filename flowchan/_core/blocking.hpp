@@ -42,15 +42,15 @@ struct Traits<LocalQueue> {
         Node*& first = q.wait_list(caller.side).starving;
         if (!first && !caller.ordered) first = &node;
     }
-    // End a call. After waking this waiter, the queue woke no other until this one ran (wait_list.hpp). Wake
-    // the next one now, even if this call failed.
+    // End a call. The wait list wakes one waiter at a time: it wakes no other until the woken waiter has run
+    // (wait_list.hpp). So wake the next waiter now, even if this call failed.
     static void end(LocalQueue& q, const Caller& caller, Node& node, bool, Wakes& wakes) {
         Node*& first = q.wait_list(caller.side).starving;
         if (first == &node) first = nullptr;
         pass_on(q, caller, wakes);
     }
     // Put a woken waiter back to sleep, because it must not overtake the starving waiter. Wake a waiter that
-    // can continue, because the wake-up may have been meant for the starving one.
+    // can continue, because the wake-up may have been meant for the starving waiter.
     static void sleep_again(LocalQueue& q, const Caller& caller, Wakes& wakes) {
         q.wake_waiting(caller.side, wakes);
     }
@@ -68,8 +68,9 @@ struct Traits<LocalQueue> {
     static constexpr bool is_check_due(LocalQueue&) { return false; }
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
     static uint64_t resumes(LocalQueue&) { return 0; }
-    // Only the main thread must check again after each slice, because only it handles signals. Other threads
-    // sleep until they are woken: the thread that will wake them can die only together with them.
+    // Only the main thread must check again after each slice of sleep, because only the main thread handles
+    // signals. Other threads sleep until another thread of this process wakes them. That thread can die only
+    // together with the whole process.
     static int64_t slice(Deadline deadline) {
         return thread_number() == uint32_t(getpid()) ? deadline.slice() : deadline.left();
     }
@@ -158,7 +159,7 @@ struct Traits<Ring> {
             pass_on(r, caller, wakes);
         }
     }
-    // While a caller is starving, each wake-up wakes all callers, so this one need not be passed on.
+    // While a caller is starving, each wake-up wakes all callers, so this wake-up need not be passed on.
     static void sleep_again(Ring&, const Caller&, Wakes&) {}
     // nothing to do: wake_turns() wakes the ordered writers, one per turn
     static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}
@@ -280,8 +281,8 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
         Locked<M> locked(m);
         const bool called = T::leave(m, caller, waiting, selecting);
         T::check_for_dead(m, wakes);
-        // An interrupted call must not take an item, because it cannot return one. After a full slice, a call
-        // may overtake the starving waiter, which may be dead.
+        // An interrupted call must not take an item, because it raises an error and could not return the
+        // item. After a full slice of sleep, a call may overtake the starving waiter, which may be dead.
         const bool passes = T::may_pass(m, caller, &waiting) || slice_over || T::ended(m);
         if (!interrupted && passes) step = op(wakes);
         if (!passes) T::sleep_again(m, caller, wakes);
@@ -308,8 +309,8 @@ Step perform(M& m, Who&& caller, Op&& op, Deadline deadline) {
     // Even callers that never wait must learn of deaths (C5). A get that finds an item can skip the check. A
     // put cannot, because its item would be lost if all readers are dead.
     if (T::processes && caller(false).side == Side::Writer && T::is_check_due(m)) T::check_for_dead(m, wakes);
-    // After the channel has ended, no caller may wait behind a starving one. The starving caller may itself
-    // wait for items that this caller has on lease.
+    // After the channel has ended, no caller may wait behind a starving caller. The starving caller may
+    // itself wait for items that this caller has on lease.
     const bool behind = !deadline.now_only() && !T::ended(m) && !T::may_pass(m, caller(false), nullptr);
     Step step = behind ? Step::Wait : op(wakes);
     if (step == Step::Wait && !behind && T::is_check_due(m)) {

@@ -107,7 +107,7 @@ void Channel::fetch(Py_ssize_t most) {
 }
 
 // Ask the owner whether a retry makes sense, because this process may not know the channel's latest state. An
-// item that the owner then sends may arrive shortly after this returns.
+// item that the owner then sends may arrive shortly after this function returns.
 bool Channel::asks_again(Side side) {
     if (!elsewhere) return false;
     nb::object answer = nb::find(*this).attr("_ask_again")(side == Side::Reader);
@@ -230,7 +230,7 @@ nb::list peek(Channel& ch, uint64_t first, uint64_t most, uint64_t most_bytes) {
 }
 
 // Return sums over the channels of a run: items put plus items taken, waiting readers, and waiting writers.
-// Cheap enough to be called often.
+// This function is cheap enough to be called often.
 nb::tuple observe(nb::list channels) {
     uint64_t moved = 0, reading = 0, writing = 0;
     for (nb::handle one : channels) {

@@ -205,7 +205,7 @@ struct In {
     nb::object channel;
     Channel* ch;
     ReaderState state;
-    // threads only; when the port closes, unfinished items go back to the queue
+    // used only by `threads` channels; when the port closes, unfinished items go back to the queue
     std::vector<LocalQueue::Item> leased_items;
     std::vector<Out*> feeds;  // the writers of the outputs for the leased item
     std::atomic<uint64_t> forks = fork_count;
@@ -234,7 +234,8 @@ struct In {
 };
 
 // The item that this thread is receiving. While the item is decoded, its contents may register a function.
-// The function is called only after the item is finished. From then on, no other reader can get the item.
+// The function is called only after the item is finished, because until then another reader may still get the
+// item.
 class Receiving {
   public:
     Receiving() : outer_(std::exchange(current_, this)) {}

@@ -117,8 +117,8 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
 
 // Call `loads` with the pickle and its buffers. For PINNED and BUNDLE, pass a tuple of a view, the list, and
 // the fd bundle. The view keeps the item alive; it is None if this reader must not keep the item alive. The
-// buffers of such an item are copied, because a user who keeps one of them would otherwise keep the whole
-// item alive.
+// buffers of PINNED and BUNDLE items are copied, because a user who keeps one buffer would otherwise keep the
+// whole item alive.
 PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size,
                               const std::shared_ptr<Block>& block, PyObject* bundle) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
@@ -176,8 +176,8 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         return o;
     }
     if (kind == REFERENCE && size == sizeof(uint64_t)) {
-        // A process decodes a reference only if it discards all remaining items of a run, so release the
-        // output.
+        // A process decodes a reference only when it discards all remaining items of a run. No reader will
+        // get the output, so release it.
         uint64_t id;
         memcpy(&id, at, sizeof id);
         references().release(id);

@@ -44,13 +44,13 @@ PyObject* read_plain(const char* from, const char* end);
 // Return the id of an item's fd bundle, or 0 if it has none.
 uint64_t bundle_of(uint64_t kind, const char* at, uint64_t size);
 
-// Call the callback of a PINNED frame whose item was put. The item is now in `channel`, and its id in the
+// Call the callback of a PINNED frame whose item was put. The item is now in `channel`, and its id is in the
 // channel's `_pinned` list.
 void notify_put(const ObjectFrame& frame, PyObject* channel);
 
 // Complete a frame whose large buffers were filled in place in `loan`. The other parts go into the LOAN_HEAD
-// bytes that the loan reserved for them. If a buffer outside of the loan is too large for that, return false
-// and change nothing.
+// bytes that the loan reserved for them. If a buffer outside of the loan does not fit into these bytes,
+// return false and change nothing.
 constexpr uint64_t LOAN_HEAD = 4096;
 bool lay_into(ObjectFrame& frame, const Block& loan);
 

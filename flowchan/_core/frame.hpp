@@ -8,7 +8,7 @@
 
 namespace flowchan {
 
-// How a payload is encoded. The numbers are stored in shared memory, so never reuse one.
+// How a payload is encoded. The numbers are stored in shared memory, so never reuse a number.
 enum Kind : uint64_t {
     DIRECT = 1,  // a small built-in value (direct_values.hpp)
     BYTES = 2,   // the bytes of a `bytes` object

@@ -133,7 +133,8 @@ nb::object opened_bundle(Ring& ring, const Taken& taken) {
     ReaderState* reader = in ? &in->state : nullptr;
     const uint32_t session = reader ? reader->session : ch.plain_session();
     bool finished = false;
-    // otherwise only from the second attempt on, because a new item usually comes sooner
+    // May this get recall items from another reader's run? A call that waits first tries without recalling,
+    // because a new item usually comes sooner.
     bool recalls = deadline.now_only();
     if (reader && !reader->once) runs(in, Session::OURS);
     const Step step = perform(
@@ -225,8 +226,8 @@ Step await_place(LocalQueue& queue, Out& out) {
 // In a ring, each waiting writer sleeps on its own word, so even many waiting writers cost nothing.
 Step await_place(Ring&, Out&) { return Step::Done; }
 
-// Call this before a worker of an ordered stage takes an item. If too many outputs are
-// waiting for room, wait until some of them have it (wait_list.hpp).
+// Call this before a worker of an ordered stage takes an item. If too many outputs are waiting for room, wait
+// until some of them have room (wait_list.hpp).
 Step await_places(In& in) {
     for (size_t i = 0; i < in.feeds.size(); ++i) {
         Out& out = *in.feeds[i];
@@ -303,7 +304,7 @@ struct LeasedRun {
     Item items[MOST];
     uint64_t n = 0;
 
-    // Lease up to `most` items that are there now.
+    // Lease up to `most` items that are in the channel now.
     void take(Ring& ring, In& in, uint64_t most) {
         Ring::InRun run[Redo::MOST];
         Wakes wakes;
@@ -333,8 +334,8 @@ struct LeasedRun {
     }
 };
 
-// Take the small items that are there now, and append them to the list. All items of one call stay on lease
-// together. Return Wait if the next item must be taken alone, and NotNow if it cannot be received.
+// Take the small items that are in the channel now, and append them to the list. All items of one call stay
+// on lease together. Return Wait if the next item must be taken alone, and NotNow if it cannot be received.
 Step get_run(Ring& ring, In& in, PyObject* list, uint64_t most) {
     const Step turn = in.turn.enter(Deadline{0});
     if (turn != Step::Done) return turn;

@@ -25,7 +25,7 @@ namespace {
 constexpr size_t PAGE = 4096;
 constexpr int64_t DEATH_CHECK_INTERVAL_NS = 20'000'000;  // how often to check for dead members
 constexpr uint32_t CHECKED_AT_ONCE = 8;                  // how many members one check covers
-// how many checks a wait makes before its first pause, because the other members often arrive at once
+// A wait makes this many checks before its first pause, because the other members often arrive at once.
 constexpr uint32_t CHECKS_WITHOUT_PAUSE = 200;
 constexpr int YIELDS = 8;
 constexpr int64_t LONG_YIELD_NS = 300'000;
@@ -33,8 +33,8 @@ constexpr uint32_t MOST_LEFT_OUT = 4096;
 // Spins get longer only while they succeed, because other programs may need the core.
 constexpr uint32_t LEAST_PAUSES = 20;
 
-// A pause takes 11 ns, so the limit is about 90 µs, the cost of a sleep and a wake-up. If members outnumber
-// cores, a spin would take the core from the very member that is awaited.
+// A pause takes 11 ns, so 8000 pauses take about 90 µs, which is the cost of a sleep and a wake-up. If
+// members outnumber cores, a spin would take the core from the very member that is awaited.
 uint32_t most_pauses(uint32_t members) {
     static const uint32_t cores = std::thread::hardware_concurrency();
     return members <= cores ? 8000 : LEAST_PAUSES;

@@ -4,9 +4,9 @@
 // writes its data into its own part of the memory. It *publishes* the data by storing the round number in its
 // cell. It then waits until every other cell contains that number, and reads the data.
 //
-// Cells and slots exist twice, for odd and even rounds, which saves readers an acknowledgement. A member
-// overwrites the data of round r only in round r + 2. It has then seen all members publish round r + 1, which
-// each of them did only after reading round r.
+// Cells and slots exist twice, for odd and even rounds, so readers need not acknowledge what they have read.
+// A member overwrites the data of round r only in round r + 2. Before that, it has seen all members publish
+// round r + 1, and each member publishes round r + 1 only after it has read round r.
 //
 // Invariants.
 // - Member slots, cells and data slots each have an owner, and only the owner writes to them. Published data
@@ -199,7 +199,7 @@ class Member {
         if (kind == UNTRIED || !(possible(doing, kind) >> plan & 1)) return 0;
         return header_->took[doing % OPERATIONS][kind][plan].load(std::memory_order_relaxed);
     }
-    // Sets the algorithm of an operation. All members must choose the same one, or their calls will not
+    // Sets the algorithm of an operation. All members must choose the same algorithm, or their calls will not
     // match.
     void choose(uint32_t doing, Algorithm algorithm) { chosen_[doing % OPERATIONS] = algorithm; }
 
@@ -250,9 +250,10 @@ class Member {
     // `in` has `count` elements per member. `out` gets this member's elements, combined over all members.
     End reduce_scatter(Call call, const Combining& what, Patience& patience);
     End broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience);
-    // Chooses the target memory for the data of each member. An operation calls it once, with the sizes of
-    // all members' data. It stores the targets in `to`; a null target skips that member's data. If it returns
-    // false, the operation is aborted. `shown` points to the published data, and is null for large data.
+    // Chooses the target memory for the data of each member. An operation calls this object once, with the
+    // sizes of all members' data. The call stores the targets in `to`; a null target skips that member's
+    // data. If the call returns false, the operation is aborted. `shown` points to the published data, and is
+    // null for large data.
     struct Place {
         virtual ~Place() = default;
         virtual bool operator()(const Sizes& sizes, const ByRank<const void*>& shown, ByRank<void*>& to) = 0;
@@ -349,7 +350,7 @@ class Member {
     GroupHeader* header_ = nullptr;
     Algorithm chosen_[OPERATIONS] = {};
     // The plan of the next operation, if that operation can run it. Rank 0 published the plan in the last
-    // matching call, so all members have the same one. They also agree on which plans can run. Plans chosen
+    // matching call, so all members have the same plan. They also agree on which plans can run. Plans chosen
     // in a mismatched call are ignored.
     static constexpr uint8_t UNKNOWN = 0xff;
     uint8_t next_[OPERATIONS][TRIED];
@@ -371,7 +372,8 @@ class Member {
     size_t control_ = 0, big_length_ = 0, length_ = 0, result_size_ = 0;
     uint32_t round_ = 0;
     uint32_t pauses_ = 0;
-    // how many more waits skip the yield, and how many waits the last long yield made skip it
+    // left_out_: how many of the next waits skip the yield; leave_out_: how many waits had to skip it after
+    // the last long yield
     uint32_t left_out_ = 0, leave_out_ = 0;
     std::atomic<bool> leaving_ = false;  // true: all waits must give up
     uint64_t proof_ = 0, identity_ = 0;

@@ -180,7 +180,7 @@ bool Array::read(PyObject* object) {
     const bool is_numpy = is_instance(object, class_of("numpy", "ndarray", ndarray));
     if (is_numpy && !is_exactly(object, ndarray) &&
         is_instance(object, class_of("numpy.ma", "MaskedArray", masked_array)))
-        return false;  // the mask is in separate memory; array_access.py raises the error
+        return false;  // a masked array has its mask in separate memory; array_access.py raises the error
     if (!is_numpy && !is_instance(object, class_of("torch", "Tensor", tensor_class))) return false;
     if (!(is_numpy ? read_numpy(object) : read_tensor(object))) return false;
     if (!view_.obj) kept_ = Py_NewRef(object);

@@ -1,5 +1,5 @@
-// The fast calls of a group, for contiguous arrays. Other values fall back to a method in
-// flowchan/collective/group_steps.py, with the same name and a leading underscore.
+// The fast calls of a group, for contiguous arrays. For other values, a call falls back to the method in
+// flowchan/collective/group_steps.py that has the same name with a leading underscore.
 #include "group_calls.hpp"
 
 namespace flowchan {

@@ -229,8 +229,8 @@ class Arrays : public Member::Place {
     bool are_of_kind(uint64_t kind) const {
         return std::all_of(many_.begin(), many_.end(), [=](const Array& one) { return one.kind == kind; });
     }
-    // Returns the data of `in`, safe from writes to these arrays. If `in` overlaps one of them, it is copied
-    // to `copy` first. The array at index `own` may be `in` itself.
+    // Returns the data of `in`, safe from writes to these arrays. If `in` overlaps one of these arrays, its
+    // data is copied to `copy` first. The array at index `own` may be `in` itself.
     const void* kept(const Array& in, size_t own, std::vector<char>& copy) const {
         const auto begins = [](const Array& array) { return reinterpret_cast<uintptr_t>(array.data); };
         for (size_t i = 0; i < many_.size(); ++i) {

@@ -1,8 +1,8 @@
 // How members agree on a plan for each operation.
 //
 // Algorithm. Rank 0 tries plans for each operation and size class, and keeps the fastest. Each operation
-// publishes the plan for the next one, so all members know it in time without another message. The cells of
-// the next operation report how long each member took. Rank 0 uses the time of the slowest member.
+// publishes the plan for the next one, so all members know the next plan in time without another message. The
+// cells of the next operation report how long each member took. Rank 0 uses the time of the slowest member.
 #include "group.hpp"
 
 #include <algorithm>
@@ -11,14 +11,14 @@ namespace flowchan {
 
 namespace {
 
-// In an exchange, each member reads all inputs. Groups with more members than this try it only for small
-// data, because it would take too long for large inputs.
+// In an exchange, each member reads all inputs. Groups with more members than this try an exchange only for
+// small data, because large inputs would take too long.
 constexpr uint32_t MOST_EXCHANGE = 7;
 constexpr uint32_t SMALL_KINDS = 2;
 // Lower bound of the smallest size class in bytes. For less data, all plans take equally long.
 constexpr uint64_t LEAST = 8 * 1024;
 constexpr uint32_t IN_ONE_PIECE = 4;  // size classes that fit into one small piece
-// Size classes so small that one thread has read the data before a second one could start.
+// Size classes so small that one thread has read the data before a second thread could start.
 constexpr uint32_t BY_ONE = 8;
 
 constexpr uint32_t BY_TWO = plans_where([](const Plan& one) { return one.by_two; });
@@ -115,7 +115,7 @@ void Member::have_come(Call call) {
 void Member::end_plan(bool done) {
     took_ = timed_.is && done ? saturated(now_ns() - timed_.since) : 0;
     before_ = timed_;
-    // The cells of a failed operation lack the times of the previous one, so clear `before_`.
+    // The cells of a failed operation lack the times of the previous operation, so clear `before_`.
     before_.is = rank == 0 && took_;
     timed_.is = false;
     filled_ = round_flags_ = 0;

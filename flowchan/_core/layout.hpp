@@ -52,7 +52,7 @@ constexpr uint32_t CLASSES = 136;  // four block sizes per doubling, from 64 B t
 
 enum class SlotState : uint64_t { Free, Inside, Parked, Leased, Filling, Held };
 
-// A participant: a port, or a process that uses the channel without one.
+// A participant: a port, or a process that uses the channel without a port.
 struct alignas(64) Session {
     // HOLDER: the process has closed its channel or port, but still views blocks.
     enum Role : uint64_t { NONE = 0, PLAIN = 1, READER = 2, WRITER = 3, RESUME = 4, HOLDER = 5 };
@@ -85,11 +85,12 @@ struct alignas(64) Session {
     // unpickling.
     enum At : uint64_t { OURS = 0, UNPICKLING = 1, USERS = 2 };
     uint64_t at;
-    // Reader: items that its dead predecessors had, and the code in which the last of them died. No other
-    // session may take these items.
+    // Reader: items that its dead predecessors had, and the kind of code (see At) in which the last
+    // predecessor died. No other session may take these items.
     uint64_t reserved_head, reserved_tail, reserved, reserved_at;
-    // Number of leased items that the reader has started, counted from the oldest. 0 means all of them. A
-    // link writes this for its remote worker. A worker that has a run writes this itself (ring_runs.cpp).
+    // Number of leased items that the reader has started, counted from the oldest. 0 means that it has
+    // started all of them. A link writes this for its remote worker. A worker that has a run writes this
+    // itself (ring_runs.cpp).
     uint64_t begun;
     uint64_t run_limit;  // reader with a run: number of leased items that it may start; otherwise 0
 
@@ -113,8 +114,8 @@ struct alignas(64) Slot {
     // SlotState | REPLAY | NUMBERED | LOANED | owner session << 8 | viewer session << 24 | deaths << 40
     uint64_t state;
     uint64_t size;  // size of the payload in bytes
-    // Items leave the channel in the order of these numbers, which the first get assigns. Before that, an
-    // output has the number of its input item, and any other item has KEYLESS.
+    // Items leave the channel in the order of these numbers. An item gets its number when it is first taken.
+    // Before that, an output has the number of its input item, and any other item has KEYLESS.
     uint64_t number;
     uint32_t kind;      // encoding of the payload, see frame.hpp
     uint32_t cls;       // block class, or 0 without a block; never changes
@@ -224,7 +225,7 @@ struct Header : Constants {
     Redo redo[RECORDS];
 
     int64_t inside() const { return int64_t(puts - takes); }
-    // The session records follow the header directly. Access only allocated ones.
+    // The session records follow the header directly. Access only allocated records.
     Session* records() { return reinterpret_cast<Session*>(this + 1); }
     std::span<Session> sessions() { return {records(), std::min<uint64_t>(reserved_sessions, SESSIONS)}; }
 };

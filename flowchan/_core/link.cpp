@@ -119,7 +119,7 @@ void Link::attach(int fd) {
 }
 
 void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
-    // End the old connection before this side uses the new one to report which frames have arrived.
+    // End the old connection before this side uses the new connection to report which frames have arrived.
     // Otherwise, a frame that still arrives over the old connection would be received twice.
     while (fd_ >= 0 && !closed_) {
         if (!std::exchange(lost_, true)) {
@@ -174,8 +174,8 @@ void Link::leave_connection(int fd, const std::string& why) {
     changed_.notify_all();
 }
 
-// Count a connection that ended without progress. If there was something to carry, start the clock of
-// stuck_for().
+// Count a connection that has ended. If it made no progress although items were waiting to be carried, start
+// the clock of stuck_for().
 void Link::note_break() {
     breaks.fetch_add(1, std::memory_order_relaxed);
     const auto carries = [](const auto& pair) {

@@ -7,8 +7,8 @@
 
 namespace flowchan {
 
-// Receive a large item, or the rest of one. `begun` contains the first `size` bytes, which have already
-// arrived. If the ring has room, the item goes into the ring without a copy.
+// Receive a large item, or the rest of a large item. `begun` contains the first `size` bytes, which have
+// already arrived. If the ring has room, the item goes into the ring without a copy.
 bool Link::receive_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size,
                          Following& following) {
     std::unique_lock lock(mutex_);
@@ -114,7 +114,8 @@ bool Link::claim(LinkStream& stream, Sink& sink, const Received& item, Slot*& sl
     RingLock holding(*sink.ring);
     if (sink.begin(number) == Step::Done) return false;
     const bool keyed = number != Slot::KEYLESS;
-    // Leave `slot` null, so that the item is staged: it must be put without a key, but the writer has one.
+    // This item has no key and must be put without one, but the writer still has the key of an earlier item.
+    // Leave `slot` null, so that the item is staged.
     if (owner_side_ && !keyed && sink.writer.keyed) return true;
     const Step step =
         sink.ring->claim(frame_of(item), keyed ? &sink.writer : nullptr, sink.writer.session, slot);

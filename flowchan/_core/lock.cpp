@@ -17,7 +17,7 @@ void SharedLock::make(pthread_mutex_t& mutex) {
     pthread_mutexattr_t attr;
     pthread_mutexattr_init(&attr);
     pthread_mutexattr_setpshared(&attr, PTHREAD_PROCESS_SHARED);
-    // musl checks whether the kernel reports dead owners; glibc assumes so.
+    // musl checks whether the kernel reports dead owners; glibc assumes that it does.
     const int error = pthread_mutexattr_setrobust(&attr, PTHREAD_MUTEX_ROBUST);
     if (error) fail(error, "set_robust_list");
     pthread_mutex_init(&mutex, &attr);
@@ -54,7 +54,7 @@ bool SharedLock::is_used_by(uint64_t thread) const {
     char path[32];
     snprintf(path, sizeof path, "/proc/%lu/maps", static_cast<unsigned long>(thread));
     FILE* maps = fstat(fd_, &st) == 0 ? fopen(path, "re") : nullptr;
-    // Users of a channel may read each other's maps.
+    // Users of a channel may read each other's maps, so EACCES means that the thread is not a user.
     if (!maps) return errno != ENOENT && errno != EACCES;
     char* line = nullptr;
     size_t room = 0;
@@ -69,8 +69,8 @@ bool SharedLock::is_used_by(uint64_t thread) const {
     return found;
 }
 
-// Wait for the lock. Give up if its word names this thread or one that does not exist, because nothing can
-// unlock it then. (When an owner dies, the kernel marks the word before the thread is gone.)
+// Wait for the lock. Give up if the lock's word names this thread or a thread that does not exist, because
+// then nothing can unlock it. (When an owner dies, the kernel marks the word before the thread is gone.)
 int SharedLock::lock_slowly() {
     [[maybe_unused]] uint32_t before = 0;
     for (;;) {

@@ -81,7 +81,7 @@ class WorkerRun {
         return n_ > 0;
     }
     bool has_next() const { return started_ < n_; }
-    // Start the next item. Return whether the run still has it.
+    // Start the next item. Return whether the run still has this item.
     bool start() {
         if (started_ && !ring_.start_in_run(in_.state.session, started_ + 1) && !still_has_next())
             return false;
@@ -200,7 +200,7 @@ void nap(Ring& ring, In& in) {
 }  // namespace
 
 // Take items, and put the function's result for each. Wait only for the first item. Return True, or False if
-// the channel is drained. If an item needs more than that, return a tuple; see `stop`.
+// the channel is drained. If Python code must handle an item, return a tuple; see `stop`.
 nb::object map_items(In& in, nb::handle out, nb::handle function) {
     if (!nb::isinstance<Out>(out)) throw nb::type_error("_map: out must be a port that writes");
     if (!ready(in)) throw nb::python_error();

@@ -22,7 +22,7 @@ namespace flowchan {
 enum Doing : uint32_t { BARRIER = 1, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, ALLTOALL = 9 };
 constexpr uint32_t OPERATIONS = 16;  // greater than all of these numbers
 
-// Any: use the fastest one.
+// Any: use the fastest algorithm.
 enum class Algorithm : uint8_t { Any, Exchange, Slices, Chunks, Direct };
 
 constexpr size_t BIG = 512 * 1024;     // size of a big slot, and of the pieces of larger data, in bytes
@@ -54,8 +54,8 @@ constexpr uint32_t plans_of(Algorithm algorithm) {
     return plans_where([=](const Plan& one) { return one.algorithm == algorithm; });
 }
 
-// How many size classes have their own trials. Each class ends at twice its lower bound, except for the last,
-// which is unbounded.
+// How many size classes have their own trials. Each class ends at twice its lower bound, except for the last
+// class, which is unbounded.
 constexpr uint32_t TRIED = 16, UNTRIED = TRIED;
 
 }  // namespace flowchan

@@ -34,7 +34,8 @@ bool done_with(M& m, Out& out, uint64_t number) {
     return step != Step::Interrupted;
 }
 
-// Open a session for a port, or adopt one that another process has opened for it. Return its generation.
+// Open a session for a port, or adopt the session that another process has opened for the port. Return its
+// generation.
 uint64_t open_session(LocalQueue& queue, Channel&, int, bool writer, uint32_t&) {
     Locked locked(queue);
     (writer ? queue.writers : queue.readers) += 1;

@@ -14,7 +14,7 @@ using namespace nb::literals;
 
 namespace {
 
-// Return the result of a put whose port was closed while it waited.
+// Return the result of a put whose port was closed while the put waited.
 Step left(uint64_t state) {
     return state == OPEN ? Step::PortClosed : state == BROKEN ? Step::Broken : Step::Closed;
 }
@@ -68,7 +68,7 @@ Step before_put(Ring& ring, Out* out) {
 
 // Wait for recycled memory. Otherwise, a writer that outpaces its readers would touch more and more new
 // memory, up to the channel's limit. The put waits only while readers free memory, and at most about as long
-// as touching new memory would take. A new MB costs 0.7 to 1 ms of CPU time, and a recycled one 0.03 to 0.07
+// as touching new memory would take. A new MB costs 0.7 to 1 ms of CPU time, and a recycled MB 0.03 to 0.07
 // ms. For a new MB, the kernel needs 0.25 ms to find and clear pages, 0.4 ms for page faults, and 0.2 ms to
 // free them.
 Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadline deadline) {
@@ -315,7 +315,7 @@ Step try_put(Channel& ch, Out* out, PyObject* item) {
 
 namespace {
 
-// Return whether the iterator's next items already exist, so that it never waits, and no other code takes
+// Return whether the iterator never waits, because its next items already exist, and no other code takes
 // items from it.
 bool is_ahead(PyObject* items, PyObject* iterator) {
     static PyObject* repeat = [] {

@@ -118,7 +118,7 @@ bool Ring::lock(bool patient) {
     const bool had = had_by.load(std::memory_order_relaxed) == process_number();
     const int64_t wanted = had ? 0 : ticks();
     if (!had && !patient && turn_taking.should_rest(wanted))
-        rest(wanted);  // the impatient call before this patient one has already rested
+        rest(wanted);  // a patient call follows an impatient call, which has already rested
     const SharedLock::Got got = lock_.lock(patient);
     if (got == SharedLock::Got::Busy) return false;
     fault_point();
@@ -155,8 +155,9 @@ bool Ring::redo() {
     return right;
 }
 
-// Repair the ring after the owner of its lock died. At most one Change is incomplete, and this completes it.
-// If an operation has several Changes, the next call continues it. Only `advance` must be continued here.
+// Repair the ring after the owner of its lock died. At most one Change is incomplete, and this function
+// completes it. If an operation has several Changes, the next call continues it. Only `advance` must be
+// continued here.
 void Ring::recover() {
     if (!redo()) found_damage();
     Wakes wakes;

@@ -108,7 +108,7 @@ struct Taken {
 struct Seen {
     uint64_t number, kind, size;
     bool leased;
-    std::span<const char> copy;  // of its payload; empty if it was not copied
+    std::span<const char> copy;  // a copy of the payload; empty if it was not copied
 };
 
 // The descriptors that another process needs to map a ring. Without `socket`, the ring cannot carry
@@ -247,7 +247,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
         h_->nap.store(0, std::memory_order_relaxed);
         wakes.add(h_->nap, true);
     }
-    void count_nap(uint32_t session, int64_t ns) {  // as time that the reader waited
+    void count_nap(uint32_t session, int64_t ns) {  // adds the nap to the reader's waiting time
         this->session(session).clock.all.ns += ns;
         h_->reader_queue.waited_ns += ns;
     }
@@ -282,9 +282,9 @@ class Ring : public std::enable_shared_from_this<Ring> {
 
     // --- the channel; all under the lock ---
     void close(Wakes& wakes);
-    // `in_short`: a shorter cause, for when memory does not suffice for the long one.
+    // `in_short`: a shorter cause, for when memory does not suffice for the long cause.
     void break_(const std::string& cause, Wakes& wakes, const std::string& in_short = {});
-    // turns a broken ring into a closed one, so that its only user can take the remaining items
+    // turns a broken ring into a closed ring, so that its only user can take the remaining items
     void unbreak();
     std::string cause() const;
 
@@ -326,7 +326,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     int fd_ = -1, socket_ = -1;
     bool map_incomplete_ = false;
     std::vector<uint64_t> decoding_;  // numbers of the items that plain gets in this process are decoding
-    bool decoding_seen_ = false;      // the link has seen such items
+    bool decoding_seen_ = false;      // true if the link has seen `decoding_` nonempty
     // written under the lock; a reader without the lock gets only a hint
     std::atomic<uint64_t> put_limit_ = 0;
     Peers peers_;

@@ -1,10 +1,10 @@
-// File descriptors that travel with items. A channel that is put into another channel needs this (C14).
+// File descriptors that travel with items. An item that contains a channel needs them (C14).
 //
 // A file stays open while a process has a descriptor of it, or while such a descriptor is queued in a socket.
 // Each ring therefore has a datagram socket that its users share. The socket is connected to itself, and no
 // other socket may send to it. A put sends the descriptors of its item as one datagram, called an fd bundle,
 // and stores the bundle's id in the item. The receiver of the item peeks at the bundle, which opens the
-// descriptors. The bundle stays queued, because the next receiver needs it if this one dies.
+// descriptors. The bundle stays queued, because the next receiver needs it if this receiver dies.
 //
 // All of this runs under the ring's lock. A put sends the bundle before it commits, so every existing item
 // has its bundle. If the put fails or its process dies in between, a bundle without an item remains. Old
@@ -40,7 +40,7 @@ bool peek_label(int socket, Label& label) {
 }  // namespace
 
 // Return a socket connected to itself, or -1 if the system does not support that. Only items with descriptors
-// need one.
+// need this socket.
 int socket_to_itself() {
     const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     if (fd < 0) return -1;

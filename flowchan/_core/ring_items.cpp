@@ -242,7 +242,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     // A retired reader still takes items that were given back, because all other workers may wait for the
     // turns of these items.
     if (orders & RETIRE && !is_next_before(UINT64_MAX)) {
-        // This reader may have been woken for an item that it does not take, so wake another one.
+        // This reader may have been woken for an item that it does not take, so wake another reader.
         if (h_->head) h_->reader_queue.wake_by_rank(1, wakes);
         return Step::Drained;
     }
@@ -324,8 +324,8 @@ void Ring::release(Slot* slot, Wakes& wakes) {
 // --- the end ---
 
 // Return whether this reader can get no more items. Other readers may still give back leased items. A reader
-// without leases waits for these, unless they could never go to this reader (`alone`). A reader with leases
-// does not wait, because two readers that gather items (get_more) would wait for each other.
+// without leases waits for these items, unless the items could never go to this reader (`alone`). A reader
+// with leases does not wait, because two readers that gather items (get_more) would wait for each other.
 bool Ring::at_end_for(const ReaderState* reader) const {
     const bool goes = reader && (reader->alone || session(reader->session).leased > 0);
     return h_->state == CLOSED && is_exhausted() && (goes || h_->leased == 0);

@@ -130,7 +130,7 @@ uint64_t Ring::take_back(Wakes& wakes) {
 }
 
 // Count the death of a reader against the first `suspects` of its leased items. Set `last` to leased item
-// number `most`, and `rest` to the one after it. Return false if the ring is damaged.
+// number `most`, and `rest` to the item after it. Return false if the ring is damaged.
 bool Ring::count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64_t& rest) {
     for (uint64_t n = 0; n < most; ++n, last = rest, rest = at<Slot>(rest)->next) {
         if (!slot_exists(rest) || !is_leased(at<Slot>(rest))) return false;

@@ -1,14 +1,14 @@
 // The memory of a ring: slots, their blocks, views of blocks, and the checks against damage.
 //
-// If no block of the needed class is free, one is cut from the uncut memory in the middle of the file. When
-// its slot becomes free, the block joins the free list of its class. A put may then reuse it while it is
+// If no block of the needed class is free, a block is cut from the uncut memory in the middle of the file.
+// When its slot becomes free, the block joins the free list of its class. A put may then reuse it while it is
 // still in the CPU caches. When the middle is used up, `rebuild_lists` divides all memory outside of used
 // blocks again.
 //
 // Views. The receiver of an item with large buffers may read them in place. The slot then records that
 // session as its `viewer`. A call that would free the slot leaves it HELD for the viewer, which frees it
 // after its last view. If the slot is in another state when the last view ends, the viewer only removes its
-// own entry. (An item may have been given back, so that its next worker reads it while the first one still
+// own entry. (An item may have been given back, so that its next worker reads it while the first worker still
 // views it.)
 //
 // A slot has at most one viewer, so a second reader makes a private copy. A reader also makes a copy if views
@@ -97,7 +97,8 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
         if (Slot* slot = new_slot(cls, change)) return slot;
         if (h_->damaged) return nullptr;
     }
-    // Accept a block of up to twice the size.
+    // Also accept a block of the next five classes. Above 256 bytes, such a block has at most 2.5 times the
+    // size.
     uint32_t found = free_class(cls, std::min(cls + 6, CLASSES));
     if (found == CLASSES) {
         rebuild_lists(cls);

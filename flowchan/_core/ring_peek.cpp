@@ -1,8 +1,8 @@
 // Looking at the items of a ring without taking them.
 //
 // Algorithm. The caller holds the lock. The leased items of all readers and the first items of the FIFO are
-// sorted by number. Their payloads are copied, except for the contents of arrays. An item without a number
-// is shown with the one that it will get, so it has the same number in a later look.
+// sorted by number. Their payloads are copied, except for the contents of arrays. An item without a number is
+// shown with the number that it will get, so a later look shows the same number.
 //
 // Invariants. A look writes nothing into shared memory, so a process may die during it at any step. It
 // follows at most MOST_WALKED slots and copies only what fits into `room`, so users of the channel wait only

@@ -44,8 +44,8 @@ uint64_t started(const Session& s) {
 
 }  // namespace
 
-// Put the first of these items, up to the first one of another size class. None of them may be an output for
-// an input item. Return how many were put, or 0 if they must be put singly.
+// Put the first few of these items together, and stop before the first item of another size class. None of
+// them may be an output for an input item. Return how many were put, or 0 if they must be put singly.
 uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
     if (h_->state != OPEN || map_incomplete_ || (h_->head && !slot_exists(h_->tail))) return 0;
     const uint64_t inside = h_->puts - h_->takes + h_->parked + h_->claimed;
@@ -217,8 +217,8 @@ bool Ring::has_items_for(const ReaderState* reader, uint32_t index, bool recalls
     return h_->head || (recalls && h_->has_runs && recall_any(index, wakes));
 }
 
-// Return how many leased items are started and finished in runs, and set `unstarted` to the number of those
-// that are not started.
+// Return how many leased items are started and finished in runs, and set `unstarted` to the number of leased
+// items that are not started.
 uint64_t Ring::all_started(uint64_t& unstarted) const {
     uint64_t finished = unstarted = 0;
     if (!h_->has_runs) return 0;

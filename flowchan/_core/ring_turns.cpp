@@ -52,7 +52,7 @@ Step Ring::item_done(WriterState& writer, Wakes& wakes) {
 void Ring::advance(Wakes& wakes) {
     Change change(record(Side::Writer), windows_);
     uint64_t before = h_->turn, linked = 0;
-    // A closed channel gets no more outputs, so parked outputs need not wait for earlier ones.
+    // A closed channel gets no more outputs, so parked outputs need not wait for earlier outputs.
     const auto waits = [&](const Group& g) { return !g.complete && (h_->state != CLOSED || !h_->parked); };
     while (!h_->damaged) {
         Group& g = group(h_->turn);
@@ -86,7 +86,7 @@ void Ring::advance(Wakes& wakes) {
     }
 }
 
-// Continue with the next turn after `link` has ended one.
+// Continue with the next turn after `link` has ended a turn.
 void Ring::turn_moved(Wakes& wakes) {
     const Group& g = group(h_->turn);
     if (g.count || g.complete) advance(wakes);

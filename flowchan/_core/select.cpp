@@ -115,8 +115,9 @@ Step try_once(const Operation& op, PyObject*& item) {
 
 }  // namespace
 
-// Try each operation once, in random order. Return (index, item) for the first that succeeds. The index is -1
-// if all would wait, and -2 if all channels are drained. An operation that fails raises its error.
+// Try each operation once, in random order. Return (index, item) for the first operation that succeeds. The
+// index is -1 if all operations would wait, and -2 if all channels are drained. An operation that fails
+// raises its error.
 static nb::object try_each(const std::vector<Operation>& ops) {
     static thread_local std::minstd_rand random{std::random_device{}()};
     std::vector<size_t> order(ops.size());
@@ -183,8 +184,8 @@ bool ask_owners(const std::vector<Operation>& ops, std::vector<uint64_t>* moved 
 }
 
 // Before choosing among the operations that are possible in this process, ask the owners. Otherwise, remote
-// channels would be chosen less often than local ones. An owner that could not help is not asked again for
-// ASKED_AGAIN_NS.
+// channels would be chosen less often than local channels. An owner that could not help is not asked again
+// for ASKED_AGAIN_NS.
 void ask_other_owners(const std::vector<Operation>& ops) {
     const auto is_waiting_remote = [](const Operation& op) { return op.owner_asked && !is_ready(op); };
     if (std::none_of(ops.begin(), ops.end(), is_waiting_remote)) return;

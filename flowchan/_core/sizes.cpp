@@ -3,9 +3,9 @@
 // Buffers, strings and objects with an attribute `nbytes` count with their exact sizes. SAMPLES elements of a
 // container stand for all of them; in a list or a tuple, they are evenly spaced. Any other object consists of
 // the parts that the garbage collector would visit. At most TRIALS objects are visited per item, so a batch
-// of 20,000 rows costs no more than one of a hundred. A part that many items usually share (a class, a
-// module, a function) counts as zero. Other shared parts count for each item, because their sharing cannot be
-// detected.
+// of 20,000 rows costs no more than a batch of a hundred rows. A part that many items usually share (a class,
+// a module, a function) counts as zero. Other shared parts count for each item, because their sharing cannot
+// be detected.
 //
 // In a free-threaded interpreter, other threads may change the item at any time. All samples of an object are
 // therefore taken together, in its critical section, as new references. They are visited afterwards.
@@ -136,7 +136,7 @@ struct Estimate {
         return ok;
     }
 
-    // Return the size of all objects that this one refers to, as the garbage collector finds them.
+    // Return the size of all objects that this object refers to, as the garbage collector finds them.
     uint64_t parts(PyObject* o, PyTypeObject* type, int depth) {
         if (!type->tp_traverse || !deeper(depth) || !PyObject_IS_GC(o)) return 0;
         Samples samples;

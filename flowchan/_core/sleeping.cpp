@@ -31,7 +31,7 @@ bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
     }
 }
 
-// Return 0 or an errno.
+// Sleep with futex_waitv. Return 0 or an errno.
 int wait_for_any(WaitedWord* words, size_t count, const timespec& until) {
     return syscall(SYS_futex_waitv, words, count, 0, &until, CLOCK_MONOTONIC) < 0 ? errno : 0;
 }

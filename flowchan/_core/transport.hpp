@@ -1,6 +1,6 @@
 // The operations that a channel needs from every transport. All other operations have one function per
 // transport, in puts.cpp, gets.cpp, channel.cpp and raising.cpp. They differ too much to share code, because
-// one transport passes references and the other bytes.
+// one transport passes references and the other passes bytes.
 #pragma once
 
 #include <concepts>

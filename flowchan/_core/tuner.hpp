@@ -1,9 +1,9 @@
 // Finds the fastest of several plans for an operation that runs again and again.
 //
 // Algorithm. A trial runs a few operations with the best plan so far, and a few with another plan. The faster
-// of the two becomes the best plan. The slower one gets another trial later, and much later if it was clearly
-// slower. If the best plan suddenly becomes much slower, all plans are tried again, because cache load or
-// core placement may have changed.
+// of the two becomes the best plan. The slower plan gets another trial later, and much later if it was
+// clearly slower. If the best plan suddenly becomes much slower, all plans are tried again, because cache
+// load or core placement may have changed.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +45,7 @@ class Tuner {
 
   private:
     // How many operations a trial runs per plan. Only the shortest time counts, because other load rarely
-    // disturbs all of them.
+    // disturbs all of these operations.
     static constexpr uint32_t TRIES = 4;
     static constexpr uint32_t LATE = 2;  // the time of an operation is known this many operations later
     static constexpr uint32_t FEWEST = 128, MOST = 2048;  // operations before the slower plan is tried again

@@ -1,14 +1,14 @@
 // Turn-taking between processes that use the same ring in tight loops.
 //
-// An operation mainly costs fetching cache lines from another core. Two processes in tight loops take these
-// lines from each other for every item, and spend most of their time waiting for them. One process alone
-// would pass ten items in that time.
+// The main cost of an operation is to fetch cache lines from another core. Two processes in tight loops take
+// these lines from each other for every item, and spend most of their time waiting for them. One process
+// alone would pass ten items in that time.
 //
 // Algorithm. Before taking the lock, a process rests for about 4 µs if another process used the ring last.
 // During the rest, the other process has all lines in its cache. When that process sees that it was
 // overtaken, it rests as well. So the processes alternate, each with a run of items, and the lines move once
-// per run. A rest never delays an item that was already put: readers can get it at once, because each call is
-// one operation.
+// per run. A rest never delays an item that was already put. Readers can get the item at once, because a
+// process rests before an operation and never in the middle of one.
 //
 // Only a process in a tight loop rests. A process that works between its operations gains more from running
 // in parallel.
@@ -93,8 +93,8 @@ class TurnTaking {
     Hint<int64_t> since_;
     Hint<uint64_t> total_;  // operations of all processes before `since_`
     Hint<bool> rested_;     // this process took over after a rest
-    Doubt alone_;           // skips rests after the others made little use of one
-    Doubt chances_;         // skips rests after the others did not rest
+    Doubt alone_;           // skips rests after the other processes made little use of a rest
+    Doubt chances_;         // skips rests after the other processes did not rest
 };
 
 inline void rest(int64_t since) {

@@ -40,10 +40,10 @@ nb::object wrap(View view) { return nb::cast(std::move(view)); }
 
 PyType_Slot view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
 
-// If the process forks while a block has views, the child may use them, and nothing records when it stops.
-// The slot then keeps its viewer until the channel ends, even if the parent dies (Session::forked). In the
-// child, the block still belongs to the parent. A loan has no content yet, so it belongs only to the process
-// that took it.
+// If the process forks while a block has views, the child may use them, and nothing records when the child
+// stops using them. The slot then keeps its viewer until the channel ends, even if the parent dies
+// (Session::forked). In the child, the block still belongs to the parent. A loan has no content yet, so it
+// belongs only to the process that took it.
 Block::Block(std::shared_ptr<Ring> ring_, Slot* slot)
     : ring(std::move(ring_)), slot(slot), begin(ring->payload_of(slot)), size(slot->size) {
     std::lock_guard guard(live_mutex);

@@ -1,25 +1,25 @@
 // The list of threads that wait on one side of a `threads` channel.
 //
-// Algorithm. On its stack, each waiting thread has a node with a futex word. A node is asleep (in a list,
+// Algorithm. Each waiting thread has a node on its stack, with a futex word. A node is asleep (in a list,
 // oldest first), or woken but not running yet. When a call becomes possible, only the oldest sleeper is
 // woken, so the cost is one wake-up even if a thousand waiters sleep. Until that waiter runs, no other is
 // woken. An operation that leaves another call possible then wakes the next waiter (LocalQueue::try_put,
 // try_take). A woken waiter that does not use its wake-up does the same. So if k calls are possible, k
-// waiters are woken, each by the previous one.
+// waiters are woken, each by the waiter before it.
 //
 // A running thread may make all k calls before a woken thread gets the GIL. In that case, only one wake-up
 // was useless. The woken waiter returns to the head of the list. Newcomers may overtake it (see waiting.hpp)
 // until two wake-ups have failed and PATIENCE_NS have passed. It is then `starving`, and newcomers let it go
 // first while its call is possible.
 //
-// The workers of a stage are interchangeable. The last one to arrive goes to the head of the list, because
+// The workers of a stage are interchangeable. The last worker to arrive goes to the head of the list, because
 // the caches still have its stack and its function's data. If there is work for only two of 300 workers, the
 // same few workers therefore do it, and the others sleep.
 //
-// Writers of an ordered stage wait for their turns, sorted by the numbers of their items. Only the first one
-// can continue, so only that one is woken. Workers without an output come last (ANY_TURN). While CROWD other
-// workers wait with outputs, a worker waits for room before it takes an item. So a few of the many workers of
-// a cheap function do the work. The others keep sleeping instead of waking for each item.
+// Writers of an ordered stage wait for their turns, sorted by the numbers of their items. Only the first
+// writer can continue, so only the first writer is woken. Workers without an output come last (ANY_TURN).
+// While CROWD other workers wait with outputs, a worker waits for room before it takes an item. So a few of
+// the many workers of a cheap function do the work. The others keep sleeping instead of waking for each item.
 //
 // All of this runs under the queue's lock. No thread can die while it has the lock, so no repair is needed.
 #pragma once
@@ -30,7 +30,7 @@
 
 namespace flowchan {
 
-constexpr uint64_t ANY_TURN = UINT64_MAX;  // stands for the number of an item
+constexpr uint64_t ANY_TURN = UINT64_MAX;  // used instead of an item's number by a worker without an output
 constexpr uint32_t CROWD = 2;
 
 struct Node {

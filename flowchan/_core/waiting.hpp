@@ -25,14 +25,14 @@
 //   killed on its way, `woken` stays too high until a slice (below) repairs it.
 // - No caller starves. After two failed wake-ups and PATIENCE_NS of waiting, a waiter is `starving`. While it
 //   could continue, newcomers queue behind it instead of overtaking. An item that does not fit never blocks
-//   one that does. (Overtaking makes bursts fast: a running thread with the GIL empties a full channel before
-//   the woken sleepers run.)
+//   an item that fits. (Overtaking makes bursts fast: a running thread with the GIL empties a full channel
+//   before the woken sleepers run.)
 // - The writers of an ordered stage do not use the wait queue. Each waits for its turn on its own word
 //   (Ring::await_turn).
 //
 // A sleep is divided into slices, because two events can lose a wake-up. A `kill -9` may end the process that
-// should send it. A signal may reach the main thread between its check and its sleep. In both cases, the
-// waiter checks again within SLICE_NS, so C9 and C11 always hold.
+// should send the wake-up. A signal may reach the main thread between its check and its sleep. In both cases,
+// the waiter checks again within SLICE_NS, so C9 and C11 always hold.
 #pragma once
 
 #include <linux/futex.h>
@@ -166,7 +166,7 @@ struct WaitQueue {
     // for other channels
     uint32_t selecting = 0;
     uint32_t starving = 0;       // thread id of the starving waiter, or 0
-    uint32_t ordered = 0;        // how many others wait for their turns, each on its own word
+    uint32_t ordered = 0;        // how many writers wait for their turns, each on its own word
     uint32_t idle = 0;           // ranks of the stage's waiting workers, one bit each; a hint
     uint64_t starving_size = 0;  // size of the item that the starving waiter is trying to put
     // total waiting time, as the sum of all end times minus the sum of all start times
@@ -192,9 +192,9 @@ struct WaitQueue {
     }
     uint32_t call_all() { return call(UINT32_MAX); }
     // Do the same as call() for readers. They are woken in the order of their ranks, and the number of
-    // readers on their way never exceeds the number of cores. A reader that takes an item and leaves another
-    // wakes the next reader (Ring::try_take). While a waiter starves, wake all readers, because a woken
-    // reader may have to let it go first.
+    // readers on their way never exceeds the number of cores. If a reader takes an item while another item
+    // remains, it wakes the next reader (Ring::try_take). While a waiter starves, wake all readers, because a
+    // woken reader may have to let it go first.
     void wake_by_rank(uint32_t k, Wakes& wakes);
 
     // `again`: the caller continues a wait with another slice.
@@ -259,7 +259,7 @@ inline void WaitQueue::wake_by_rank(uint32_t k, Wakes& wakes) {
 }
 
 // Identity of a waiting call: the side, the port (or null), and the session in a ring. A put adds its item's
-// size and, if outputs have turns, the number of the input item of its output.
+// size. If outputs have turns, it also adds the number of the input item for which the output was made.
 enum class Side { Reader, Writer };
 struct Caller {
     Side side;
@@ -293,8 +293,8 @@ enum class Step {
 };
 
 // Spinning pays off if the other side is running right now. A successful spin doubles the budget, and a
-// failed one halves it. Below LEAST_NS, only every 32nd wait tries a short spin. MOST_NS is about the cost of
-// a sleep and a wake-up, so wasted spinning at most doubles that cost.
+// failed spin halves it. Below LEAST_NS, only every 32nd wait tries a short spin. MOST_NS is about the cost
+// of a sleep and a wake-up, so wasted spinning at most doubles that cost.
 struct Spin {
     static constexpr uint32_t MOST_NS = 50'000, LEAST_NS = 4'000, CHECKS = 16;
     // Hints that the threads of a handle share, so all accesses are relaxed.

@@ -2,11 +2,11 @@
 //
 // Algorithm. The part before the blocks is mapped only once, because it includes a robust mutex, which a
 // process must use at a single address. Blocks grow up, and slots grow down from the end of the file. One
-// window covers all blocks that existed when it was mapped, and another covers all slots. When more are
-// added, a new window of at least twice the size replaces the old one. The old window stays mapped until the
-// ring ends in this process, because views, loans and copying threads still point into it. A word may
-// therefore have several addresses. The mapped address space is a small multiple of the memory in use,
-// however large the file becomes.
+// window covers all blocks that existed when it was mapped, and another covers all slots. When blocks or
+// slots are added, a new window of at least twice the size replaces the old window. The old window stays
+// mapped until the ring ends in this process, because views, loans and copying threads still point into it. A
+// word may therefore have several addresses. The mapped address space is a small multiple of the memory in
+// use, however large the file becomes.
 //
 // Opening a window needs the ring's lock; `block` and `offset_in_window` do not. `blocks_` is written before
 // `blocks_to_`, whose release store pairs with an acquire load. A reader that already sees a newer `blocks_`

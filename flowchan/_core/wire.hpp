@@ -3,7 +3,7 @@
 // A connection is a sequence of frames. A frame has a head and, for some types, a payload. Each frame is for
 // one port of one stream (link.hpp): input ports carry items to a worker, and output ports carry its outputs
 // back. All types except ITEM and OUT report an absolute state. Only the latest report counts, so a new
-// connection needs no log of the old one.
+// connection needs no log of the old connection.
 //
 // All numbers are little-endian. Received data is checked before use, because the other side may run another
 // version or be hostile.
@@ -19,7 +19,7 @@ enum class FrameType : uint8_t {
     OPEN = 1,
     ITEM = 2,   // owner side -> worker side, input port: item n of the stream
     OUT = 3,    // worker side -> owner side, output port: an output for item n, or for no item (KEYLESS)
-    INPUT = 4,  // worker side -> owner side, input port: a = got, b = done, n = leased, flags
+    INPUT = 4,  // worker side -> owner side, input port: a = items got, b = done, n = leased; flags
     // owner side -> worker side, output port: a = got, b = used, n = total puts granted (limited streams
     // only), flags; with BREAK, the payload is the cause
     OUTPUT = 5,

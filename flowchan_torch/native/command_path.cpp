@@ -428,8 +428,8 @@ struct Kernel final : c10::OperatorKernel {
         }
         const Known* known = Known::of(found.it, results);
         if (!known) return false;
-        // Outside inference mode, detach() of an inference tensor returns one with a version counter, which
-        // only the Python code adds.
+        // Outside inference mode, detach() of an inference tensor returns a tensor with a version counter.
+        // Only the Python code adds that counter.
         if (known->detaches && !c10::InferenceMode::is_enabled() &&
             THPVariable_Unpack(call.inputs.at(0)).is_inference())
             return false;

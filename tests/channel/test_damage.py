@@ -3,8 +3,8 @@
 Other processes write to this memory, and one of them may have a stray pointer. Each case runs in a forked
 child. The child first uses every part of the channel: items inside, leased and parked, ports, and a cause. It
 then damages the memory and makes more calls. A call may raise ``Broken`` or any other error, time out, or
-succeed, but no signal may kill the child. After a while, an ``abort`` plays the user who gives up on the
-channel. After that, every call must end.
+succeed, but no signal may kill the child. After a while, the child calls ``abort``, as a user who gives up on
+the channel would. After that, every call must end.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Use:
         self.reader.get()
         self.reader.get_more()
         self.ch.get()  # leaves a free slot
-        # two workers of an ordered stage; the second one works ahead of its turn
+        # two workers of an ordered stage; the second worker works ahead of its turn
         before.put_many(range(6))
         self.inputs = [before.reader() for _ in range(2)]
         self.outputs = [self.ch.writer() for _ in range(2)]

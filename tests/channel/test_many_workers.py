@@ -1,4 +1,4 @@
-"""C8: of a stage's many workers, only as many run as are needed; the others sleep.
+"""C8: only as many of a stage's workers run as are needed; the others sleep.
 
 If an ordered stage cannot pass on its outputs, a few workers keep one output each, and the others take no
 items. When the channel has room again, all workers continue.

@@ -93,7 +93,7 @@ def kill_one(family: Family, on: str, victim: str, chance: random.Random) -> Non
     if victim == "agent":
         psutil.Process(pid).parent().kill()
     else:
-        if victim == "ssh":  # the agent has its own connection, so it survives this
+        if victim == "ssh":  # the agent has its own connection, so it survives
             chance.choice(family.ssh_clients()).kill()
             pause.wait(chance.uniform(0, 0.05))
         os.kill(pid, signal.SIGKILL)

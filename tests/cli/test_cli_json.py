@@ -96,7 +96,7 @@ worked.collect(name="all")
     ) as process:
         assert process.stdout is not None
         events = [json.loads(process.stdout.readline())]
-        # not earlier, because a failure before the first event would only be counted
+        # Let the stages start only now: a failure before the first event would be counted but not reported.
         (tmp_path / "go").touch()
         events += map(json.loads, process.communicate()[0].splitlines())
     code = process.returncode

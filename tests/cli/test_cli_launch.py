@@ -147,7 +147,7 @@ def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[
     ],
 )
 def test_last_line_names_the_rank_that_failed_first(tmp_path: Path, how: str, message: str) -> None:
-    """The line omits ranks that failed only as a consequence."""
+    """The line omits ranks that failed only because of another rank's failure."""
     with started(tmp_path, FAILS.replace("HOW", how), "-n", "3") as launcher:
         _, errors = launcher.communicate(timeout=100)
     last = errors.splitlines()[-1]

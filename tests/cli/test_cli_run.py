@@ -1,7 +1,7 @@
 """Test ``flowchan run``: its output and its exit codes.
 
-A successful run exits with 0, a failed one with 1, and one that Ctrl-C interrupts with 130. If the graph or
-the command line is wrong, the code is 2.
+A successful run exits with 0, a failed run with 1, and a run that Ctrl-C interrupts with 130. If the graph or
+the command line is wrong, the exit code is 2.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_gathered_arrays_may_be_large_small_or_empty() -> None:
 
 @pytest.mark.parametrize("algorithm", [None, *ALGORITHMS["alltoall"]])
 def test_alltoall_can_receive_into_its_input(algorithm: str | None) -> None:
-    """Each array is received in place, and also parts of one array at other offsets.
+    """Receive each array in place. Then receive parts of one array at other offsets of the same array.
 
     Large and small arrays are mixed.
     """
@@ -313,7 +313,7 @@ def test_set_algorithm_error_lists_allowed_algorithms() -> None:
 
 
 def test_started_gathers_run_in_the_background() -> None:
-    """The arrays have sizes that the members do not know in advance; other values are gathered too."""
+    """The members do not know the sizes of the arrays in advance. Other values are also gathered."""
 
     def body(g: Any) -> Any:
         handles = [
@@ -360,9 +360,9 @@ def test_values_arrive_unchanged(value: Any) -> None:
 
 
 def test_only_built_in_types_are_sent_without_pickle() -> None:
-    """Very large values are pickled. On free-threaded Python, so are lists and dicts.
+    """Very large values are pickled. On free-threaded Python, lists and dicts are also pickled.
 
-    There, other threads may change them.
+    Without a GIL, other threads may change a list or dict during the call.
     """
     fixed = [value for value in PLAIN if not isinstance(value, list | dict)]
     without_gil = sysconfig.get_config_var("Py_GIL_DISABLED")

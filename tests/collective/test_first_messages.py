@@ -1,4 +1,4 @@
-"""Test that a member's first message to another creates the channel for all later ones."""
+"""Test that a member's first message to another member creates the channel for all later messages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_first_messages_from_several_threads_arrive(pair: Callable[[], Pair]) ->
 
 
 class Interrupted:
-    """A member whose first attempt to publish a channel is interrupted, either before or afterwards."""
+    """A member that is interrupted right before or right after its first attempt to publish a channel."""
 
     def __init__(self, member: Any, when: str) -> None:
         self._member, self._when = member, when

@@ -24,7 +24,7 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 
 def test_all_survivors_name_a_killed_member() -> None:
-    """The member dies during operations with the others, sometimes in the middle of a large one."""
+    """The member dies during operations with the others, sometimes in the middle of a large operation."""
 
     def body(g: Any) -> Any:
         x = np.ones(500_000, np.float32)

@@ -1,6 +1,6 @@
 """Test groups that span several hosts: forming, failing and splitting them.
 
-The other files in this folder check that operations give the same results on several hosts as on one.
+The other files in this folder check that operations give the same results on several hosts as on one host.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_noise_does_not_change_the_tree() -> None:
 def test_each_pair_of_hosts_is_measured_once(hosts: int) -> None:
     lists = [list(meetings(hosts, host)) for host in range(hosts)]
     assert all(sorted(met) == [x for x in range(hosts) if x != host] for host, met in enumerate(lists))
-    # two hosts measure when each is the next on the other's list; without such a pair, all would wait forever
+    # two hosts measure when each host is next on the other's list; without such a pair, all hosts would hang
     while any(lists):
         pairs = {tuple(sorted((host, met[0]))) for host, met in enumerate(lists) if met}
         meeting = [(low, high) for low, high in pairs if lists[low][0] == high and lists[high][0] == low]
@@ -108,7 +108,7 @@ def test_each_pair_of_hosts_is_measured_once(hosts: int) -> None:
 
 
 def joined(hosts: int, slow: tuple[int, int] = (-1, -1), wire: Wire | None = None) -> list[Links]:
-    """Connect the leaders of ``hosts`` hosts. The two ``slow`` ones are connected through ``wire``."""
+    """Connect the leaders of ``hosts`` hosts. The leaders of the two ``slow`` hosts use ``wire``."""
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(hosts)]
     for low, high in itertools.combinations(range(hosts), 2):
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -242,7 +242,7 @@ SLOW = (0, 3)
 
 @pytest.fixture
 def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the measurement with one that reports the connection ``SLOW`` as slow."""
+    """Replace the measurement with a function that reports the connection ``SLOW`` as slow."""
 
     def measure(links: Links, timeout: float | None) -> None:
         hosts = len(links.sockets) + 1

@@ -91,7 +91,7 @@ class FakeTensor:
         FAKE.stream(self.device).add(lambda: self.array.fill(value))
 
     def numpy(self) -> Any:
-        """Wait for the device, like a read by the host, and return the array."""
+        """Wait for the device, as a read by the host would, and return the array."""
         FAKE.wait_for(self.device)
         return self.array
 

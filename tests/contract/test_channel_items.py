@@ -1,4 +1,4 @@
-"""C14: a channel can be put into another channel, unless that one reaches farther.
+"""C14: a channel can be put into another channel, unless the other channel reaches more processes or hosts.
 
 Dropped channels and unread items are freed.
 """
@@ -17,7 +17,7 @@ from flowchan import Channel, Drained
 
 
 def test_a_channel_received_through_a_channel_is_the_same_channel(make):
-    """C14: the original channel delivers items that were put into the received one."""
+    """C14: the original channel delivers items that were put into the received channel."""
     carrier, sent = make(1), make(3)
     carrier.put(sent)
     arrived = carrier.get()

@@ -144,7 +144,7 @@ def test_waiting_iterations_end_when_the_channel_closes(make, spawn_peer):
 
 
 def test_close_wakes_waiting_readers_and_writers(make, spawn_peer):
-    """C3: one close wakes readers of an empty channel and writers of a full one."""
+    """C3: one close wakes readers of an empty channel and writers of a full channel."""
     empty, full = make(1), make(1)
     full.put(0)
     reader = spawn_peer(empty.get)

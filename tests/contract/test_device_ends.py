@@ -1,4 +1,4 @@
-"""Test what happens when senders of device tensors end, in a run and without one, on a fake device."""
+"""Test what happens when senders of device tensors end, in a run or outside of a run, on a fake device."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ NOT_NOW += [(OSError, number, "") for number in (errno.EMFILE, errno.ENFILE, err
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("port", [False, True])
 def test_item_that_cannot_be_received_now_is_put_back(make, error, kind, port):
-    """C9: the item is again the next one, for any reader, even in a full channel."""
+    """C9: the item is again the next item for any reader, even in a full channel."""
     ch = make(3)
     size, buffer = KINDS[kind]
     ch.put_many([Once(size, buffer), "behind", "last"])

@@ -43,7 +43,7 @@ def test_a_channel_dropped_by_its_sender_is_received(make, transport):
 @pytest.mark.other_process
 @pytest.mark.not_hosts("a channel ends with its owner, the process that made it")
 def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, transport, size):
-    """C14: besides the channel, the item has small or large data."""
+    """C14: the item contains the channel and some small or large data."""
     carrier = make()
 
     def send_and_stay():
@@ -120,7 +120,8 @@ def test_nested_channels_pass_through_several_receivers(make, spawn_peer, transp
 
 @pytest.mark.not_hosts("an item carries addresses instead of descriptors")
 def test_item_with_many_channels_arrives(make, transport):
-    """C14: a kernel message carries a limited number of channels. More raise an error with the limit."""
+    """C14: a kernel message carries a limited number of channels. The error for a larger item names the
+    limit."""
     carrier = make()
     carrier.put([transport.make(2) for _ in range(126)])
     many = carrier.get()
@@ -135,7 +136,7 @@ def test_item_with_many_channels_arrives(make, transport):
 
 @pytest.mark.not_hosts("an item carries addresses instead of descriptors")
 def test_put_of_channels_beyond_the_kernel_limit_raises(make, transport):
-    """C14: the kernel keeps a limited number of descriptors per channel. After the error it still works."""
+    """C14: the kernel keeps a limited number of descriptors. After the error, the channel still works."""
     carrier, sent = make(100_000), transport.make(2)
     with pytest.raises(ChannelError, match="receive some items first") as caught:
         carrier.put_many(itertools.repeat(sent))
@@ -162,7 +163,7 @@ def parcels(channel):
 def test_kernel_releases_descriptors_with_the_received_item(make, transport, port):
     """C12: the kernel drops its copies of the descriptors once the item is received.
 
-    A port keeps the last ones until its next item.
+    A port keeps the descriptors of its last item until it gets its next item.
     """
     carrier = make()
     for _ in range(3):

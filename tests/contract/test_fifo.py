@@ -28,7 +28,7 @@ def test_items_are_received_in_the_order_of_their_puts(make):
 
 
 def test_mixed_single_and_batch_calls_keep_the_order(make):
-    """C1: all methods that put share one order, and so do all that get."""
+    """C1: all methods that put items share one order, and all methods that get items share it."""
     ch = make(16)
     ch.put(0)
     ch.put_many([1, 2, 3])
@@ -148,7 +148,7 @@ def test_put_waits_while_the_channel_is_full(make, spawn_peer):
 
 
 def test_put_many_beyond_the_capacity_waits_for_room(make, spawn_peer):
-    """C2: the channel never has more than ``capacity`` items, and all items get in eventually."""
+    """C2: the channel never has more than ``capacity`` items, and in the end all items were put."""
     ch = make(4)
     peer = spawn_peer(ch.put_many, list(range(100)))
     received = []

@@ -95,7 +95,7 @@ def test_handler_may_close_the_channel_of_the_waiting_call(transport):
 
 
 def test_handler_exception_propagates_from_the_call(transport):
-    """C9: as in any blocked call of Python."""
+    """C9: the exception ends the call, as it ends any blocked call of Python."""
     prepare = "ch.put(1)\nsignal.signal(signal.SIGUSR1, lambda *_: 1 / 0)"
     call = "[error for error in [None] if catch(lambda: ch.put(2))]"
     catch = """

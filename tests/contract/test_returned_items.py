@@ -81,7 +81,7 @@ class Machine(RuleBasedStateMachine):
         self.capacity = capacity
         self.readers = [self.channel.reader() for _ in range(3)]
         self.leased: list[list[int]] = [[], [], []]  # each reader's items, in the order of its gets
-        # This port stays open to the end, because the channel closes with the last one.
+        # This port stays open to the end, because the channel closes with its last port.
         self.writer = self.channel.writer()
 
     @precondition(lambda self: len(self.inside) < self.capacity)

@@ -21,7 +21,7 @@ REMOTE_MIXES = [[REMOTE], [TRANSPORTS[0], REMOTE]] if native.is_compiled() else 
 
 
 def hold(reply, over):
-    """In another process, own channels for a test."""
+    """Own channels for a test, in another process."""
     own = Channel(across="hosts")
     reply.put(own)
     with contextlib.suppress(Drained):
@@ -30,7 +30,7 @@ def hold(reply, over):
 
 @pytest.fixture(scope="module", autouse=True)
 def remote_channel():
-    """Yield a channel that another process owns, and that can make more of them.
+    """Yield a channel that another process owns. Its method ``_another`` makes more such channels.
 
     Its connection is already in use when a test starts to count processes or threads.
     """
@@ -57,7 +57,7 @@ def name(mix):
 def several(request, remote_channel):
     """Return ``several(n, capacity)``, which makes n channels.
 
-    They have one transport, or two in turn.
+    The channels have one transport, or two transports in turn.
     """
 
     def make(n, capacity=64):
@@ -118,7 +118,7 @@ def test_select_does_exactly_one_of_many_possible_operations(several):
 
 
 def test_a_channel_may_be_read_and_written_by_one_select(several):
-    """C10: an empty channel allows only a put, and a full one only a get."""
+    """C10: an empty channel allows only a put, and a full channel allows only a get."""
     (ch,) = several(1, capacity=1)
     assert select([ch], puts=[(ch, "in")]).put
     assert select([ch], puts=[(ch, "in")]) == Selected(ch, "in", put=False)

@@ -219,7 +219,7 @@ def test_item_that_contains_itself_arrives(make):
 
 
 def test_tuple_that_contains_itself_through_a_list_arrives(make):
-    """Small tuples of built-ins have a direct encoding, which must reject this one."""
+    """Small tuples of built-ins have a direct encoding, which must reject this tuple."""
     ch = make()
     inner: list[Any] = []
     loop = (inner,)
@@ -240,7 +240,7 @@ def test_deeply_nested_tuple_raises_a_readable_error(make):
         ch.put(deep)
     assert len(str(caught.value)) < 2_000
     assert len(ch) == 0
-    # unpack the tuple from outside: freeing it at once could overflow the interpreter's stack
+    # take the tuple apart level by level: freeing all levels at once could overflow the interpreter's stack
     while deep:
         deep = deep[0]
 
@@ -283,7 +283,7 @@ def test_item_between_processes_is_a_copy(make):
 
 @pytest.mark.copying
 def test_received_array_stays_unchanged(make):
-    """The array is read-only, and stays the same while the channel is used or ends."""
+    """The array is read-only, and stays the same while the channel is used and when the channel ends."""
     ch = make(2)
     ch.put(np.arange(200_000))
     arrived = ch.get()

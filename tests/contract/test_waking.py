@@ -1,4 +1,4 @@
-"""C8: k items wake k waiting readers, no reader sleeps next to an available item, and none starves."""
+"""C8: k items wake k waiting readers, no reader sleeps while an item is available, and no reader starves."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ def test_readers_and_writers_alternate_at_capacity_1(make, spawn_peer):
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_no_reader_starves(make, spawn_peer, batch):
-    """C8: each of several readers gets an item, although the others keep taking them.
+    """C8: each of several readers gets an item, although the other readers keep taking items.
 
-    The test ends when every reader has one.
+    The test ends when every reader has an item.
     """
     ch, served = make(2), make()
 
@@ -138,7 +138,7 @@ def test_no_reader_starves(make, spawn_peer, batch):
 
 
 def test_no_writer_starves(make, spawn_peer):
-    """C8: each of several writers puts an item, although the others keep putting them.
+    """C8: each of several writers puts an item, although the other writers keep putting items.
 
     The test ends when 50 items of every writer have been read.
     """
@@ -161,7 +161,7 @@ def test_no_writer_starves(make, spawn_peer):
 
 
 def test_get_after_a_users_own_put_never_blocks(make, spawn_peer, make_gate):
-    """C1, C8: a peer that has just put an item always finds one, so it never waits for another peer."""
+    """C1, C8: a peer that has just put an item always finds an item, so it never waits for another peer."""
     peers, rounds = 4, 150
     ch = make(peers)
     gate = make_gate(peers)

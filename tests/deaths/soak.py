@@ -44,7 +44,8 @@ Item = tuple[int, bytes]
 def payload_of(number: int) -> bytes:
     """Return an empty payload for most numbers.
 
-    Every ninth number has a payload that fills a block in shared memory, and every 50th has a large one.
+    Every ninth number has a payload that fills a block in shared memory, and every 50th number has a large
+    payload.
     """
     return bytes(number % 251 for _ in range(1)) * (
         20_000 if number % 50 == 3 else 500 if number % 9 == 1 else 0
@@ -120,7 +121,7 @@ class Case:
     expected: list[Item]
     ordered: bool
     text: str
-    # how many items to take: the first ones of an ordered stream, or any of another
+    # how many items to take: the first items of an ordered stream, or any items of an unordered stream
     most: int | None
 
     def wanted(self, found: list[Item]) -> list[Item]:

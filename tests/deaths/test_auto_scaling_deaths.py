@@ -34,7 +34,7 @@ def _method(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=[0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])
 def rng(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> random.Random:
-    """Return a random generator. Scaling decisions come after short windows and use it as well."""
+    """Return a random generator. Scaling decisions also use it, and come after short windows."""
     rng = random.Random(request.param)
 
     def choose(scaler: Scaler, stats: RunStats, *_: Any) -> Chosen:

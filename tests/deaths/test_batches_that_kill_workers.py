@@ -1,4 +1,4 @@
-"""Test R10 for batches: only members that kill their workers fail, and the others get results."""
+"""Test R10 for batches: only items that kill their workers fail, and the other items get results."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_async_callable_class_gets_suspect_items_one_at_a_time() -> None:
 def test_random_kills_neither_lose_nor_repeat_a_batch_item(
     ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kills are so frequent that some fall between the put of a batch's failures and that of its result."""
+    """Some of the frequent kills fall between the put of a batch's failures and the put of its result."""
     monkeypatch.setattr(decisions, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(decisions, "LONGEST_PAUSE", 0.002)
     monkeypatch.setattr(decisions, "HOPELESS", 10**6)  # a worker may be killed before it starts working

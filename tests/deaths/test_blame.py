@@ -40,7 +40,7 @@ def workers_of(run: Any) -> list[psutil.Process]:
 
 @pytest.mark.usefixtures("by_fork")
 def test_random_kills_outside_of_user_code_blame_no_item() -> None:
-    """Only a death in user code counts, and not one while a finished output waits for room.
+    """Only a death in user code counts. A death while a finished output waits for room does not.
 
     The program reads the results slowly, so the workers mostly wait for room.
     """

@@ -78,7 +78,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_elastic_gang_puts_each_output_once(workers: int) -> None:
-    """An item that several workers have started again must also have its outputs once."""
+    """Even an item that several workers have started again must have each of its outputs once."""
     points = [(item, k) for item, k in ((0, 0), (7, 1), (7, 2), (8, 1), (20, 2), (29, 0))]
     deaths = Deaths(*points)
 

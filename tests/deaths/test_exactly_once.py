@@ -334,7 +334,7 @@ def test_r4_deaths_while_processing_items_do_not_count_as_restarts() -> None:
 
 
 def kill_one(run: Run, name: str) -> None:
-    """Kill the first worker of a stage as soon as its process exists, and wait until this is noticed."""
+    """Kill the first worker of a stage as soon as its process exists, and wait until the run notices this."""
 
     def running() -> list[WorkerProcess]:
         with contextlib.suppress(RuntimeError, ValueError):  # a worker is just being replaced

@@ -51,7 +51,8 @@ def test_each_output_of_a_keyed_stage_appears_once(spread: int, ordered: bool) -
 
 
 def kill_at_random(item: int, seed: int) -> None:
-    """Kill this process at one of about a thousand calls. A repeated call may be the next victim."""
+    """Kill this process at one of about a thousand calls. A call that a new worker repeats may be killed
+    again."""
     if random.Random(f"{seed} {item} {worker().incarnation}").random() < 0.001:
         os.kill(os.getpid(), signal.SIGKILL)
 

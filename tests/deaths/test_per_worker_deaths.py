@@ -81,7 +81,7 @@ def test_item_for_a_remote_worker_goes_to_its_replacement() -> None:
 
 
 def test_worker_does_not_skip_outputs_that_another_worker_has_put() -> None:
-    """Each of two workers puts an output for its second item. The first one dies right after its put."""
+    """Each of two workers puts an output for its second item. The first worker dies right after its put."""
     restarted: Channel[None] = Channel(1, across="processes")
     put: Channel[None] = Channel(1, across="processes")
 

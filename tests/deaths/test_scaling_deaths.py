@@ -77,7 +77,8 @@ def test_kills_during_random_scaling_lose_nothing(seed: int, ordered: bool) -> N
 
 @pytest.mark.parametrize("operator", ["map", "filter"])
 def test_first_worker_can_die_after_a_second_was_added(operator: str) -> None:
-    """The dead worker did not record its turns, so its replacement must find out which ones were finished."""
+    """The dead worker did not record its turns, so its replacement must find out which turns were
+    finished."""
     deaths, gate = Deaths(50), Gate()
 
     def work(item: int) -> Any:

@@ -1,4 +1,4 @@
-"""Test C11 and R4 with a short soak. ``python -m tests.deaths.soak --minutes 60`` runs a long one."""
+"""Test C11 and R4 with a short soak. ``python -m tests.deaths.soak --minutes 60`` runs it for an hour."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ async def later() -> AsyncIterator[int]:
 
 
 class Indexed:
-    """A sequence of the old protocol, with ``__getitem__`` but no ``__iter__``."""
+    """A sequence that uses the old protocol, with ``__getitem__`` but no ``__iter__``."""
 
     def __getitem__(self, index: int) -> int:
         if index > 2:

@@ -1,4 +1,4 @@
-"""Test ``Graph.to_networkx``, which converts a declared graph to one of networkx."""
+"""Test ``Graph.to_networkx``, which converts a declared graph to a networkx graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the table of operators: the label, count and properties of each one."""
+"""Test the table of operators: the label, count and properties of each operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that the figures on the two benchmark pages match the stored ones."""
+"""Test that the figures on the two benchmark pages match the stored figures."""
 
 from __future__ import annotations
 

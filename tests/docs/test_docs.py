@@ -213,7 +213,7 @@ def assigned(function: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def wordings(node: ast.expr, names: list[tuple[str, ast.expr]]) -> Iterator[str]:
-    """Yield the possible texts of an argument. A variable may have any value assigned to it."""
+    """Yield the possible texts of an argument: for a variable, every text that is assigned to it."""
     match node:
         case ast.Name(id=name):
             yield from (template(value) for assigned_name, value in names if assigned_name == name)

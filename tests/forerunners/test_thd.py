@@ -68,7 +68,7 @@ def test_get_rank() -> None:
 
 
 def test_send_recv_and_isend(run: Run) -> None:
-    """Each member sends to every other. A send needs no waiting receiver."""
+    """Each member sends to every other member. A send needs no waiting receiver."""
 
     def body(g: Any) -> None:
         for to in range(g.size):
@@ -153,7 +153,7 @@ def test_all_gather(run: Run) -> None:
 
 
 def test_barrier(run: Run) -> None:
-    """No member passes before the last one has arrived. THD's test made the last one sleep."""
+    """No member passes before the last member has arrived. THD's test made the last member sleep."""
     came: list[int] = []
 
     def body(g: Any) -> None:

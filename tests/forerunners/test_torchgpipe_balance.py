@@ -80,7 +80,7 @@ def test_blockpartition_wrong(parts: int) -> None:
 
 
 class Works(nn.Module):
-    """A layer that takes ``times`` times as long as one with ``times`` 1."""
+    """A layer that takes ``times`` times as long as a layer with ``times=1``."""
 
     def __init__(self, times: int) -> None:
         super().__init__()

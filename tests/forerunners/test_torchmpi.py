@@ -241,7 +241,8 @@ def test_mpi_barrier(run: Run) -> None:
 def test_mnist_modelparallel() -> None:
     """Each member holds the weights for its share of the inputs to two linear layers.
 
-    Outputs and gradients equal the whole layers' with one bias; in TorchMPI, each member added the bias.
+    Outputs and gradients equal those of the whole layers with one bias. In TorchMPI, each member added the
+    bias.
     """
     chance = np.random.default_rng(0)
     x, weights = chance.integers(-9, 9, (5, 12)).astype(float), []

@@ -1,4 +1,5 @@
-"""Three network namespaces on this machine, joined by a bridge in the first; no route leads out of them."""
+"""Three network namespaces on this machine, joined by a bridge in the first namespace; no route leads out
+of them."""
 
 from __future__ import annotations
 

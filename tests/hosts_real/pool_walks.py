@@ -1,4 +1,4 @@
-"""Run graphs over hosts. One worker does damage once, at item ``AT`` or a later one."""
+"""Run graphs over hosts. One worker does damage once, at item ``AT`` or a later item."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ITEMS, AT = 400, 50
 def once(folder: Path, deed: Callable[[], None], here: Callable[[], bool]) -> Callable[[int], int]:
     """Return a function for ``map`` that returns its item.
 
-    The first worker that gets item ``AT`` or a later one, and for which ``here()`` is true, calls ``deed``.
+    The first worker that gets item ``AT`` or a later item, and for which ``here()`` is true, calls ``deed``.
     The others wait until then.
     """
 

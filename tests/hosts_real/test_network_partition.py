@@ -10,8 +10,8 @@ from networks import Networks
 
 
 def test_graph_continues_when_one_of_three_network_cables_is_cut(networks: Networks, tmp_path: Path):
-    """The silence is noticed within the ``peer_timeout``, the other host does the work, and the report shows
-    this."""
+    """The driver notices the silence within the ``peer_timeout``, the other host does the work, and the
+    report shows this."""
     head, first, second = networks.names
     walk = Path(__file__).with_name("cable_walk.py")
     command = ("ip", "netns", "exec", head, sys.executable, walk, head, first, second, tmp_path)

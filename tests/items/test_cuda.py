@@ -281,7 +281,7 @@ def _name_devices(ch: Channel, returned: Channel) -> None:
 
 @two
 def test_devices_are_matched_by_identity_not_by_number(start, monkeypatch):
-    """The receiver sees only the second device, as its first one."""
+    """The receiver sees only the second device, as its first device."""
     ch, returned = channel(), channel()
     second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", second)

@@ -57,7 +57,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, capacity: int) -> None:
         self.capacity = capacity
         self.channel: Any = Channel(capacity, across="processes", max_bytes=MAX_BYTES)
-        # These ports stay open to the end, because the channel closes with the last one.
+        # These ports stay open to the end, because the channel closes with its last port.
         self.remain = self.channel.reader(), self.channel.writer()
 
     def new(self) -> int:

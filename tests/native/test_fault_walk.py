@@ -1,4 +1,4 @@
-"""Check C11: a process killed at any instruction, with any lock, never blocks or corrupts the others.
+"""Check C11: a process killed at any instruction, even with a lock, never blocks or corrupts the others.
 
 ``walk.cpp`` kills a process at every fault point of every operation on a ring. It also kills a second process
 during the recovery: at every fault point with ``--long``, otherwise at every 48th. The chosen points differ

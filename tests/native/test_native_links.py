@@ -63,7 +63,7 @@ def test_link_frees_sent_bytes_while_more_are_queued(copied: int) -> None:
 def test_link_puts_valid_frames_and_disconnects_after_invalid_frames(
     pytestconfig: pytest.Config, long_walk: bool, world: str
 ) -> None:
-    """C1, C4: every valid frame is put, no invalid one is, and nothing crashes or hangs."""
+    """C1, C4: every valid frame is put, no invalid frame is put, and nothing crashes or hangs."""
     how, seeds, frames = "plain", 2, 2000
     if long_walk:
         how, seeds, frames = "address", 100, pytestconfig.getoption("--frames") // 100

@@ -1,4 +1,4 @@
-"""Load the ring without Python, under each sanitizer and without one, and expect exact totals."""
+"""Load the ring without Python, with each sanitizer and with none, and expect exact totals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ planted = pytest.mark.parametrize(
 
 
 def seeds(number: int) -> Any:
-    """Parametrize a test with seeds. Only ``make soak`` runs more than the first."""
+    """Parametrize a test with seeds. Only ``make soak`` runs more than the first seed."""
     more = (pytest.param(seed, marks=pytest.mark.long) for seed in range(1, number))
     return pytest.mark.parametrize("seed", [0, *more])
 

@@ -24,7 +24,8 @@ def symbols(library: Path, *which: str) -> Iterator[tuple[str, tuple[int, ...]]]
 
 
 def test_core_needs_no_symbol_newer_than_manylinux_2_28() -> None:
-    """Only a symbol's first version counts, because a symbol that moved to another library has a second."""
+    """Only a symbol's first version counts, because a symbol that moved to another library also has a
+    second version."""
     maps = Path("/proc/self/maps").read_text()
     libraries = set(re.findall(r"/\S+/lib(?:c|m)\.so\.6", maps))
     if not libraries:

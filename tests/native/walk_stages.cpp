@@ -295,8 +295,8 @@ Scenario handing_on(const char* name, bool tried, bool all = false) {
     return s;
 }
 
-// Process the items of a run, as map_loop.cpp does. `recalled`: another reader recalls items of the run after
-// its first item.
+// Process the items of a run, as loop_steps.cpp does. `recalled`: another reader recalls items of the run
+// after its first item.
 void work_in_runs(User& reader, User& writer, const Kind& kind, User* recalled_by) {
     for (;;) {
         if (reader.reader.leases) must(writer.done_with(reader.reader.number) == Step::Done, "done");

@@ -109,7 +109,7 @@ Scenario putting_back() {
     return s;
 }
 
-// A reader drops its view of an acknowledged item (HELD), and then its view of a leased one.
+// A reader drops its view of an acknowledged item (HELD), and then its view of a leased item.
 Scenario leasing() {
     const Values all{1, 2, 3};
     Scenario s = viewing("lease a view and acknowledge it", all);
@@ -296,8 +296,8 @@ Scenario second_reader(const char* name, Session::Role role) {
     return s;
 }
 
-// The first reader drops its view while the second is copying. The block must not change before the copy is
-// complete.
+// The first reader drops its view while the second reader is copying. The block must not change before the
+// copy is complete.
 Scenario copying() {
     const Values all{1, 2};
     Scenario s = viewing("drop a view while another user copies", all);
@@ -331,7 +331,8 @@ Scenario copying() {
     return s;
 }
 
-// A port moves to another process. The former process's views stay valid, whatever happens to the new one.
+// A port moves to another process. The former process's views stay valid, whatever happens to the new
+// process.
 Scenario moving() {
     const Values all{1, 2, 3};
     Scenario s{"adopt a port whose former owner has views"};

@@ -108,7 +108,7 @@ def test_death_of_a_participant_does_not_release_the_others_early(across: Any) -
     assert barrier.wait() == 1
     first.kill()
     first.join()
-    for _ in range(2):  # in the second and third waits, another process takes the dead one's place
+    for _ in range(2):  # in the second and third waits, another process takes the dead process's place
         other = PEERS[across](barrier.wait)
         assert barrier.wait() in (0, 1)
         other.join()
@@ -428,7 +428,7 @@ def test_killed_notifier_releases_lock_and_keeps_waiters(across: Any) -> None:
 
 
 def owner_of_all(reported: Channel[Any]) -> None:
-    """On another host, own all objects created here until this process ends."""
+    """Create objects on another host, and own them until this process ends."""
     serve(peer_timeout=2)
     condition = Condition(across="hosts")
     reported.put([Barrier(2, across="hosts"), Event(across="hosts"), condition, SharedDict(across="hosts")])
@@ -437,7 +437,7 @@ def owner_of_all(reported: Channel[Any]) -> None:
 
 
 def test_waiters_raise_after_death_of_creating_process() -> None:
-    """C11: like calls on a channel whose owner has died."""
+    """C11: calls on a channel raise in the same way after the death of the channel's owner."""
     reported: Channel[Any] = Channel(across="hosts")
     owner = PEERS["hosts"](owner_of_all, reported)
     barrier, event, condition, shared = reported.get()

@@ -475,7 +475,7 @@ class LateAnswers:
 
 @pytest.mark.parametrize("last", ["get", "close", "end"])
 def test_question_is_finished_after_its_answer_reaches_the_owner(last: str) -> None:
-    """If it were finished earlier, another worker could close the answer channel too soon."""
+    """If the question were finished earlier, another worker could close the answer channel too soon."""
 
     def answer_one(queue: WorkQueue, worker: int) -> None:
         queue.put(queue.get())

@@ -46,7 +46,7 @@ def blocked_select() -> None:
 
 
 def blocked_coroutines() -> None:
-    """In one event loop, await two calls, one per transport."""
+    """Await two calls in one event loop, one call per transport."""
     channels = [Channel(across=transport) for transport in ("threads", "processes")]
 
     async def get_both() -> list[object]:

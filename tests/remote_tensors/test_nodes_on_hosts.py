@@ -35,7 +35,7 @@ def _agents_share_one_import_of_torch(tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def two_nodes(one_compute_thread: None) -> Iterator[Any]:
-    """Provide two nodes on this machine. The agents' fork server outlives them."""
+    """Provide two nodes on this machine. The agents' fork server outlives the nodes."""
     from flowchan.pipelines import RemoteNodes
 
     with RemoteNodes(2) as nodes:

@@ -127,7 +127,7 @@ def test_torch_errors_on_the_node_keep_their_type(nodes: Any) -> None:
 
 
 def test_linalg_check_raises_as_it_does_locally(nodes: Any) -> None:
-    """``torch.linalg.cholesky`` checks a flag, without which the result would be meaningless."""
+    """``torch.linalg.cholesky`` checks a flag. If the flag reports a failure, the result is meaningless."""
     x = -torch.eye(3).to(nodes[0])
     with pytest.raises((RemoteError, torch.linalg.LinAlgError), match="positive-definite"):
         torch.linalg.cholesky(x).cpu()

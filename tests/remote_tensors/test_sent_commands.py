@@ -1,4 +1,4 @@
-"""Test that the record of sent messages keeps unhandled ones, wherever one thread interrupts another."""
+"""Test that the record keeps sent messages until they are handled, wherever one thread interrupts another."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def test_caller_learns_that_its_item_cannot_be_unpickled(variant: Any, item: Any
 
 @pytest.mark.parametrize("item", [5, "five", [5]], ids=str)
 def test_caller_learns_that_its_batch_cannot_be_unpickled(item: Any) -> None:
-    """Only the batch's readable item has a caller, which would get an answer if the item were alone."""
+    """Only the batch's readable item has a caller, which would get an answer if the item were sent alone."""
 
     async def main() -> None:
         graph = Graph("ask_in_graph")

@@ -33,7 +33,7 @@ def fail_all(numbers: list[int]) -> list[int]:
 
 
 def test_batch_in_one_branch_is_unchanged_by_another_branch() -> None:
-    """One branch drops a member of the batch while a function in the other branch is still using it."""
+    """One branch drops an item of the batch while a function in the other branch is still using it."""
     first, second = Gate(), Gate()
 
     def hold(numbers: list[int]) -> list[int]:

@@ -184,7 +184,7 @@ def test_ordering_is_the_bottleneck_if_outputs_wait_for_earlier_items() -> None:
 
 
 def test_full_channel_with_waiting_reader_is_reported_as_order() -> None:
-    """The channel is full of later outputs, while its reader waits for an earlier one."""
+    """The channel is full of later outputs, while its reader waits for an earlier output."""
     ordered, waits = load("a", 2.0, place=4.0, turn=2.0, workers=8, working=8), {"waiting_readers": 1}
     later = load("b", 0.1, waits=0.9)
     assert kind_of(chain(ordered, later, a=waits | {"waiting_writers": 4})) == ("order", "a")

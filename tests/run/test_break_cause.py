@@ -114,7 +114,7 @@ def test_end_with_a_broken_channel_is_held_back(line: Line) -> None:
     found = line.breaks.failure()
     assert found is not None
     assert found.channel == "source"
-    assert line.breaks.pending  # the end itself
+    assert line.breaks.pending  # the end of FIRST is still held back
     assert line.breaks.ends() == [Ended(FIRST)]
     assert line.breaks.ends() == []
     assert not line.breaks.pending

@@ -127,7 +127,7 @@ def test_sigquit_prints_the_explanation_while_the_command_runs(tmp_path: Path) -
 def stuck_graph(capacity: int, on: Any = "thread") -> Graph:
     """Return a graph that may deadlock: a zip joins the branches of a tee.
 
-    The zip waits for a whole batch from one branch, while the tee waits for room in the other.
+    The zip waits for a whole batch from one branch, while the tee waits for room in the other branch.
     """
     graph = Graph("stuck")
     left, right = graph.source(range(12), on=on).tee(2, name="tee", capacity=capacity)

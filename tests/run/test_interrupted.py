@@ -276,7 +276,8 @@ def test_ctrl_c_handler_is_restored_after_an_iteration() -> None:
 
 
 def test_ctrl_c_handler_is_restored_after_many_overlapping_iterations() -> None:
-    """Iterations overlap in a ``zip`` of two datasets: each starts its next epoch during the other's."""
+    """Iterations overlap in a ``zip`` of two datasets: each dataset starts an epoch during the other's
+    epoch."""
     before = signal.getsignal(signal.SIGINT)
     one, other = InterruptWatch(lambda _: None), InterruptWatch(lambda _: None)
     one.open()

@@ -43,7 +43,7 @@ def is_failure(failed):
     ("function", "on"), [(double, "thread"), (double, "process"), (double_async, "thread")]
 )
 def test_item_that_cannot_be_unpickled_goes_to_the_errors_stream(function, on):
-    """Test R10: the items before and after the unreadable one pass in order."""
+    """Test R10: the items before and after the unreadable item pass in order."""
     graph = Graph("unreadable")
     made = graph.source(range(8)).map(items, on="process")
     doubled = made.map(function, on=on, workers=2)

@@ -1,6 +1,6 @@
 """Test runs with arrays and tensors as items.
 
-Workers read them without copying. They are intact after a death, and valid after the run.
+Workers read these items without copying. The items are intact after a death, and valid after the run.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ shared = pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 
 
 class Resources:
-    """Count the instances of :attr:`Client` in all processes. An item 0 waits at the gate."""
+    """Count the instances of :attr:`Client` in all processes. Item 0 waits at the gate."""
 
     def __init__(self) -> None:
         self.gate = Gate()

@@ -1,7 +1,7 @@
 """Test the workers of ``graph.pool()``.
 
 Worker processes are kept from one run to the next, with everything that they have loaded. Each run is
-complete, and a failed run does not affect the next one.
+complete, and a failed run does not affect the next run.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def test_worker_processes_share_the_rate_under_each_start_method() -> None:
 def test_idle_time_does_not_allow_a_later_burst() -> None:
     pace = Pace(10.0)
     first = pace.take_start()
-    pace._next = first - 1000.0  # like after a long time without an item
+    pace._next = first - 1000.0  # as after a long time without an item
     second = pace.take_start()
     assert second >= first
     assert pace.take_start() == second + 10.0

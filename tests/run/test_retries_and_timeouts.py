@@ -1,7 +1,7 @@
 """Test retries and timeouts of failed items.
 
 An item is retried after a delay and only for some errors, or fails after a time limit. In a batch, single
-members may fail.
+items may fail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Test runs of items: a map between processes takes several at once, and the user sees no difference."""
+"""Test runs of items: a map between processes takes several items at once, but the user sees no
+difference."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_slow_item_delays_no_other_item() -> None:
 
 @pytest.mark.parametrize("slow", [1_000, 50_000, 100_003])
 def test_slow_item_lets_no_later_items_pass_those_behind_it(slow: int) -> None:
-    """Items arrive without end, and the slow item ends only after those right behind it have arrived."""
+    """Items arrive without end. The slow item ends only after the items right behind it have arrived."""
     gate = Gate()
     graph = Graph("slow")
     numbers = graph.source(itertools.count(), capacity=1024)

@@ -24,7 +24,7 @@ def gangs(*workers: WorkerId, **values: Any) -> PolicyState:
 
 
 def lose(state: PolicyState, worker: WorkerId) -> tuple[PolicyState, tuple[Action, ...]]:
-    """Make a worker wait for a group, because its last one has ended."""
+    """Make a worker wait for a group, because its last group has ended."""
     return decide(state, GroupLost(received(worker), missing(worker)), 0.0)
 
 

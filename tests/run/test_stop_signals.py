@@ -1,6 +1,6 @@
 """Test R5 (Stop) with Ctrl-C and SIGTERM.
 
-The first signal stops the sources, and all items in flight are finished. The second one aborts the run at
+The first signal stops the sources, and all items in flight are finished. The second signal aborts the run at
 once. An interrupted program prints one line.
 """
 
@@ -340,7 +340,7 @@ def test_second_sigterm_aborts_a_started_run(tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_an_event_loop_as_before(tmp_path: Path) -> None:
-    """If a signal raised in the middle of the event loop, the run could not be drained."""
+    """If the signal handler raised in the middle of the event loop, the run could not be drained."""
     text = """
         import asyncio, os, signal
         from flowchan import Graph

@@ -192,7 +192,7 @@ def test_random_join_equals_a_plain_computation(seed: int) -> None:
 
 
 def test_join_of_an_idle_branch_does_not_block_its_source() -> None:
-    """All items go to the left input before the first one goes to the right input."""
+    """All items go to the left input before the first item goes to the right input."""
     graph = Graph()
     one, other = graph.source([("a", float(time)) for time in range(1_000)]).tee(2)
     last = other.filter(lambda event: event[1] == 999)

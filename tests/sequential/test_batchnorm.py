@@ -37,7 +37,7 @@ def batches(sizes: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
 def in_micro_batches(
     module: nn.Sequential, data: Iterable[tuple[Tensor, Tensor]], chunks: int
 ) -> nn.Sequential:
-    """Train a copy like a pipe should: sum the gradients of micro-batches, and use the statistics of whole
+    """Train a copy as a pipe should: sum the gradients of micro-batches, and use the statistics of whole
     batches."""
     module = copy.deepcopy(module)
     optimizer = OPTIMIZERS["sgd"](module.parameters())

@@ -79,7 +79,7 @@ def with_layer(layer: nn.Module) -> nn.Sequential:
 
 
 def failure_of(module: nn.Sequential, on: Any, steps: int = 1, **options: Any) -> RunError:
-    """Run ``steps`` training steps, and return the error that the last one raises."""
+    """Run ``steps`` training steps, and return the error that the last step raises."""
     ((x, target),) = batches([8])
     options.setdefault("optimizer", OPTIMIZERS["sgd"])
     with in_parts(module, 3, on, **options) as training:

@@ -30,7 +30,7 @@ def in_threads(size: int, body: Body, *arguments: Any) -> list[Any]:
 
 
 def over_hosts(size: int, body: Body, *arguments: Any) -> list[Any]:
-    """Run members like ``in_threads``, but as if on two alternating hosts, or three if ``size`` is odd."""
+    """Run members as ``in_threads`` does, but as if on two hosts in turn, or three if ``size`` is odd."""
     at, hosts = free_address(), 2 + size % 2
 
     def member(rank: int) -> collective.Group:

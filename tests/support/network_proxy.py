@@ -62,7 +62,7 @@ class Wire:
         self._silent_until = time.monotonic() + seconds
 
     def reset(self) -> None:
-        """Reset all connections, like a host that has restarted.
+        """Reset all connections, as a host does that has restarted.
 
         ``close`` with a linger of 0 would do the same, but has no effect while another thread polls the
         socket.

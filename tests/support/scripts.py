@@ -25,7 +25,7 @@ def script(folder: Path, text: str, name: str = "script.py") -> Path:
 
 
 def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
-    """Start ``python *command`` in a new session, like a terminal would, with its output in pipes.
+    """Start ``python *command`` in a new session, as a terminal would, with its output in pipes.
 
     The program gets the tests' environment, updated by ``env``.
     """

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 
 def histories(longer: bool, quick: int, long: int) -> settings:
-    """Return settings for ``quick`` histories, or ``long`` ones if ``longer``, of at most 60 steps each."""
+    """Return settings for ``quick`` histories, or for ``long`` if ``longer``, with at most 60 steps each."""
     return settings(
         max_examples=long if longer else quick,
         stateful_step_count=60,

@@ -200,7 +200,7 @@ def test_errors_raised_by_the_call_are_caught() -> None:
 
 
 def test_result_is_kept_if_ctrl_c_arrives_during_the_call() -> None:
-    # unlike Python's own function, this one does not check for signals
+    # unlike Python's own function, this function does not check for signals
     raise_natively = getattr(ctypes.CDLL(None), "raise")
     results: list[int] = []
     with pytest.raises(KeyboardInterrupt):

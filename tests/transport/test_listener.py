@@ -143,7 +143,7 @@ def crowd(listener: AuthenticatedListener, open_ones: contextlib.ExitStack, coun
 
 
 def test_flood_of_silent_peers_leaves_a_peer_with_a_greeting() -> None:
-    """The peer is the oldest one, and would be refused because of its age alone."""
+    """The peer with the greeting is the oldest, so it would be refused if only age counted."""
     with opened() as listener, contextlib.ExitStack() as open_ones:
         steps = authentication.handshake(SECRET, {}, dialled=True)
         peer = authentication.PendingHandshake(tcp.dial(listener.address, 30), steps, 30)
