@@ -133,7 +133,7 @@ def measure(effort: Effort) -> Report:
         compare(report, jobs, "barrier", 0, {"openmpi": 1, "mpich": 1}, effort)
     for ranks in (2, 4):
         after_a_death(report, ranks, effort)
-    for kind, factor in ((BACKEND, 1.2), ("flowchan", 1.5)):  # DDP trains if the backend is used
+    for kind, factor in ((BACKEND, 1.2), ("flowchan", 1.5)):  # only BACKEND trains with DDP
         with started(2, [kind, "gloo"]) as jobs:
             for size in (MB, 16 * MB):
                 compare(report, jobs, "training step", size, {"gloo": factor}, effort)

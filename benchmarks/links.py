@@ -93,7 +93,7 @@ def _unlink(link: Any, kept: object) -> None:
 
 
 def _unlink_after(link: Any, kept: object) -> None:
-    """Close the link after the other side has closed it, because the last items have been sent by then."""
+    """Wait until the other side has closed the link, so that all items are sent. Then close this side."""
     while not isinstance(next_event(link), LinkBroken):
         pass
     link.close()

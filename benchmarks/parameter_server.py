@@ -52,9 +52,11 @@ def measure(effort: Effort) -> Report:
             )
             results = dict(zip(able, found, strict=True))
             own = results["flowchan"]
+            # While a client waits for a push, only one of the two processes works. Therefore, compare a push
+            # with the copies of both processes.
             if work == PUSH:
                 report.rows.append(at_most(1.25, own, results["bare copies"]))
-            else:  # if the client waits for each push, only one process works at a time
+            else:
                 report.rows.append(at_most(1.5, own, results["memcpy"]))
             for peer, least in (("torch.distributed.rpc", 3), ("Ray actor", 5)):
                 if peer in results:
@@ -83,7 +85,10 @@ def _memcpy() -> Calls:
 
 
 def _bare_copies() -> Calls:
-    """Return the least work of a push that leaves the last version intact until the next one is complete."""
+    """Return the minimal work of a push: copy the values, and add them to the last version in another block.
+
+    The last version stays intact until the new version is complete.
+    """
     values = torch.ones(SIZE // 4)
     blocks = [torch.frombuffer(mmap.mmap(-1, SIZE), dtype=torch.float32) for _ in range(3)]
 

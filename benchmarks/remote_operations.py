@@ -53,7 +53,7 @@ def _descendants(pid: int) -> list[int]:
 
 def _clocks(workers: list[int]) -> tuple[float, float, float]:
     """Return the CPU seconds of this thread, of this process, and of the worker processes."""
-    # The number is the id of another process's CPU clock; see clock_getcpuclockid(3).
+    # The argument is the id of another process's CPU clock; see clock_getcpuclockid(3).
     theirs = sum(time.clock_gettime((~pid << 3) | 2) for pid in workers)
     return time.thread_time(), time.process_time(), theirs
 
@@ -61,8 +61,10 @@ def _clocks(workers: list[int]) -> tuple[float, float, float]:
 def _cpu_per_call(
     count: int, run: Callable[[Operation, int], object], operations: dict[str, Operation]
 ) -> Figures:
-    """Return the CPU seconds of each operation. ``run`` issues an operation n times, and waits until all have
-    run."""
+    """Return the CPU seconds per call, for each operation and each clock.
+
+    ``run(operation, n)`` issues an operation n times, and waits until all n calls have finished.
+    """
     workers = _descendants(os.getpid())
     figures = {}
     for name, operation in operations.items():

@@ -36,8 +36,8 @@ MAKERS = {
     "faster-fifo": fast_fifo,
     "os pipe": os_pipe,
 }
-# CPU times below this value cannot be measured, because reading the clock and one wake-up already take a part
-# of such a time.
+# CPU times below this value cannot be measured. Reading the clock and waking up once would account for too
+# large a part of them.
 NOT_MEASURABLE = 1e-3
 
 

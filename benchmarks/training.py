@@ -47,7 +47,7 @@ def measure(effort: Effort) -> Report:
 
 
 def _compare_autograd(report: Report, effort: Effort) -> None:
-    """Compare a training loop with an optimizer in the program with the steps of ``trainer``."""
+    """Compare two ways to train: a loop with an optimizer in the program, and the steps of ``trainer``."""
     jobs: dict[str, SizedJob] = {"flowchan": _autograd, "training.step": _training}
     count = 10 if effort.full else 2
     mine, step = interleaved(report, "a loss of pipe(x), 2 parts", jobs, effort, SAMPLES, count)

@@ -71,7 +71,7 @@ def server_for(algorithm: str, workers: int, graph: Graph) -> ParameterServer:
     if algorithm == "DiLoCo":
         return ParameterServer(DiLoCo.tensors(network()), graph=graph)
     if algorithm == "AsySGInCon":
-        # one step sums the gradients of all workers, so divide the learning rate by their number
+        # One step sums the gradients of all workers, so divide the learning rate by the number of workers.
         sgd = AsySGInCon.optimizer(lambda p: torch.optim.SGD(p, lr=LR / workers), gradients=workers)
         return ParameterServer(network().state_dict(), optimizer=sgd, graph=graph)
     return ParameterServer(network().state_dict(), graph=graph)

@@ -450,7 +450,7 @@ class Out(Generic[T_contra]):
     def _leave_open(self) -> None: ...
 
 def _references() -> int:
-    """Return how many outputs in this process's channels are on other hosts."""
+    """Return how many items in this process's channels are references to outputs on other hosts."""
 
 class Link:
     """A connection between two hosts of a run, which serves the ports of remote workers."""
@@ -630,7 +630,7 @@ def _take_up(
 ) -> None: ...
 def _set_traced(traced: type) -> None: ...
 def _when_finished(call: Callable[[], object]) -> None:
-    """Call ``call`` once the item that this thread is unpickling is finished, or at once if there is none."""
+    """Call ``call`` when the item that this thread is unpickling is finished, or now if there is none."""
 
 def _observe(channels: list[Any]) -> tuple[int, int, int]: ...
 def _size_of(item: Any) -> int: ...

@@ -90,7 +90,7 @@ class Lock(Held, Shared):
                     token.get(timeout=max(0.0, timeout - (time.monotonic() - began)))
             except BaseException as error:
                 if token is not None:
-                    give_back(token)  # Ctrl-C may have come just after the token
+                    give_back(token)  # Ctrl-C may have come after the call got the token
                 self._turn.release()
                 if isinstance(error, Empty):
                     return False
@@ -195,7 +195,7 @@ class Semaphore(Held, Shared):
         try:
             permit.get(timeout if blocking else 0)
         except BaseException as error:
-            give_back(permit)  # Ctrl-C may have come just after the permit
+            give_back(permit)  # Ctrl-C may have come after the call got the permit
             if isinstance(error, Empty):
                 return False
             raise

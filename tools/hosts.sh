@@ -1,5 +1,6 @@
 # usage: hosts.sh. Installs the system packages that `make test-hosts` needs, if it runs as root and apt-get exists.
-# It never fails: it names the missing packages, and the tests that need them are skipped with the reason.
+# The script never fails. If a package is not installed, the script names it, and the tests that need it are
+# skipped.
 PATH=$PATH:/usr/sbin:/sbin
 packages=''
 need() { command -v "$1" >/dev/null || packages="$packages $2"; }

@@ -1,7 +1,7 @@
 # usage: [PYTHONS="python3.12 python3.14t"] [TESTS=tests/run] pythons.sh [PYTEST OPTIONS]. Runs the tests that do not need
 # torch with each of these Pythons (default: every known version that is installed). Each Python has a virtual
 # environment in build/pythons. On free-threaded Pythons, the GIL stays off even if a test imports an old extension.
-# Programs in these folders load torch, or are checked with it.
+# The tests in these folders need torch.
 without_torch='--ignore=tests/docs --ignore=tests/examples --ignore=tests/typed'
 wheels='hypothesis cryptography pillow polars pyarrow'  # installed if a wheel exists; otherwise their tests are skipped
 done='' failed=''

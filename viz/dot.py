@@ -30,7 +30,7 @@ FONT = "Helvetica,Arial,DejaVu Sans,sans-serif"
 GROUND, INK, FAINT = "#fbfcfd", "#1f2933", "#52606d"
 BLUE, RED = "#627d98", "#c53030"
 
-# border colour, shape, style
+# Border colour, shape and style of each role.
 STYLES: dict[Role, tuple[str, str, str]] = {
     "source": ("#2f855a", "ellipse", "filled"),
     "stage": ("#486581", "box", "filled,rounded"),
@@ -41,7 +41,7 @@ STYLES: dict[Role, tuple[str, str, str]] = {
     "unread": (RED, "note", "filled,dashed"),
 }
 END = "#fff5c2"
-# fill colour, text in the legend
+# Fill colour of each background, and its text in the legend.
 GROUNDS: dict[Ground, tuple[str, str]] = {
     "threads": ("#eef4fb", "on threads"),
     "processes": ("#fbd99b", "in processes"),
@@ -210,7 +210,7 @@ def _arrow(edge: Edge, picture: Picture, vertical: bool) -> dict[str, Any]:
         cells = f"<TD>{lines}</TD>"
         if vertical:
             # Graphviz centres the label on a vertical arrow, so an empty cell moves the text to the right of
-            # the arrow
+            # the arrow.
             widest = max(labels.text_width(item, 9.0, bold=True), labels.text_width(rest, 9.0))
             cells = f'<TD WIDTH="{widest + 40:.0f}"></TD>{cells}'
         attributes["label"] = f'<<TABLE BORDER="0" CELLPADDING="3"><TR>{cells}</TR></TABLE>>'

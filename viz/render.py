@@ -95,7 +95,7 @@ def _engines(picture: str) -> Iterator[tuple[str, list[str], Callable[[list[str]
         yield "graphviz-pure", [program, f"-T{picture}"], _run_without_fonts
     if importlib.util.find_spec("pygraphviz"):
         # -P stops Python from importing a file in the working directory that has the same name as one of
-        # these modules
+        # these modules.
         yield "pygraphviz", [sys.executable, "-P", "-c", _WHEEL, picture], _run
 
 

@@ -42,7 +42,7 @@ def wrapped(count: int, arrows: Sequence[tuple[int, int]], width: int) -> tuple[
     for writer, reader in forward:
         depth[reader] = max(depth[reader], depth[writer] + 1)
     length = max(depth, default=0) + 1
-    crossing = [0] * (length + 1)  # number of arrows from a lower depth to each depth or beyond
+    crossing = [0] * (length + 1)  # number of arrows that start before each depth and end there or beyond
     for writer, reader in forward:
         crossing[depth[writer] + 1] += 1
         crossing[depth[reader] + 1] -= 1
@@ -54,7 +54,8 @@ def _places(length: int, crossing: Sequence[int], width: int) -> list[tuple[int,
     """Return the row and the column for each depth."""
     if length <= width:
         return [(0, depth) for depth in range(length)]
-    # For each state, the lowest cost of this row and all rows below it, and the number of depths in this row.
+    # The keys describe the start of a row: depth, column, and whether the row runs to the right. The values
+    # are the lowest cost of this row and all rows below it, and the number of depths in this row.
     best = {(length, column, right): (0.0, 0) for column in range(width) for right in (True, False)}
     for first in reversed(range(length)):
         for column, right in itertools.product(range(width), (True, False)):

@@ -73,8 +73,8 @@ class Addressed:
         return self.ports[worker - 1], inner
 
     def _ended(self, port: Out[Any], end: Closed) -> None:
-        """Report an item whose channel is closed."""
-        # If the channel is open, the error comes from a signal handler and is about another channel.
+        """Count an item as unwanted if only its worker's channel is closed. Otherwise, raise ``end``."""
+        # If the channel is open, the error comes from a signal handler and concerns another channel.
         if self._unwanted is None or not port.channel.closed or self.closed:
             raise end
         self._unwanted()

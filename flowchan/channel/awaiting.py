@@ -43,7 +43,7 @@ class Watcher:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         # A weak reference, because an idle watcher must not keep the loop alive. During a wait, the future
-        # keeps it alive.
+        # keeps the loop alive.
         self._loop = weakref.ref(loop)
         self._lock = threading.Lock()
         self._waits: dict[asyncio.Future[None], tuple[Await, asyncio.Task[Any] | None]] = {}

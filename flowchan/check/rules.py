@@ -53,8 +53,8 @@ MEMINFO = Path("/proc/meminfo")
 _BYTES_PER_ITEM = 64
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT)
 _BYTES_PER_CHANNEL = 64 * 1024
-# Maximum number of ports of a channel between processes. The channel's table also has entries for processes
-# without a port.
+# Maximum number of ports of a channel between processes. The channel's table has 256 more entries, for
+# processes without a port.
 _MOST_PORTS = 4096
 _MOST_SELECTED = 128  # maximum number of operations in one select; Linux cannot wait for more
 
@@ -193,7 +193,7 @@ def _goes_in_circles(edges: list[tuple[str, str]]) -> bool:
 
 
 def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check that each feedback has a writer, and that its reader can end before its inputs do."""
+    """Check that each feedback has a writer, and a reader that can end before the feedback ends."""
     for origin, loop in graph._loops.items():
         if loop.fed_by is None:
             message = f"nothing feeds {loop.name!r}; close the loop with .feed(stream)"

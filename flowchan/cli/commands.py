@@ -49,10 +49,10 @@ class _Targeted(click.Command):
 
 
 def _command(*arguments: str) -> Callable[[Callable[P, int]], Callable[..., None]]:
-    """Return a decorator that turns a function into a subcommand, whose exit code it returns.
+    """Return a decorator that turns a function into a subcommand. The function returns the exit code.
 
-    The subcommand accepts ``arguments``, of which the first is FILE, and also ARGS and --debug. It reports
-    errors of the user in one line.
+    The subcommand accepts ``arguments``, of which the first is FILE, and also ARGS and --debug. The
+    subcommand reports errors of the user in one line.
     """
 
     def decorated(function: Callable[P, int]) -> Callable[..., None]:

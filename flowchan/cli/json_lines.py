@@ -71,7 +71,7 @@ class JsonLines:
         self._queue("stats", stats=to_json(stats))
 
     def _report(self, event: Any) -> None:
-        """Queue a "failure" event for a failed item or a death."""
+        """Queue a "failure" event for a failed item or a dead worker."""
         match event:
             case ErrorSent(worker, text):
                 self._fail("item", worker, text)

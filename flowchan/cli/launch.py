@@ -223,7 +223,7 @@ class LaunchJob:
     ) -> None:
         self._shutdown_timeout = shutdown_timeout
         self.interrupted_by = 0  # number of the first signal, if any
-        # Ranks that failed before any rank was asked to end, in the order in which the launcher noticed.
+        # Ranks that failed before any rank was asked to end, in the order in which the launcher noticed this.
         self._failed: list[Rank] = []
         self._end_by = float("inf")
         self._kill_by = float("inf")

@@ -145,7 +145,7 @@ def _by_value(module: ModuleType) -> ModuleType:
 
 
 def _names_module(path: Path) -> bool:
-    """Return whether the path is a module name. The folder of a package also counts as one."""
+    """Return whether the path is the name of a module or the folder of a package."""
     parts = str(path).split(".")
     named = all(map(str.isidentifier, parts)) and parts[-1] != "py"
     return named and (not path.exists() or (path / "__init__.py").is_file())
@@ -184,7 +184,7 @@ def _from_stdin() -> ModuleType:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loader that always compiles the current file and writes no ``__pycache__``, as when Python runs it."""
+    """Loader that, as for a script, always compiles the current file and writes no ``__pycache__``."""
 
     def get_code(self, fullname: str) -> CodeType:
         try:

@@ -102,7 +102,8 @@ def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Grap
         origin = Origin(stage.name, "out")
     (*_, last) = stages
     ends = () if last.operator.result else streams_of(alone, last)
-    # For a single item, nothing reads the errors, so a failure ends the run, which then shows the traceback.
+    # If only one item is replayed, nothing reads the errors. A failure then ends the run, which shows the
+    # traceback.
     reads_errors = number is None and any(edge.errors and edge.writer == name for edge in graph.edges)
     for stream in (*ends, *([ends[0].errors] if ends and reads_errors else [])):
         stream.collect(name=f"output of {stream.name}")
@@ -110,7 +111,7 @@ def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Grap
 
 
 def _stages_of(graph: Blueprint, name: str) -> list[Stage]:
-    """Return the stage. If another stage assigns its items to workers by key, return this one first."""
+    """Return the stage to replay, preceded by the stage that assigns its items to its workers, if any."""
     try:
         stage = graph.stage_named(name)
     except KeyError as error:

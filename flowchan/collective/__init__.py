@@ -122,8 +122,8 @@ def _launched(launched: Launched, name: str, timeout: float) -> Group:
     at, secret = os.environ.get("FLOWCHAN_AT"), os.environ.get("FLOWCHAN_SECRET")
     if at and secret:
         key = secret_bytes("FLOWCHAN_SECRET", secret.encode())
-        # Jobs may share a secret, so derive one from the job: members of two jobs must not join the same
-        # group.
+        # Jobs may share a secret, but members of two jobs must not join the same group. Therefore, derive a
+        # separate secret for each job.
         if launched.launcher == "Slurm":
             key = hmac.digest(key, launched.job.encode(), "sha256")
         return meet_at(at, key, launched.rank, launched.size, timeout, name)

@@ -80,10 +80,10 @@ class Group(Collectives):
     _loads = staticmethod(loads)
 
     _make_all: ClassVar[Callable[[int, str], Sequence[Group]]]
-    """Create all members of a new group for threads or processes; graphs do this for gangs."""
+    """Create all members of a new group for threads or processes. Graphs call this function for gangs."""
 
     _membership: ClassVar[Callable[..., Any]]
-    """Create one membership in a new group across hosts; graphs do this for gangs."""
+    """Create one membership in a new group across hosts. Graphs call this function for gangs."""
 
     if TYPE_CHECKING:  # methods and attributes that SharedGroup and LinkedGroup define
         _messages: Messages
@@ -343,7 +343,7 @@ class Group(Collectives):
         return self._shrunk(name or self.name, give_up)
 
     def _has_met(self, timeout: float | None) -> bool:
-        """Return True once all members have joined this new group; False if one dies before it joins.
+        """Return True once all members have joined this new group; False if a member dies before.
 
         If the method returns False or raises, this member is closed.
         """

@@ -33,7 +33,7 @@ from flowchan.transport.listener import AuthenticatedListener
 
 SIZE = struct.Struct("<q")
 LEFT_WORD = -1  # a sender that leaves sends this number in place of a size
-# The calling thread sends messages up to this size in bytes itself, if no other message is waiting.
+# If no other message is waiting, the calling thread itself sends messages of at most this many bytes.
 SENT_AT_ONCE = 16 * 1024
 READ_AHEAD = 8  # number of messages that the receiving thread reads ahead
 BUFFER = 1 << 16
@@ -419,7 +419,7 @@ def start(what: str, work: Callable[..., None], *given: Any) -> threading.Thread
 def _shut_down(sock: socket.socket | None) -> None:
     """Shut down a socket, which ends calls that are waiting for it.
 
-    The method of a TLS socket would continue in plain text.
+    The ``shutdown`` method of a TLS socket is not used, because it would continue in plain text.
     """
     if sock is not None:
         with contextlib.suppress(OSError):

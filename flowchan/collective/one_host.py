@@ -280,9 +280,9 @@ class SharedGroup(_core.Group, Group):
         return "127.0.0.1"
 
     def _has_lost_any(self) -> bool:
-        """Return whether a member that has not completed the current operation is gone.
+        """Return whether the group has lost a member that has not completed the current operation.
 
-        A member that has completed it is already in a later round.
+        A member that has completed the operation is already in a later round.
         """
         begun = self._see(self.rank)[2]
         states = (self._see(rank) for rank in range(self.size) if rank != self.rank)

@@ -261,7 +261,7 @@ class Builder:
         self._change_output(origin, capacity=capacity)
 
     def _address(self, per_worker: frozenset[str]) -> Stage:
-        """Let the writers of these inputs of the last stage choose the worker for each item."""
+        """Let the writers of the inputs ``per_worker`` of the last stage choose the worker for each item."""
         self._stages[-1] = stage = dataclasses.replace(self._stages[-1], per_worker=per_worker)
         self._edges = None
         return stage

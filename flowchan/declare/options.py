@@ -130,7 +130,7 @@ class PortOptions(NameOption, total=False):
 
 
 def _gpus(kind: str, value: Any) -> float:
-    """Check a whole number of GPUs or a share of one."""
+    """Check that the value is a whole number of GPUs, or a share of a single GPU."""
     if isinstance(value, float):
         if not 0 < value < 1:
             raise ValueError(

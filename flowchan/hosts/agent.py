@@ -264,7 +264,7 @@ class Agent:
                 self._events.put(WrittenStack(command.number, id, stacks.get(id, "")))
 
     def _release(self, id: WorkerId) -> None:
-        """Drop a worker's rings. If its process still runs, it ends with the agent."""
+        """Drop a worker's rings. If the worker's process still runs, the process ends with the agent."""
         self._processes.give_back_gpus(id)
         self._next_memberships.pop(id, None)
         worker = self._workers.pop(id, None)
@@ -354,7 +354,8 @@ class Agent:
 def _named(word: str, ports: Mapping[str, str]) -> dict[str, str]:
     """Prefix the ports with their direction.
 
-    If a stage uses one channel as both input and output, the agent has two rings for it.
+    A stage may use one channel as both input and output. The agent then needs two rings for the channel, and
+    the prefixes distinguish them.
     """
     return {f"{word} {port}": name for port, name in ports.items()}
 

@@ -249,7 +249,7 @@ class AgentHandle:
         return link_events.STUCK.format(max(self._stuck_here, self._stuck_there), self._why_broken)
 
     def _note_stuck(self, here: float, there: float) -> None:
-        """Log the first of several connections that break before any item arrives."""
+        """Store for how long no item has arrived. Log once that connections break before any item arrives."""
         self._stuck_here, self._stuck_there = here, there
         if self.is_stuck() and not self._has_warned:
             self._has_warned = True

@@ -47,7 +47,7 @@ def own_modules(packed: bytes) -> tuple[str, ...]:
 
 
 class _StagePickler(ByValuePickler):
-    keeps_classes = False  # writes the names of classes, so that `own_modules` finds them
+    keeps_classes = False  # false: the pickle must contain the names of classes for `own_modules`
 
 
 class PackedStages:

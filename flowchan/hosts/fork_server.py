@@ -91,7 +91,7 @@ class _Order:
         time.tzset()
         arguments = tuple(launch["arguments"])
         if arguments != AGENT:
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec() would keep that
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # exec() would keep the signals ignored
                 signal.signal(number, signal.SIG_DFL)
             os.execv(sys.executable, (sys.executable, *arguments))
         show_name(f"agent {launch['host']}")

@@ -39,7 +39,7 @@ from flowchan.transport.versions import VERSION
 
 HOST_TIMEOUT_S = 30.0  # seconds for a host to start and dial, and for each answer
 ROUNDS = 50
-LONG_ENOUGH = 0.2  # a transfer counts if it takes at least this many seconds
+LONG_ENOUGH = 0.2  # the size is doubled until a transfer takes at least this many seconds
 LEAST, MOST = 1 << 20, 1 << 28  # minimum and maximum size of a transfer, in bytes
 SIZE = 8  # size of the size field, in bytes
 SPEED = (1 << 64) - 1

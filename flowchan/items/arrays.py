@@ -54,8 +54,8 @@ def reducers() -> _Reducers:
     state = len(copyreg.dispatch_table), *[name in sys.modules for name in _LIBRARIES]
     if state != _made_from:
         table: _Reducers = {**copyreg.dispatch_table, memoryview: _reduce_memoryview, View: _reduce_view}
-        # While another thread is still importing a module, its type may be undefined, but then the type
-        # cannot have instances yet.
+        # While another thread is still importing a module, a type of the module may be undefined. There
+        # cannot be instances of that type yet.
         if array := getattr(sys.modules.get("numpy"), "ndarray", None):
             table[array] = _reduce_array
         if tensor := getattr(sys.modules.get("torch"), "Tensor", None):
@@ -104,7 +104,8 @@ def _reduce_array(array: Any) -> Any:
         return array.__reduce_ex__(5)
     if not flags.forc:
         array = array.copy(order="C")
-    # NumPy does not export datetimes as buffers, and would pickle them at half the speed.
+    # NumPy does not export datetimes as buffers, so they are sent as integers. As datetimes, they would be
+    # pickled at half the speed.
     fortran = flags.fnc
     memory = array.T if fortran else array
     if dtype.kind in "mM":

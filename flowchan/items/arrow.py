@@ -19,8 +19,8 @@ from typing import Any
 LIBRARIES = ("polars", "pyarrow", "PIL.Image")
 """Modules that define the supported types."""
 _TYPES: tuple[tuple[str, str, str, Callable[[Any], Any]], ...]
-"""For each type: its module, its name, another name that the module must have, and the reducer. Older
-versions lack the other name."""
+"""For each type: its module, its name, another name that the module must have, and the reducer. Versions of
+the module that are too old lack the other name."""
 _RAW = {"L": "L", "RGB": "RGBX", "RGBA": "RGBA", "CMYK": "CMYK"}
 """For each image mode, the raw mode in which Pillow stores the pixels."""
 

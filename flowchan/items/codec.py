@@ -184,7 +184,7 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
 
 
 class _Last(threading.local):
-    """Remembers the last item with channels that this thread has serialised for another host.
+    """Remembers the last item that contains channels and that this thread has serialised for another host.
 
     ``dumped`` contains the ``id`` of the serialised item, and the callbacks that release its channels.
     """

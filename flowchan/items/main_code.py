@@ -78,13 +78,17 @@ def _reduce_function(function: Any, reduction: Any) -> Any:
 
 
 def _digest_of_parts(function: Any) -> object:
-    """Return a digest of everything but the code that distinguishes functions, or ``()`` if they lack it."""
+    """Return a digest of a function's defaults and closure.
+
+    Together with the code, these parts distinguish functions. Return ``()`` if the function has none of these
+    parts, and None if a variable of the closure has no value yet.
+    """
     parts = (function.__defaults__, function.__kwdefaults__, function.__closure__)
     if parts == (None, None, None):
         return ()
     try:
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-    except ValueError:  # a cell of the closure has no value yet
+    except ValueError:
         return None
     return digest_of((*parts[:2], *cells))
 

@@ -52,7 +52,7 @@ class _Estimate:
         )
 
     def _sampled(self, samples: list[Any], among: int, depth: int) -> int:
-        """Estimate the total size of ``among`` parts from some of them."""
+        """Estimate the total size of ``among`` parts from the sizes of the parts in ``samples``."""
         total = seen = 0
         for part in samples:
             if self._left <= 0:

@@ -276,7 +276,7 @@ class LocalQueue:
             self.wake()
 
     def _advance(self) -> None:
-        """Move parked outputs whose turn has come into the queue. After a close, move all of them."""
+        """Add to the queue the parked outputs whose turn has come. After a close, add all parked outputs."""
         while self._groups:
             group = self._groups[0]
             for item in group.items:

@@ -393,7 +393,10 @@ def pass_turns(port: ReadingPort) -> None:
 
 
 def _keep_turns(port: ReadingPort) -> None:
-    """Begin to keep turns, because the stage gets more workers. No item may be leased through the port."""
+    """Begin to keep turns, because the stage gets more workers.
+
+    Callers must ensure that no item is leased through the port.
+    """
     for out in port.feeds():
         if out.may_have_turns:
             with out.channel._queue.held():

@@ -156,7 +156,7 @@ class ChannelServer:
             if channel is None and number not in self._sent:
                 return False
             if channel is not None and number not in self._sent:
-                # Do this before counting, because it fails if the process is out of descriptors.
+                # Call dup() before counting, because it fails if the process is out of descriptors.
                 self._sent[number] = _twin(channel, os.dup(channel._fd))
             self._under_way[number] += 1
         return True
@@ -201,8 +201,8 @@ class ChannelServer:
     def _from_child(self) -> Connection | None:
         """Return a forked child's connection to its parent, or None if the parent has ended.
 
-        The connection stays open. Through it, the child reports the channels in its items, like a remote
-        client.
+        The connection stays open. Through it, the child reports the channels in its items, as a remote
+        client does.
         """
         try:
             os.kill(self.pid, 0)
@@ -234,7 +234,7 @@ class ChannelServer:
         with self._counting:  # several threads may look up the same channel at once
             found = self._channels.get(number)
             if found is None and (sent := self._sent.get(number)) is not None:
-                # A channel in transit does not keep the server alive, so it is not a registered channel.
+                # Channels in transit are not registered, because they must not keep the server alive.
                 twin = _twin(sent, os.dup(sent._fd))
                 # The garbage collector may have registered the channel since the look-up.
                 found = self._channels.setdefault(number, twin)

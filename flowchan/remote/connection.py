@@ -186,7 +186,7 @@ class Connection(Calls):
             if not stream.reads and not stream.counted:
                 stream.ring._allow(room)
 
-        # Register the stream before the request, because it may finish before this process handles the reply.
+        # Register the stream before the request. The stream may finish before this process handles the reply.
         def enter() -> None:
             with self._lock:
                 self._streams[stream.number] = stream
@@ -387,7 +387,7 @@ class Connection(Calls):
 _registry_lock = threading.RLock()
 _connections: dict[tuple[str, bytes], Connection] = {}
 _leaving: set[Connection] = set()
-"""Connections that wait for the reply to "leave". A program does not exit before they have it."""
+"""Connections that wait for the reply to "leave". The program waits for these replies before it exits."""
 _dialling: weakref.WeakValueDictionary[tuple[str, bytes], Any] = weakref.WeakValueDictionary()
 """Lock for each owner, held by the thread that is connecting to it."""
 

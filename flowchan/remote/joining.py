@@ -80,7 +80,7 @@ class Clients:
         self._number = 0
 
     def _join(self, session: ClientSession, tag: str) -> tuple[int, str, str]:
-        """Make the two channels for a new client. The channel server's thread calls this."""
+        """Make the two channels for a new client. The channel server's thread calls this method."""
         if self._closed:
             raise Closed(f"the server at {self.address} was closed")
         up: Channel[Any] = self._server.make(self._capacity)

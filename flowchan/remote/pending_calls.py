@@ -51,7 +51,7 @@ class PendingCall:
         self.number = 0  # 0 until the request is sent
         self.late = late
         self.reply: Reply | None = None
-        self.abandoned = self.is_over = False  # is_over: `late` is called at most once
+        self.abandoned = self.is_over = False  # is_over limits the calls of `late` to one
         self._has_reply = Latch()
         self.done: Callable[[], None] = done or self._has_reply.set
 
@@ -137,7 +137,7 @@ class Calls:
     def _send(self, call: PendingCall, channel: int, what: str, arguments: tuple[Any, ...]) -> None:
         """Register the call, then send its request.
 
-        If an interrupt comes between the two, the caller calls :meth:`abandon`.
+        If an interrupt comes between the two steps, the caller calls :meth:`abandon`.
         """
         with self._lock:
             self._numbers += 1

@@ -97,7 +97,7 @@ class _RemoteEnd(Generic[T]):
         super().close()  # type: ignore[misc]
 
     def __exit__(self, *how: Any) -> None:
-        """Close the port like ``close``.
+        """Close the port as ``close`` does.
 
         If an exception leaves the ``with`` block of a reading end, unfinished items go back to the owner.
         """

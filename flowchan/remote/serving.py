@@ -64,7 +64,7 @@ class Hosted:
         server = self.server
         if server.pid == os.getpid():
             return server.make(capacity)
-        # A forked child asks its parent for a channel, like any other client.
+        # A forked child asks its parent for a channel, as any other client does.
         at = server.address, server.secret, server.tls
         with using(*at) as connection:
             return make_remote(connection, *at, capacity)

@@ -309,7 +309,7 @@ class ClientSession:
     async def _do_offer(
         self, channel: Channel[Any], stream: int, most: int, got: int | None, writes: int, put: int
     ) -> tuple[int, bool, int]:
-        """Send up to ``most`` of the next items now, once ``put`` items of stream ``writes`` have arrived.
+        """Wait until ``put`` items of stream ``writes`` have arrived, and then send up to ``most`` items.
 
         If ``got`` is not None, the client has received ``got`` items, and its call will fail unless it gets
         another item. In that case, also wait for items that other clients have prefetched and are returning.
@@ -325,11 +325,11 @@ class ClientSession:
         ):
             await asyncio.sleep(TRANSIT_POLL_S)
         while True:
-            # Check before the offer as well: another client may return an item between the two steps, and
-            # neither step would then see that item.
+            # Look for prefetched items before the offer. If another client returned an item between an offer
+            # and a later check, neither step would see that item.
             prefetched, moves = self._server.has_prefetched(channel, self), _moves(channel)
             offered = self.link.offer(stream, most)
-            # If it is None, the client is returning the items that it has prefetched.
+            # ``offered`` is None while the client is returning the items that it has prefetched.
             if offered is not None:
                 sent, ended = offered
                 if got is None or ended or sent > got:

@@ -163,7 +163,7 @@ class ResultGathering:
         self._interrupted_loops.clear()
 
     def _break(self, stage: str) -> None:
-        """Break the channel of a result. If only its port closed, other results could look complete."""
+        """Break the channel of a result. If only its port were closed, other results could look complete."""
         self._ports.gathering_port(_worker(stage)).channel.abort()
         self._end(stage)
 

@@ -38,7 +38,8 @@ PAGE_BYTES = 4096
 """File sizes are multiples of this number."""
 
 _open_files: dict[int, tuple[int, int]] = {}
-"""Device and inode of each file that this process has locked. A file lock excludes only other processes."""
+"""Device and inode of each file that this process has locked. The table is needed because a file lock
+excludes only other processes."""
 _opening = threading.Lock()
 
 

@@ -334,7 +334,7 @@ class Supervisor:
     def _pause(self) -> float:
         """Return the maximum number of seconds to wait for an event.
 
-        Deadlock detection and timed decisions need a turn even without an event.
+        Deadlock detection and timed decisions must run from time to time even if no event arrives.
         """
         if self._breaks.pending:
             return POLL_INTERVAL_S

@@ -143,7 +143,8 @@ def _end_termination() -> None:
 def _terminate(number: int, frame: Any) -> None:
     if os.getpid() in _terminating:
         raise Termination
-    # This process has no open block: it was forked inside a block, or it reinstalled the handler later.
+    # This process has no open block. It was forked inside a block, or the program reinstalled the handler
+    # after the last block.
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
@@ -318,7 +319,10 @@ class DeferralBlock:
 
 
 class _Layer:
-    """Signal handler while any block or watch is in use. ``below`` is the previous handler."""
+    """Signal handler that is installed while any block or watch is in use.
+
+    ``below`` is the previous handler.
+    """
 
     def __init__(self, below: Callable[[int, Any], object]) -> None:
         self.below = below
@@ -350,8 +354,8 @@ class _Layer:
         try:
             raise instead
         finally:
-            # this frame is in the error's traceback, so this reference would make the error count as "still
-            # raised"
+            # This frame is in the error's traceback, so this reference would make the error count as "still
+            # raised".
             del instead
 
 

@@ -148,19 +148,21 @@ class AuthenticatedListener:
     def _continue(self, pending: PendingHandshake) -> bool:
         """Continue a handshake, and return whether the peer has proved that it knows the secret."""
         sock = pending.sock
-        # The peer was rejected in the meantime, or Ctrl-C ended an earlier call before it was unregistered.
+        # The peer was rejected in the meantime, or Ctrl-C ended an earlier call before the call unregistered
+        # the peer.
         if pending not in self._pending:
             self._unregister_peer(pending, sock)
             pending.close()
             return False
         try:
-            # Unregister the socket first: when TLS begins, it moves to another process, but stays open there.
+            # Unregister the socket first. When TLS begins, the socket moves to another process and stays open
+            # there.
             self._unregister(sock)
             pending.receive_step()
             self._ready.register(pending.sock, selectors.EVENT_READ, pending)
         except BaseException as error:
             if pending.has_proved() and not isinstance(error, Exception):
-                raise  # keep the peer, because it knows that it is accepted; the next call goes on with it
+                raise  # the peer knows that it is accepted, so keep it for the next call
             self._unregister_peer(pending, pending.sock)
             pending.close()
             if isinstance(error, OSError) and lacks(error):  # TLS needs descriptors that this process lacks

@@ -186,7 +186,7 @@ def dial(address: str, timeout: float) -> socket.socket:
 
 
 def _first_connection(resolved: Sequence[Resolved], give_up: float) -> socket.socket:
-    """Return a connection to the first of the addresses that accepts one; raise the last error."""
+    """Return a connection to the first address that accepts it. If no address does, raise the last error."""
     failure: OSError | None = None
     untried, waiting = deque(resolved), select.poll()
     attempts: dict[int, socket.socket] = {}

@@ -175,8 +175,8 @@ class Pump:
     def _wait(self) -> list[tuple[int, int]]:
         """Wait for the sockets, and return their events.
 
-        The events also report the end of a side from which the pump does not read and to which it does not
-        write.
+        The events report the end of each side, even while the pump neither reads from the side nor writes to
+        it.
         """
         both = not (self._local_over or self._net.over)
         waiting = select.poll()
@@ -233,7 +233,8 @@ class Pump:
     def _send_farewell(self) -> None:
         """End the connection so that the peer gets all bytes sent so far.
 
-        To close a socket with unread bytes would destroy bytes in flight, so this method first reads them.
+        If a socket with unread bytes is closed, bytes in flight are lost. This method therefore first reads
+        the unread bytes.
         """
         sock = self._net.sock
         with contextlib.suppress(OSError):

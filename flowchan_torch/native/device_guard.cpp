@@ -14,7 +14,7 @@
 //
 // Invariant: a backward pass runs in the thread that calls backward(). On a process's first pass, the engine
 // starts one thread per device that it finds. It asserts that no device is added later. A forked child of a
-// process with such threads cannot run a pass. load_file() therefore starts the engine before it registers
+// process with such threads cannot run a pass. Therefore, load_file() starts the engine before it registers
 // this guard, so the engine finds no device. Before the engine picks a thread for a remote autograd node, it
 // calls some functions of this guard. Each of these functions makes the engine stay in the current thread.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -74,7 +74,7 @@ void wait_for(DeviceIndex index) {
     TORCH_CHECK(failure.empty(), failure);
 }
 
-// The address of a device's byte serves as every event of that device.
+// One byte per device. Torch gets the address of the byte as the handle of every event of the device.
 char places[128];
 
 // A remote device runs its commands in order. It therefore has one stream, and an event is a position in that

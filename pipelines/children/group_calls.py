@@ -51,7 +51,7 @@ class _Misses:
             self._errors.append(error)
 
     def check(self) -> None:
-        """Raise the first error, or ``TimeoutError`` if children were only late."""
+        """Raise the first error, or ``TimeoutError`` if children were late but none failed."""
         if self._errors:
             self._errors.sort(key=lambda error: not isinstance(error, ChildDied))
             first, *others = self._errors
@@ -104,7 +104,7 @@ def _local(packed: Any) -> Any:
     """Return the channel item that carries a value to several children on this machine."""
     once = Opening(packed)
     buffers = packed[1:] if isinstance(packed, list) else []
-    if not all(isinstance(one, PickleBuffer) for one in buffers):  # each receiver needs a copy of a channel
+    if not all(isinstance(one, PickleBuffer) for one in buffers):  # each child needs a copy of a channel
         return once
     return SentOnce(once) if sum(one.raw().nbytes for one in buffers) >= _LARGE else once
 

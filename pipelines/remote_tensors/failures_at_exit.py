@@ -42,7 +42,7 @@ def _report() -> None:
 
 
 def _unseen() -> list[RemoteError]:
-    """Return the deaths and failures that were not raised, for commands that finish within the time limit."""
+    """Return the deaths and failures that were not raised. Wait about ``EXIT_WAIT_S`` for commands."""
     dead = [one for one in device_table.clients() if one.death is not None]
     clients = [one for one in device_table.clients() if one.death is None]
     for client in clients:

@@ -165,7 +165,10 @@ def arrive(
 
 @contextlib.contextmanager
 def _node_errors(number: int) -> Any:
-    """Replace errors of the command channel, so that readers don't mistake them for their own channel's."""
+    """Replace errors of the command channel.
+
+    Otherwise, the code that reads an item would attribute them to the channel that it reads.
+    """
     try:
         yield
     except ChannelError as error:

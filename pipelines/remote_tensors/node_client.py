@@ -485,7 +485,7 @@ class NodeClient:
 
 
 def _next_wait(until: float | None) -> float:
-    """Return the seconds to wait before the next check, at most until a time of ``time.monotonic()``."""
+    """Return the seconds to wait before the next check, but not beyond ``until`` on the monotonic clock."""
     return POLL_INTERVAL_S if until is None else min(POLL_INTERVAL_S, max(0.0, until - time.monotonic()))
 
 

@@ -357,7 +357,7 @@ class Node:
             value = RemoteFailure.of(self.number, client, 0, what, error)
         if type(value) is RemoteFailure:
             failure = value
-        table.events.wait()  # all earlier events must arrive before the answer; the client is reading
+        table.events.wait()  # earlier events must arrive before the answer; the client reads them now
         try:
             try:
                 table.replies.put((question, value, failure is not None))
@@ -443,7 +443,7 @@ class Node:
             for place, one in enumerate(inputs):
                 if one is result:
                     return "input", (place, form)
-            # Results after the first one get ids that no client uses.
+            # The first new result has the id of the command. Later results get ids that no client uses.
             place = next(more)
             id = number if place == 1 else -(number * 1000 + place)
             table.tensors[id] = result
@@ -471,7 +471,8 @@ def node_main(
 
     def run() -> None:
         try:
-            # Use a new thread, because the forking thread cannot use the OpenMP threads of a forked parent.
+            # Use a new thread, because the main thread of a forked child would use the OpenMP threads of the
+            # parent, which do not exist here.
             torch.set_num_threads(threads)
             Node(number, commands, inbox, torch.device(device), progress).run()
         except BaseException as raised:

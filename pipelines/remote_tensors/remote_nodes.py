@@ -163,7 +163,7 @@ class RemoteNodes(Sequence[torch.device]):
             self._watchers.append(watcher)
         self._routes = HandleRoutes(uuid.uuid4().hex, self._clients, commands, make(WAITING))
         _started.add(self)
-        if reach is not None:  # run before a function that the provider may have registered
+        if reach is not None:  # register again, to run before functions of the provider
             atexit.unregister(_kill_at_exit)
             atexit.register(_kill_at_exit)
         before_exit(_kill_at_exit, 102)  # runs before pools and runs are closed

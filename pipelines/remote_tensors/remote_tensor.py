@@ -52,7 +52,7 @@ class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
         (device(type='remote', index=0), torch.Size([2, 2]), [6.0, 6.0], [[3.0, 3.0], [3.0, 3.0]])
     """
 
-    # no __slots__: torch swaps a local parameter and its remote copy when a module moves to a node
+    # No __slots__: torch swaps a local parameter and its remote copy when a module moves to a node.
     _m: TensorMeta
     _h: TensorHandle
 
@@ -94,8 +94,8 @@ class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
         _replace(self, fresh)
 
     def __tensor_flatten__(self) -> Any:
-        # torch only checks that this method exists. If it does, a module that moves to a node keeps its
-        # parameter objects.
+        # torch only checks whether this method exists. Because the method exists, a module that moves to a
+        # node keeps its parameter objects.
         raise NotImplementedError("torch.compile: remote tensors cannot be traced; run the function eagerly")
 
     @staticmethod
@@ -156,7 +156,11 @@ def call_key(
 def _key_of(
     flags: Iterable[bool], values: Iterable[Any], inputs: list[Any], scalars: list[Any]
 ) -> tuple[Any, ...]:
-    """Return the part of a key for some values. A true flag marks a position with a scalar."""
+    """Return the part of a key that describes ``values``.
+
+    Append the tensors among the values to ``inputs``, and the numbers to ``scalars``. A true flag means that
+    the operator takes a scalar at this position.
+    """
     key: list[Any] = []
     for scalar, value in zip(flags, values, strict=False):
         kind = type(value)
@@ -218,7 +222,7 @@ def issue(
 
 
 def _built(results: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Any:
-    """Return a call's results in their original structure."""
+    """Replace the placeholders in a call's results with the tensors."""
     kind = type(results)
     if kind is int:
         return inputs[results]
@@ -230,9 +234,9 @@ def _built(results: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Any:
 
 
 def _mode_of(tensor: Any) -> Any:
-    """Return the mode in which new tensors are inference tensors if and only if this tensor is one.
+    """Return a mode in which torch creates inference tensors if ``tensor`` is one, and normal tensors if not.
 
-    A view is an inference tensor if and only if its base is one, regardless of the current mode.
+    A view must be of the same kind as its base, regardless of the current mode.
     """
     return torch.inference_mode(tensor.is_inference())
 
@@ -255,9 +259,10 @@ def change_meta(tensor: Any, meta: TensorMeta) -> None:
 
 
 def _replace(tensor: Any, fresh: Any) -> None:
-    """Give a tensor the metadata and the handle of a fresh one.
+    """Give a tensor the metadata and the handle of a fresh tensor.
 
-    torch compares the dispatch keys of the two, so neither has a conjugate or negative bit at that moment.
+    torch compares the dispatch keys of the two tensors. The function therefore first clears the conjugate and
+    negative bits of both.
     """
     for one in (tensor, fresh):
         torch._C._set_conj(one, False)

@@ -223,7 +223,7 @@ def module_of(name: str) -> str:
 
 
 def _takes_number(kind: Any) -> bool:
-    """Return whether the command carries numbers of a schema type: ``Scalar``, ``Scalar[]``, ``Tensor``."""
+    """Return whether a command carries a number that is passed for a parameter of this type."""
     while kind.kind() in ("OptionalType", "ListType"):
         kind = kind.getElementType()
     # torch reports Scalar as NumberType, and only the printed schema distinguishes it from int and float.
@@ -259,7 +259,10 @@ def shape_of_call(plan: OpPlan, tensor_type: type, args: Sequence[Any], kwargs: 
 
 
 def _placeholder(tensor_type: type, inputs: list[Any], scalars: list[Any], value: Any, scalar: bool) -> Any:
-    """Return the placeholder for a value, or the value. A closure would form a cycle with the tensors."""
+    """Return the placeholder for a value, or the value itself if it needs no placeholder.
+
+    This is not a nested function, because a recursive closure would form a reference cycle with the tensors.
+    """
     if type(value) is tensor_type:
         inputs.append(value)
         return Slot(len(inputs) - 1)

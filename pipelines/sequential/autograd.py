@@ -358,7 +358,7 @@ class _Outputs(torch.autograd.Function):
     def forward(ctx: Any, passage: _Passage, _token: Tensor) -> tuple[Tensor, ...]:
         """Return the output tensors of all micro-batches."""
         # Return new tensors. Autograd forbids in-place changes to an output that is a view. It also attaches
-        # this node to the returned tensors, but a worker may still use those that it has created.
+        # this node to the returned tensors, but a worker may still use the tensors that it has created.
         flat = tuple(one.clone() if one._is_view() else one.detach() for one in tensors(passage.outputs))
         wanted = [want for each in passage.through.wants for want in each]
         ctx.mark_non_differentiable(*(one for one, want in zip(flat, wanted, strict=True) if not want))

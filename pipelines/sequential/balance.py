@@ -164,8 +164,8 @@ def _once(part: Part, value: Any, skips: Skips, training: bool) -> float:
         if training:
             ends = [tensor for tensor in tensors(out) if tensor.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-    # If the thread never waited, any interruption came from other programs. CPU time leaves out such
-    # interruptions.
+    # If the thread never waited, return its CPU time, which leaves out interruptions by other programs.
+    # Otherwise, return the elapsed time, which includes the waits.
     return time.thread_time() - computed if _waits() == waits else time.perf_counter() - begin
 
 
@@ -175,7 +175,7 @@ def _waits() -> int:
 
 
 def _fresh(value: Any, training: bool) -> Any:
-    """Return a copy like the previous layer's output: writable, and with a gradient in training."""
+    """Return a copy with the properties of a layer's output: writable, and in training it requires grad."""
     return mapped(
         lambda tensor: tensor.detach().requires_grad_(training and tensor.is_floating_point()).clone(), value
     )

@@ -95,7 +95,7 @@ class DeferredBatchNorm:
 
 
 def _update(layer: _BatchNorm, found: Moments) -> None:
-    """Update the running statistics like ``torch.nn.functional.batch_norm``, with unbiased variance."""
+    """Update the running statistics as torch's ``batch_norm`` does, with the unbiased variance."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
     factor = layer.momentum

@@ -294,9 +294,11 @@ def _device(name: Any) -> torch.device:
     return device
 
 
-# --- FSDP gathers parameters for a whole call and reduces their gradients once. FSDP therefore works around a
+# --- layers that FSDP shards ---
+
+# FSDP gathers parameters for a whole call and reduces their gradients once. FSDP can therefore wrap a whole
 # pipe whose parts are on threads. Inside a pipe, FSDP would gather and reduce once per micro-batch, and the
-# gradients would be wrong. ---
+# gradients would be wrong.
 
 
 def refuse_sharded_layers(module: nn.Module) -> None:
@@ -438,8 +440,8 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
                 part.module.add_module(name, _meta_copy(layer))
                 with _Operations() as operations:
                     value, skips = run_part(part, value, skips)
-            # The layer does not support meta tensors or copies, or it fails. If it fails, the run will report
-            # that.
+            # The layer does not support meta tensors or copies, or it fails. In the last case, the run will
+            # report the error.
             except Exception:
                 return []
             counts.append(operations.count)

@@ -182,8 +182,8 @@ class Cut:
         parameters = sum(one.numel() for one in self.module.parameters() if one.requires_grad)
         if not back or not parameters:
             return chunks
-        # with fewer than two micro-batches per part, workers would lose more time idle than they save in
-        # gradient additions
+        # Use at least two micro-batches per part. Otherwise, idle workers would lose more time than they save
+        # by adding fewer gradients.
         return min(chunks, max(int(work / (ADDS * parameters)), 2 * len(self.parts)))
 
     def measure(self, piece: Any) -> None:
@@ -211,7 +211,7 @@ class Cut:
             slowest = max(sum(costs[begin:end]) for begin, end in pairwise(ends))
             cores = affinity_cores()
             passing = PASSING[self.on.name]
-            # Duration of a batch if all cores shared the work equally.
+            # CPU time of a batch. The batch cannot end before all cores together have spent this time.
             busy = sum(costs) * min(threads, cores) + (number + 2) * passing
             expected = max(slowest + passing, busy / cores)
             if expected >= plain:

@@ -294,7 +294,7 @@ def _once(
             one.training = training
         with _makers():
             graph = tracer.trace(module)
-        # fx stores tensors created during tracing as attributes of the module
+        # fx stores tensors that are created during tracing as attributes of the module.
         constants = {name: value for name, value in vars(module).items() if name not in before}
         return graph, {name: value for name, value in constants.items() if isinstance(value, Tensor)}, module
     finally:
@@ -363,7 +363,10 @@ def _around(node: fx.Node) -> list[str]:
 
 
 def _heavy(nodes: list[fx.Node], module: nn.Module) -> list[int]:
-    """Return the indices of the operations that have parameters; the first of these is replaced by 0."""
+    """Return the indices of the operations that have parameters.
+
+    The first index is replaced with 0, because the first segment begins at the first operation.
+    """
     found = [
         place
         for place, node in enumerate(nodes)

@@ -99,7 +99,10 @@ def _check_keys(state: Any) -> None:
 
 
 def _open_counts(counts: Any, parts: int, layers: int) -> list[int]:
-    """Return the numbers of layers that a state prescribes for an undecided cut into ``parts`` parts."""
+    """Return the layer counts of the parts in a saved state.
+
+    Raises ``ValueError`` unless there are ``parts`` counts that add up to ``layers``.
+    """
     fits = isinstance(counts, list) and all(type(count) is int and count > 0 for count in counts)
     if not fits or len(counts) != parts or sum(counts) != layers:
         raise ValueError(

@@ -64,7 +64,8 @@ def opened(memory: Any, form: tuple[str, tuple[int, ...]], only_reads: bool) -> 
     """Return the received tensor; ``only_reads`` means that the receiver never changes it."""
     name, shape = form
     if not only_reads:
-        # A large value is a view of shared memory; a small one is received as bytes.
+        # The receiver may change the tensor, so give it private memory. A large value is a view of shared
+        # memory, and a small value is bytes.
         memory = memory.private() if isinstance(memory, View) else bytearray(memory)
     return torch.frombuffer(memory, dtype=_KINDS[name]).view(shape)
 

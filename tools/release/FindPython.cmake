@@ -1,4 +1,5 @@
-# Replaces CMake's FindPython in a release: its headers may be those of another CPython than the one that runs the build.
+# Replaces CMake's FindPython in a release, because the headers may not belong to the CPython that runs the
+# build.
 # tools/release/wheels.py passes RELEASE_PYTHON_VERSION and RELEASE_PYTHON_INCLUDE; scikit-build-core passes Python_EXECUTABLE.
 set(Python_FOUND TRUE)
 set(Python_INTERPRETER_ID Python)

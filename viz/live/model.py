@@ -97,7 +97,10 @@ class _Totals:
         return Bar(name, done, self.total(name), about.rate)
 
     def nearest(self, end: str) -> str:
-        """Return the nearest stage with a known total, else one that combines items, else the end."""
+        """Search backwards from ``end`` for the nearest stage with a known total, and return its name.
+
+        If no total is known, return the nearest stage that combines items, or else ``end``.
+        """
         now, seen = [end], {end}
         gathers: list[str] = []
         while now:
@@ -120,7 +123,7 @@ class _Totals:
     def _put(self, edge: EdgeStats) -> int | None:
         """Return the number of items that will be put into a channel; ``None`` if unknown.
 
-        A stage that has ended will not put more items, unless the run was aborted or has failed.
+        If the writer has ended, return the number of items so far, unless the run was aborted or has failed.
         """
         writer = self._stages[edge.writer]
         if not self._broken and not writer.operator.outside and not self._stats[writer.name].alive:

@@ -146,7 +146,7 @@ class Place:
     def _meet_again(self, old: LinkedGroup, name: str, give_up: float) -> Group:
         """Return a group of the survivors of ``old``, which has failed."""
         number = self.number + 1
-        # the new secret keeps out members that are still in another rendezvous
+        # The new secret keeps out members that are still in another rendezvous.
         secret = hmac.digest(self.secret, f"again {number}".encode(), "sha256")
         meet = _lead if old.rank == 0 else _follow
         for _ in range(old.size):
@@ -245,7 +245,7 @@ def _is_late(old: LinkedGroup, ranks: list[int], give_up: float) -> bool:
 
 
 def _rejoin_timeout(give_up: float) -> float:
-    """Return the timeout in seconds for a step that all members take together."""
+    """Return the timeout of a step in seconds: at most ``REJOIN_TIMEOUT_S``, and not beyond ``give_up``."""
     return max(0.0, min(REJOIN_TIMEOUT_S, give_up - time.monotonic()))
 
 
@@ -267,7 +267,8 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
             if not late:
                 raise GroupError(f"{error}; {REMEDY}") from None
     with contextlib.closing(Participant(sock, "rank 0")) as participant:
-        # Without a limit, rank 0 may wait for late members forever; if it dies, the connection ends.
+        # If the call has no time limit, wait as long as rank 0 waits for late members, possibly forever. If
+        # rank 0 dies, the connection ends.
         sock.settimeout(None if give_up == math.inf else max(0.001, give_up - time.monotonic()))
         try:
             survivors = participant.receive()

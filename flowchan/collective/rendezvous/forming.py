@@ -181,6 +181,7 @@ def this_host() -> str:
     """
     with open("/proc/sys/kernel/random/boot_id") as boot:
         paths = (f"/proc/self/ns/{kind}" for kind in ("net", "pid", "user", "time"))
-        # If the kernel does not support a kind of namespace, all processes share the only one of that kind.
+        # 0 stands for a kind of namespace that the kernel does not support. All processes then count as being
+        # in the same namespace of this kind.
         spaces = (os.stat(path).st_ino if os.path.exists(path) else 0 for path in paths)
         return "/".join([boot.read().strip(), *map(str, spaces), str(os.getuid())])

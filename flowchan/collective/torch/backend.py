@@ -314,7 +314,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._group._swap_arrays(doing, xs, outs, self._limit, root)
 
     def _do(self, name: str, tensors: Tensors, run: Callable[[], Any], result: Any = None) -> Work:
-        """Run a small operation now, and a large one in the thread, so that torch's autograd continues."""
+        """Run a small operation now. Run a large operation in a thread, so that autograd can continue."""
         self._check_alone()
         result = list(tensors) if result is None else result
 

@@ -104,9 +104,9 @@ class Receives:
         return None not in self._receiving and (self._has_received_from_any or not self._waiting[None])
 
     def _receive_next(self, source: int | None) -> None:
-        """Receive one message, whichever receive it is for.
+        """Receive one message, and store it for the call that waits for a message with its tag.
 
-        Give up if none arrives during this thread's turn.
+        If no message arrives within ``_TURN`` seconds, return, so that another thread can receive.
         """
         self._receiving.add(source)
         self._lock.release()

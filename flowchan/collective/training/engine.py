@@ -203,7 +203,7 @@ class Engine:
                 mean.add(self.state.loss.item())
         finally:
             self.state.training = training
-            for module, mode in modes.items():  # each one's mode, because some may be in eval mode
+            for module, mode in modes.items():  # some modules may have been in eval mode before
                 module.training = mode
         return mean.over(self.group)
 

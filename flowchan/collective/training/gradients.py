@@ -425,7 +425,8 @@ class AllReduceSGD:
                 for parameter in buffer.views:
                     parameter.grad = None  # a missing gradient counts as zero
         self._overlap.wait()
-        # Call allreduce last, because it tells members without a batch whether this was a step.
+        # Last, count the members that contributed. From this number, members without a batch learn whether
+        # this was a step.
         return int(self._group.allreduce(int(contributes)))
 
 

@@ -89,7 +89,7 @@ class AgentProcess:
         self._signal(self._kill_by)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process.returncode is None:  # else the id may belong to another process by now
+        if self._process.returncode is None:  # otherwise, the id may now belong to another process
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
 

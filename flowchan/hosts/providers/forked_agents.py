@@ -52,7 +52,7 @@ def _inherited() -> tuple[Any, ...]:
 
 
 def _umask() -> str:
-    """Read the umask without changing it, as ``os.umask`` would for all threads."""
+    """Read the umask, without ``os.umask``, which would change the umask of all threads for a moment."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):

@@ -23,7 +23,7 @@ OPTIONS = (
     "-T",
     "-oBatchMode=yes",  # makes ssh fail instead of asking for a password
     "-oConnectTimeout=15",
-    "-oControlMaster=no",  # no other ssh shares this connection, so ending this one ends no others
+    "-oControlMaster=no",  # not shared: the end of this ssh process ends no other connection
     "-oClearAllForwardings=yes",
     "-oRemoteCommand=none",
 )

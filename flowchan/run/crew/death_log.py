@@ -31,7 +31,7 @@ class DeathLog:
     def __init__(self, plan: Plan) -> None:
         self._graph: Blueprint = plan.graph
         self._limits = plan.limits()
-        self._without_item: Counter[WorkerId] = Counter()  # deaths in quick succession without an item
+        self._without_item: Counter[WorkerId] = Counter()  # consecutive early deaths, each without an item
         # For the item that a replacement will retry: how the earlier workers that held the item died.
         self._how: dict[WorkerId, list[str]] = {}
         # The batch member that each worker is trying alone, or None while it tries the rest together.

@@ -40,8 +40,8 @@ def leave_if_unguarded(kind, error, trace, usual=sys.excepthook):
     usual(kind, error, trace)
 sys.excepthook = leave_if_unguarded
 """
-"""Code that a new process runs before it imports the main script. It must not import flowchan, because only
-the script may make flowchan importable."""
+"""Code that a new process runs before it imports the main script. It must not import flowchan, because
+flowchan may be importable only after the script has changed ``sys.path``."""
 
 
 class ProcessName(str):
@@ -145,7 +145,8 @@ def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
 def _servers_exitcode() -> int | None:
     """Return the exit code of Python's forkserver if it has just ended; a negative code means a signal.
 
-    Since Python 3.14, the forkserver also imports the main script, so it can fail for the same reason.
+    Since Python 3.14, the forkserver also imports the main script. A script without a main guard therefore
+    ends the forkserver.
     """
     server = forkserver_pid()
     if server is None:

@@ -223,7 +223,8 @@ def _order(view: _View) -> Cause | None:
     def held(load: _Load) -> float:
         """Return the share of the time in which workers were busy or waited for their turn.
 
-        If readers and writers of a channel wait at the same time, the channel is full of later outputs.
+        If readers and writers of a channel wait at the same time, the channel is full of later outputs. In
+        this case, a wait for room is also a wait for a turn.
         """
         full = any(
             edge.waiting_readers and edge.waiting_writers
@@ -323,8 +324,8 @@ def _input(view: _View) -> Cause | None:
 def _slowest(view: _View) -> Cause | None:
     """Name the busiest stage, because no other cause was found.
 
-    In a short run, starting and ending take much of the time, so that no stage is busy enough for a
-    bottleneck.
+    In a short run, starting and ending take much of the time, so that no stage is busy enough to
+    count as the bottleneck.
     """
     return _stage(view, SLOWEST)
 

@@ -95,7 +95,7 @@ class ItemPaths:
         return [item for item in found if self._is_whole(item)]
 
     def _is_whole(self, item: ItemTraced) -> bool:
-        """Return whether all spans of the path have arrived, although some workers may send theirs late."""
+        """Return whether all spans of the path have arrived. Some workers may send their spans late."""
         first, *others = item.path
         return first == item.source and all(self._writers[stage] & {*item.path} for stage in others)
 

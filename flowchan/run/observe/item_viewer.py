@@ -88,7 +88,7 @@ class ItemViewer:
         self._send({"event": "end"})
 
     def _pause(self) -> None:
-        """Wait for the next look. Raise ``OSError`` if the viewer has left."""
+        """Wait for ``LOOK_EVERY_S`` seconds. Raise ``OSError`` if the viewer has left."""
         viewer = select.poll()
         viewer.register(self._connection, select.POLLIN)
         if viewer.poll(LOOK_EVERY_S * 1000):

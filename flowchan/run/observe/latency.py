@@ -57,5 +57,5 @@ class PathLatencies:
 
 
 def _quantile(ordered: list[float], share: float) -> float:
-    """Return the smallest value that at least ``share`` of the values do not exceed."""
+    """Return the smallest value that is at least as large as the fraction ``share`` of all values."""
     return ordered[math.ceil(share * len(ordered)) - 1]

@@ -105,7 +105,7 @@ def measure(
 
 
 def _without(stats: ChannelStats, dropped: int) -> ChannelStats:
-    """Return the statistics without dropped items, so that these count as left in the channel."""
+    """Return the statistics as if the dropped items had not been taken, but were still in the channel."""
     return dataclasses.replace(stats, items_out=stats.items_out - dropped) if dropped else stats
 
 
@@ -172,7 +172,7 @@ def _edge(snapshot: Snapshot, share: int) -> EdgeStats:
 
 @dataclass(frozen=True, slots=True)
 class _StageInput:
-    """Everything from which the statistics of one stage are computed.
+    """Input for the statistics of one stage.
 
     ``broken`` is the number of failed items that ended the run or came from ``ask()``. ``worked`` comes from
     the clocks of the workers.

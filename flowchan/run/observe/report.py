@@ -60,7 +60,7 @@ def bottleneck_text(stats: RunStats) -> str:
 
 
 def _scaling_lines(stats: RunStats) -> Iterator[str]:
-    """Yield a line for each stage that the run has scaled, with the sequence of its numbers of workers."""
+    """Yield a line for each stage that the run has scaled. It shows how the number of workers changed."""
     numbers: dict[str, list[int]] = {}
     for decision in stats.decisions:
         numbers.setdefault(decision.stage, [decision.workers_before]).append(decision.workers)

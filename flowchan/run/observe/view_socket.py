@@ -187,10 +187,10 @@ class ViewConnection:
             self._connection.close()
 
     def _receive(self) -> None:
-        """Start to show items if the viewer has requested that."""
+        """Read the viewer's request, and start to show items if there is one."""
         request = b""
         if not self._unsent:
-            with contextlib.suppress(OSError):  # without a request, or if the viewer has left
+            with contextlib.suppress(OSError):  # raised without a request, or if the viewer has left
                 request = self._connection.recv(MOST_REQUEST)
         if request:
             from flowchan.run.observe.item_viewer import ItemViewer  # most runs do not need it

@@ -279,7 +279,8 @@ def _checked(scaler: Scaler, stats: RunStats, stages: Mapping[str, StageStats]) 
 def _paid(trial: Trial, ratio: float, stats: RunStats, changed: Iterable[StageStats]) -> bool:
     """Return whether to keep a change.
 
-    A reduction is undone only if it has made a stage busy. Otherwise, something else lowered the rate.
+    A reduction is undone only if it has made a stage busy. If no stage is busy, something else lowered the
+    rate.
     """
     if trial.grew:
         return ratio >= 1 + LEAST_GAIN / 2 or (stats.cause is not None and stats.cause.kind in PROGRAM)
@@ -347,7 +348,8 @@ def _filled(
 ) -> dict[str, int]:
     """Distribute workers over the stages by max-min filling.
 
-    A stage that shares its limit starts with half of its workers, so that the other half can move.
+    A stage that shares its limit starts with half of its workers, so that the others can move to another
+    stage.
     """
     limits = scaler.limits
     users = Counter(limits[name].shared_by for name in workers)
@@ -373,7 +375,7 @@ MANY = 10**6
 def _unlimited(
     growing: Iterable[str], but: str | None = None, filled: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return the numbers in ``filled``, but with ``MANY`` for each growing stage except ``but``."""
+    """Return ``filled`` with ``MANY`` workers for each growing stage. Only stage ``but`` keeps its number."""
     return {**(filled or {}), **{name: MANY for name in growing if name != but}}
 
 

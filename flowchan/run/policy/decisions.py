@@ -155,7 +155,8 @@ def decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
     if state.phase == "ended":
         return state, ()
     state, actions = _decide(state, event, now)
-    # Settle gangs twice: if one gang ends the run, gangs settled before it must stop waiting for peers.
+    # Settle gangs twice. If a gang ends the run, the gangs that were settled before it must stop waiting for
+    # peers.
     for follow in (settle_gangs, form_groups, settle_gangs):
         state, more = follow(state, now)
         actions = (*actions, *more)

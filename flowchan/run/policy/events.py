@@ -82,7 +82,7 @@ class Aborted:
 
     worker: WorkerId
     channel: str
-    error: Any  # an exception as in Failure, or None
+    error: Any  # the exception in the form that Failure describes, or None
     pid: int
     at: int
     host: str = ""
@@ -146,7 +146,7 @@ class Answered:
     worker: WorkerId
     question: int
     value: Any
-    error: Any  # an exception as in Failure, or None
+    error: Any  # the exception in the form that Failure describes, or None
     failed: int = 0
 
 

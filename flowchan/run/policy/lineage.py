@@ -84,7 +84,10 @@ NOTHING_FINISHED = FinishedItems()
 
 @dataclass(slots=True)
 class _Split:
-    """State of an item that was split: its marks and number of parts, once known, and the parts that left."""
+    """State of an item that was split into parts.
+
+    It contains the marks of the item, the number of its parts once that is known, and the parts that left.
+    """
 
     marks: Marks = ()
     number: int | None = None

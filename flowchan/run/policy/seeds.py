@@ -121,7 +121,7 @@ def _seed_numpy(module: Any, seed: int) -> None:
 SEEDED: dict[str, Callable[[Any, int], object]] = {
     "random": lambda module, seed: module.seed(seed),
     "numpy.random": _seed_numpy,
-    # Seeding does not touch CUDA if the parent process has used CUDA before the fork.
+    # In a forked child of a process that has used CUDA, torch.manual_seed() does not touch CUDA.
     "torch": lambda module, seed: module.manual_seed(seed),
 }
 

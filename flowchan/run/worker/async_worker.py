@@ -62,7 +62,7 @@ class StageLoop(asyncio.SelectorEventLoop):
         """Return whether the loop is idle and runs no task except ``tasks``. Call this on another thread."""
         answer: concurrent.futures.Future[bool] = concurrent.futures.Future()
 
-        def check() -> None:  # in the loop, because without a GIL other threads must not read its tasks
+        def check() -> None:  # runs in the loop, because other threads must not read its tasks without a GIL
             answer.set_result(self._waiting.is_idle and asyncio.all_tasks() <= {*tasks, self.starter})
 
         try:
@@ -152,7 +152,7 @@ class Tasks:
         with self._lock:
             self._loop = loop
             cancelled = self._cancelled
-        await asyncio.sleep(0)  # let each task begin: one that is cancelled before that cannot report its end
+        await asyncio.sleep(0)  # let all tasks begin: a task cancelled before it begins cannot report its end
         if cancelled:
             self._cancel()
         await asyncio.gather(*running)

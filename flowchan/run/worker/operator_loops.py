@@ -52,7 +52,10 @@ def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 def _map_between_processes(job: OperatorJob, items: In[Any], out: Out[Any]) -> None:
-    """Run the loop in native code, which returns each item that needs more than the function and a put."""
+    """Run the loop in native code.
+
+    The native code returns each item for which it is not enough to call the function and to put the result.
+    """
     while stopped := items._map(out, job.function):
         if isinstance(stopped, tuple):
             item, failure, returned = stopped
@@ -173,8 +176,8 @@ def sink(job: OperatorJob, *, items: In[Any]) -> None:
 def collect(job: OperatorJob, *, items: In[Any], out: Out[list[Any]] | None = None) -> None:
     """Collect all items in one list, and report it as a result."""
     gathered: list[Any] = []
-    # The list is needed only at the end of the input. This thread therefore naps after each get, so that one
-    # wake-up serves many items.
+    # The list is needed only at the end of the input. This thread therefore sleeps briefly after each get, so
+    # that one wake-up serves many items.
     naps = items.channel.transport.copies and job.tracking is None
     with contextlib.suppress(Drained):
         while True:

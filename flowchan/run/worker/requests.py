@@ -168,7 +168,7 @@ class Answering:
         return item
 
     def _is_usable(self, member: Request) -> bool:
-        """Return whether a batch member is readable and its caller waits. Refuse an unreadable one."""
+        """Return whether a batch member is readable and its caller waits. Refuse an unreadable member."""
         if type(member.item) is NotRead:
             self.refuse(member, member.item.error)
         return type(member.item) is not NotRead and not is_cancelled(member.question, member.board)
@@ -190,8 +190,8 @@ class Answering:
     def _wrapped(self, item: Any, result: Any) -> Any:
         """Wrap a result in the request of its item, for an operator with one output per item.
 
-        In a batch, each member's result is wrapped. If it is an exception, it goes to the member's caller
-        instead.
+        In a batch, each member's result is wrapped. A result that is an exception goes to the member's
+        caller instead.
         """
         if type(item) is Request:
             return Request(item.question, result, item.board)

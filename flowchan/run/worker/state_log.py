@@ -67,7 +67,7 @@ class KeyedStates:
     def __init__(self, stage: Stage, log: StateLog | None, reader: In[Any]) -> None:
         self._make, self._log, self._reader = stage.options["state"], log, reader
         self._values: dict[Hashable, Any] = {}
-        self._pickled: dict[Hashable, bytes] = {}  # the pickled pair of each key and its value
+        self._pickled: dict[Hashable, bytes] = {}  # for each key, the pickled pair of key and value
         self._active = self._end = self._live = 0
         self._is_read = log is None
 
@@ -160,7 +160,7 @@ def _framed(next_number: int, contents: bytes) -> bytes:
 
 
 def _checksum(next_number: int, contents: bytes) -> int:
-    # With a start value other than 0, a record of zeros is invalid.
+    # With the start value 0, a record of zeros would count as valid.
     return zlib.crc32(contents, next_number + 1 & 0xFFFFFFFF)
 
 

@@ -34,7 +34,7 @@ def marks_of(item: Any) -> Marks:
 
 
 def _part(item: Any, place: int) -> Any:
-    """Mark an item, or each member of a batch, as its part number ``place``, and keep the value."""
+    """Change the marks of an item, or of each member of a batch, to the mark of its part number ``place``."""
     if type(item) is list:
         return [_part(member, place) for member in item]
     marks, value = item

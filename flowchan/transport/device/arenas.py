@@ -27,7 +27,7 @@ Without an event, the writer waits for the device.
 # while others are in use.
 AT_ONCE = 16
 
-# a handle exports whole pages of this size, so an arena must not share a page with other memory
+# A handle exports whole pages of this size, so an arena must not share a page with other memory.
 PAGE = 2 << 20
 UNIT = 512
 

@@ -53,7 +53,8 @@ SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
 MAGIC = b"flowchan device memory\0"
 EVERY_FEW = 16  # after this many items, release the blocks that no item needs
-# Seconds between checks for finished copies. The checks end after this many in a row without a running copy.
+# Seconds between checks for finished copies, and number of checks without a running copy after which the
+# checks end.
 POLL_INTERVAL_S, IDLE_POLLS = 0.02, 25
 
 
@@ -117,8 +118,8 @@ class TransferState:
     """State of device transfers in one process. A forked child begins with a new one."""
 
     def __init__(self) -> None:
-        # reentrant, because a garbage collection while the lock is held may run a finaliser that puts a
-        # tensor
+        # Reentrant, because a finaliser may put a tensor. The garbage collector may run the finaliser in a
+        # thread that holds the lock.
         self.lock = threading.RLock()
         self.devices: dict[str, Device] = {}
         self.owner = os.urandom(16)
@@ -141,7 +142,7 @@ class TransferState:
     def pool(self, device: Device) -> ArenaPool:
         if device.name not in self.pools:
             # At exit, multiprocessing joins the children, which may be the receivers. The negative priority
-            # makes the wait run after that.
+            # delays the wait until the children have been joined.
             if not self.pools:
                 util.Finalize(None, _wait_at_exit, exitpriority=-100)
             self.pools[device.name] = ArenaPool(device, self.sweep)
@@ -337,7 +338,7 @@ def _open_owner(place: DeviceKind) -> Owner:
 def _close_ended() -> None:
     """Close the memory of processes that have ended.
 
-    Callers rarely do this, because it may wait for the device.
+    This function is rarely called, because it may wait for the device.
     """
     busy = {copy.owner for copy in _state.copies}
     for token, owner in _state.owners.items():

@@ -147,7 +147,7 @@ class WorkersRun(PipelineRun):
         self.jobs, self.own_processes = jobs, on.own_process
         self._commands, answers = declare(self.graph, jobs, on, chunks)
         self.lend(*answers)
-        # By worker and part, the tensors of the parts that are on other hosts.
+        # Tensors of the parts that are on other hosts, by worker and part.
         self._synced: list[list[SyncedTensors]] = []
 
     def begin(self) -> None:

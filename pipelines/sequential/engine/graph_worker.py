@@ -34,7 +34,7 @@ Swap = tuple[dict[str, Any], str, Tensor, Tensor]
 
 
 class _CallState(NamedTuple):
-    """Parameters of a call whose gradients are needed, and their replacements."""
+    """Parameters whose gradients a call needs, and replacements for the parameters that have hooks."""
 
     parameters: list[Tensor]
     swaps: list[Swap]

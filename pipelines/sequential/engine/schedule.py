@@ -234,7 +234,11 @@ def _zbh1(part: int, parts: int, chunks: int) -> Iterator[Step]:
 
 
 class _Both:
-    """Steps of a worker in a V; the ``down`` part and the ``up`` part each take micro-batches in order."""
+    """Steps of a worker in a V-shaped schedule, in which each worker has two parts.
+
+    Micro-batches pass through the ``down`` parts of all workers and then, in reverse order of the workers,
+    through the ``up`` parts. Each part takes the micro-batches in order.
+    """
 
     def __init__(self, worker: int, workers: int) -> None:
         self.down, self.up = worker, 2 * workers - 1 - worker
@@ -269,7 +273,7 @@ class _Both:
 def _zbv(worker: int, workers: int, chunks: int) -> list[Step]:
     both = _Both(worker, workers)
     down, up = both.down, both.up
-    # Generate at least as many micro-batches as fill the pipeline. Surplus steps are omitted later.
+    # Generate steps for at least as many micro-batches as fill the pipeline. Surplus steps are omitted later.
     chunks = max(2 * workers - 1, chunks)
     for _ in range(2 * (workers - worker) - 1):
         both.do("F", down)

@@ -233,7 +233,7 @@ class TrainingWorker(PipelineWorker):
         states = dict(zip([part.number for part in self.job.parts], command.optimizers, strict=True))
         for part, optimizer in self.optimizers:
             with at(part, "loading its optimizer"):
-                optimizer.load_state_dict(copied(states[part.number]))  # torch keeps the tensors it gets
+                optimizer.load_state_dict(copied(states[part.number]))  # torch keeps the given tensors
         return WorkerAnswer(self.job.worker)
 
 

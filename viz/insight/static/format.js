@@ -43,7 +43,7 @@ function secondsText(seconds) {
   return minutes < 60 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-// Return what a stage mostly does. It is busy if it works at least 85 % of the time, as in the search for the cause.
+// Return what a stage mostly does. A stage is busy if it works at least 85 % of the time (BUSY in causes.py).
 // Otherwise, its state is its longest wait. The margins keep a stage between two states from flickering.
 const mainStates = new Map();
 

@@ -97,7 +97,7 @@ class Page {
   // The server closes when the run ends. The page then puts the final state into the report that it fetched at the
   // start.
   save(event) {
-    if (!this.report || !document.body.classList.contains("ended")) return;  // the server creates the report
+    if (!this.report || !document.body.classList.contains("ended")) return;  // the server sends the report
     event.preventDefault();
     const state = { graph: this.graph, history: this.history, snapshot: this.snapshot };
     const text = JSON.stringify(state).replaceAll("<", "\\u003c");
