@@ -53,28 +53,13 @@ Step give_up(In& in, PyObject* item, uint64_t deaths, PyObject* error) {
     return Step::Wait;
 }
 
-// Clear the current error and return it.
-PyObject* take_error() {
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    PyErr_NormalizeException(&type, &error, &trace);
-    if (trace) PyException_SetTraceback(error, trace);
-    Py_XDECREF(type);
-    Py_XDECREF(trace);
-    return error;
-}
-
-void raise_again(const nb::object& error) {
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-}
-
 }  // namespace
 
 // Any signal handler may have raised the error, not only the one for Ctrl-C. The error interrupts only this
 // call.
 bool is_interrupt() {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
-    nb::object error = nb::steal(take_error());
+    nb::object error = take_error();
     const bool is = is_of_a_handler(error.ptr());
     raise_again(error);
     return is;
@@ -87,7 +72,7 @@ namespace {
 bool is_shortage() {
     if (PyErr_ExceptionMatches(PyExc_MemoryError)) return true;
     if (!PyErr_ExceptionMatches(PyExc_OSError)) return false;
-    nb::object error = nb::steal(take_error());
+    nb::object error = take_error();
     nb::object number = nb::getattr(error, "errno", nb::none());
     const long code = PyLong_Check(number.ptr()) ? PyLong_AsLong(number.ptr()) : 0;
     raise_again(error);
@@ -99,7 +84,7 @@ Step not_received(Ring& ring, In* in, Taking taking, Taken& taken) {
     const bool ordinary = !is_interrupt();
     const bool leave = !ordinary || taking == Taking::Rest || is_shortage();
     const bool handled = !leave && in && in->on_poison.is_valid() && !in->on_poison.is_none();
-    nb::object error = leave || handled ? nb::steal(take_error()) : nb::object();
+    nb::object error = leave || handled ? take_error() : nb::object();
     nb::object item = handled ? nb::steal(unreadable(taken.kind, taken.at, taken.size)) : nb::object();
     Wakes wakes;
     Locked locked(ring);
@@ -357,7 +342,7 @@ Step get_run(Ring& ring, In& in, PyObject* list, uint64_t most) {
     runs(&in, Session::USERS);
     if (done == run.n) return Step::Done;
     const bool interrupted = PyErr_Occurred() && is_interrupt();
-    nb::object error = nb::steal(take_error());
+    nb::object error = take_error();
     run.give_back(ring, in, done);
     if (interrupted) raise_again(error);
     return interrupted ? Step::Interrupted : Step::NotNow;

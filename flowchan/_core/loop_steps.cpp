@@ -23,22 +23,11 @@ constexpr uint64_t MOST_ITEMS = 64;
 constexpr int64_t FAST_NS = 20'000;
 constexpr int64_t LONGEST_NAP_NS = 1'000'000;
 
-// Return the current error with its traceback, and clear it.
-nb::object take_current_error() {
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    PyErr_NormalizeException(&type, &error, &trace);
-    if (trace) PyException_SetTraceback(error, trace);
-    Py_XDECREF(type);
-    Py_XDECREF(trace);
-    return nb::steal(error);
-}
-
 // Return the current error as the result of the loop: a tuple of the item, the error, and whether the
 // function had returned. If the error does not belong to the item, raise it.
 nb::object stop(nb::handle item, bool returned) {
     if (returned && !PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();
-    nb::object error = take_current_error();
+    nb::object error = take_error();
     return nb::make_tuple(item, error, returned);
 }
 
@@ -157,11 +146,11 @@ nb::object process_more(Ring& ring, In& in, nb::handle out, PyObject* function, 
             nb::object item = run.item();
             if (!item.is_valid()) {
                 const bool raises = PyErr_Occurred() && is_interrupt();
-                nb::object error = raises ? take_current_error() : nb::object();
+                nb::object error = raises ? take_error() : nb::object();
                 PyErr_Clear();
                 run.cut(false);
                 if (!raises) return {};
-                PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+                raise_again(error);
                 throw nb::python_error();
             }
             nb::object stopped = process(out, function, std::move(item));

@@ -242,6 +242,20 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
     return nullptr;
 }
 
+nb::object take_error() {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (trace) PyException_SetTraceback(error, trace);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    return nb::steal(error);
+}
+
+void raise_again(const nb::object& error) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+}
+
 void add_to_error(const char* name, PyObject* value) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);

@@ -14,6 +14,11 @@ void raise(const char* name, const std::string& message);
 // size.
 PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline deadline);
 
+// Return the current error with its traceback, and clear it. Return an invalid object if there is none.
+nb::object take_error();
+// Make an error that `take_error` returned the current error again.
+void raise_again(const nb::object& error);
+
 // Set an attribute of the current error, and take ownership of the value's reference.
 void add_to_error(const char* name, PyObject* value);
 
