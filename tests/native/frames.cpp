@@ -73,15 +73,18 @@ class Peer {
 
     void add_frame(const Head& head, const std::string& payload = {}) {
         sent_count += 1;
+        last_ = unsent_.size();
         unsent_.append(reinterpret_cast<const char*>(&head), head.length());
         unsent_ += payload;
     }
     void add_frame(const std::string& bytes) {
         sent_count += 1;
+        last_ = unsent_.size();
         unsent_ += bytes;
     }
+    // Shorten the last frame, or drop it.
     void cut() {
-        if (!unsent_.empty()) unsent_.resize(draw_.below(unsent_.size()));
+        if (unsent_.size() > last_) unsent_.resize(last_ + draw_.below(unsent_.size() - last_));
     }
     // Send all frames, in pieces of any size. The link may end the connection at any time.
     void send() {
@@ -93,6 +96,7 @@ class Peer {
             at += uint64_t(n);
         }
         unsent_.clear();
+        last_ = 0;
     }
     // Return the next frame, or nothing if the connection has ended.
     std::optional<Head> next_frame() {
@@ -144,6 +148,7 @@ class Peer {
     Draw& draw_;
     int fd_;
     std::string unsent_;
+    uint64_t last_ = 0;  // where the last frame begins
 };
 
 std::string payload_of(uint64_t value, uint64_t size) {
@@ -340,6 +345,11 @@ struct Ends {
     const uint32_t taker = open_session(*from, Session::READER), putter = open_session(*to, Session::WRITER);
     User feeds = open(*from, Session::WRITER), drains = open(*to, Session::READER);
     uint64_t received = 0;  // how many items the peer received
+    uint64_t got = 0;       // how many items the link received, as far as the peer knows
+    std::string sent;       // the payload of the last item that the peer sent
+    // The link has the first `part` bytes of item number `cut_number`, whose payload is `cut`.
+    std::string cut;
+    uint64_t cut_number = UINT64_MAX, part = 0;
 };
 
 class Anything {
@@ -365,6 +375,7 @@ class Anything {
 
     void meet() {
         Peer peer(link_, draw_);
+        hear_reports(peer);
         bool whole = true;
         for (uint64_t left = draw_.below(30); left && whole; --left) {
             move();
@@ -386,10 +397,32 @@ class Anything {
         uint64_t value = 0;
         while (draw_.one_in(2) && ends.drains.get(value, Deadline{0}) == Step::Done) {}
     }
-    bool count_frame(Peer& peer) {
+    // Wait for the link's reports about the items that it has received over earlier connections.
+    void hear_reports(Peer& peer) {
+        for (Ends& ends : ends_) ends.part = 0;
+        for (std::set<uint32_t> reported; reported.size() < STREAMS;) {
+            const std::optional<Head> head = count_frame(peer);
+            must(head.has_value(), "a new connection has ended early");
+            if (is_report(*head)) reported.insert(head->stream);
+        }
+        for (Ends& ends : ends_)
+            if (!ends.part) ends.cut_number = UINT64_MAX;
+    }
+    static bool is_report(const Head& head) {
+        return head.type == FrameType::INPUT || head.type == FrameType::OUTPUT;
+    }
+    std::optional<Head> count_frame(Peer& peer) {
         const std::optional<Head> head = peer.next_frame();
-        if (head && head->carries_item()) ends_[head->stream].received += 1;
-        return head.has_value();
+        if (!head || head->stream >= STREAMS) return head;
+        Ends& ends = ends_[head->stream];
+        if (head->carries_item()) ends.received += 1;
+        if (is_report(*head)) ends.got = head->a;
+        if (head->type == FrameType::PART) {
+            // Only the last frame of a connection is ever cut.
+            if (std::exchange(ends.cut_number, head->n) != head->n) ends.cut = ends.sent;
+            ends.part = head->a;
+        }
+        return head;
     }
 
     // Return false if the bytes were not a whole frame, because the link then ignores everything after them.
@@ -407,6 +440,7 @@ class Anything {
         head.a = near(stream);
         head.b = std::min(head.a, near(stream));
         if (head.carries_item()) {
+            if (!owner_side_ && draw_.one_in(2)) head.n = ends_[stream].got++;
             head.size = draw_.of(SIZES);
             head.flags = uint8_t((1 + draw_.below(4)) | draw_.below(32) << 3);
         } else {
@@ -420,9 +454,26 @@ class Anything {
         if (draw_.one_in(40)) head.a = draw_.number();
         if (draw_.one_in(40)) head.size = draw_.number();
         if (draw_.one_in(40)) head.port = uint16_t(draw_.number());
+        return send_payload(peer, head);
+    }
+    // Send a frame with its payload. If the link has a part of an item, send the rest of that item instead.
+    // Return false if the payload is too long to be sent whole.
+    bool send_payload(Peer& peer, Head head) {
         const uint64_t size = std::min(head.size, 2 * BYTES_INSIDE);
-        peer.add_frame(head, payload_of(draw_.any(), size));
-        return size == head.size;
+        const bool whole = size == head.size;
+        std::string payload = payload_of(draw_.any(), size);
+        if (head.carries_item() && head.stream < STREAMS) {
+            Ends& ends = ends_[head.stream];
+            if (const uint64_t part = std::exchange(ends.part, 0)) {
+                must(part < ends.cut.size(), "the link reports more bytes than were sent");
+                payload = ends.cut.substr(part);
+                head.size = payload.size();
+            } else {
+                ends.sent = payload;
+            }
+        }
+        peer.add_frame(head, payload);
+        return whole;
     }
     uint64_t near(uint32_t stream) {
         return ends_[stream].received + (draw_.one_in(8) ? draw_.below(3) - 1 : 0);
