@@ -182,22 +182,25 @@ void work(Scene& scene, User& reader, User& writer, const Kind& kind, const Outp
     }
 }
 
+// Fill the input channel, and open the ports of two workers.
+void prepare_two_workers(Scene& scene, Kind kind, uint64_t items) {
+    User source = open(*scene.in, Session::WRITER);
+    for (uint64_t item = 0; item < items; ++item)
+        must(source.put(Message(item), Deadline{0}) == Step::Done, "filling");
+    source.leave(true);
+    for (int i = 0; i < 2; ++i) {
+        scene.users.push_back(open(*scene.in, Session::READER));
+        scene.users.push_back(writer_of(scene, kind));
+        scene.in->session(scene.users[size_t(2 * i)].session).supervised = 1;
+        scene.out->session(scene.users[size_t(2 * i + 1)].session).supervised = 1;
+    }
+}
+
 Scenario working(const char* name, Kind kind, Outputs outputs, int again = -1) {
     Scenario s{name};
     s.has_out = true;
     s.twice = false;
-    s.prepare = [=](Scene& scene) {
-        User source = open(*scene.in, Session::WRITER);
-        for (uint64_t item = 0; item < outputs.size(); ++item)
-            must(source.put(Message(item), Deadline{0}) == Step::Done, "filling");
-        source.leave(true);
-        for (int i = 0; i < 2; ++i) {
-            scene.users.push_back(open(*scene.in, Session::READER));
-            scene.users.push_back(writer_of(scene, kind));
-            scene.in->session(scene.users[size_t(2 * i)].session).supervised = 1;
-            scene.out->session(scene.users[size_t(2 * i + 1)].session).supervised = 1;
-        }
-    };
+    s.prepare = [=](Scene& scene) { prepare_two_workers(scene, kind, outputs.size()); };
     s.act = [=](Scene& scene) {
         adopt(scene.users[0]);
         adopt(scene.users[1]);
@@ -337,18 +340,7 @@ Scenario working_in_runs(const char* name, Kind kind, bool recalled) {
     s.capacity = 96;
     s.has_out = true;
     s.twice = false;
-    s.prepare = [=](Scene& scene) {
-        User source = open(*scene.in, Session::WRITER);
-        for (uint64_t item = 0; item < ITEMS; ++item)
-            must(source.put(Message(item), Deadline{0}) == Step::Done, "filling");
-        source.leave(true);
-        for (int i = 0; i < 2; ++i) {
-            scene.users.push_back(open(*scene.in, Session::READER));
-            scene.users.push_back(writer_of(scene, kind));
-            scene.in->session(scene.users[size_t(2 * i)].session).supervised = 1;
-            scene.out->session(scene.users[size_t(2 * i + 1)].session).supervised = 1;
-        }
-    };
+    s.prepare = [=](Scene& scene) { prepare_two_workers(scene, kind, ITEMS); };
     s.act = [=](Scene& scene) {
         adopt(scene.users[0]);
         adopt(scene.users[1]);
