@@ -27,7 +27,9 @@ from benchmarks.peers import CONTEXT, Ends, fast_fifo, multiprocessing_queue, os
 ISOLATES = (
     "Two channels connect two processes. The parent puts and gets; a forked child gets each item and puts it "
     "back. The clock runs from the first put to the last get, after one trip to warm up. The blocked side "
-    "reads its own CPU clock before and after a get that waits for its item."
+    "reads its own CPU clock before and after a get that waits for its item. A blocked get wakes up ten "
+    "times a second, because the process that would wake it may have been killed. A process that only "
+    "sleeps 0.1 s at a time shows how much CPU time these wake-ups take at least."
 )
 
 MAKERS = {
@@ -62,11 +64,12 @@ def _trips(make: Callable[[], Ends], count: int) -> float:
 def _blocked(seconds: float) -> Row:
     """Measure the CPU time of children that are blocked in a get for ``seconds`` seconds.
 
-    The children of flowchan and of the peer wait at the same time.
+    All children wait at the same time.
     """
     used: dict[str, float] = {}
     names = ("flowchan", "multiprocessing.Queue")
     waits = [threading.Thread(target=_wait_blocked, args=(name, seconds, used)) for name in names]
+    waits.append(threading.Thread(target=_wait_sleeping, args=(seconds, used)))
     for wait in waits:
         wait.start()
     for wait in waits:
@@ -76,7 +79,7 @@ def _blocked(seconds: float) -> Row:
         f"CPU of a side blocked for {seconds:g} s",
         f"< {in_words(NOT_MEASURABLE, 's')}, not measurable",
         in_words(mine, "s"),
-        f"{in_words(peer, 's')} (multiprocessing.Queue)",
+        f"{in_words(peer, 's')} (multiprocessing.Queue), {in_words(used['sleeps'], 's')} (sleeps of 0.1 s)",
         in_figures(peer / mine),
         mine < NOT_MEASURABLE,
     )
@@ -91,6 +94,22 @@ def _wait_blocked(name: str, seconds: float, used: dict[str, float]) -> None:
     there.put(0)
     used[name] = back.get()
     child.join()
+
+
+def _wait_sleeping(seconds: float, used: dict[str, float]) -> None:
+    back = os_pipe()
+    child = CONTEXT.Process(target=_sleep_often, args=(round(seconds * 10), back))
+    child.start()
+    used["sleeps"] = back.get()
+    child.join()
+
+
+def _sleep_often(times: int, back: Ends) -> None:
+    before = time.process_time()
+    for _ in range(times):
+        time.sleep(0.1)
+    spent: Any = time.process_time() - before
+    back.put(spent)
 
 
 def _get_late(there: Ends, back: Ends) -> None:

@@ -344,9 +344,9 @@ struct Ends {
     std::shared_ptr<Ring> to = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     const uint32_t taker = open_session(*from, Session::READER), putter = open_session(*to, Session::WRITER);
     User feeds = open(*from, Session::WRITER), drains = open(*to, Session::READER);
-    uint64_t received = 0;  // how many items the peer received
-    uint64_t got = 0;       // how many items the link received, as far as the peer knows
-    std::string sent;       // the payload of the last item that the peer sent
+    uint64_t received = 0;  // items that the peer received
+    uint64_t got = 0;       // items that the link received, as far as the peer knows
+    std::string sent;       // the last payload sent
     // The link has the first `part` bytes of item number `cut_number`, whose payload is `cut`.
     std::string cut;
     uint64_t cut_number = UINT64_MAX, part = 0;
