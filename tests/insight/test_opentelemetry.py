@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +57,17 @@ def backend() -> Backend:
     return Backend()
 
 
-def graph_of(numbers: int) -> Graph:
+def compute(number: int) -> int:
+    """Use 5 ms of CPU time, because shorter work can be lost in the precision of the clocks."""
+    end = time.thread_time() + 0.005
+    while time.thread_time() < end:
+        pass
+    return number
+
+
+def graph_of(numbers: int, function: Callable[[int], int] = abs) -> Graph:
     graph = Graph("otel")
-    graph.source(range(numbers)).map(abs, on="process", name="work").sink(str, name="end")
+    graph.source(range(numbers)).map(function, on="process", name="work").sink(str, name="end")
     return graph
 
 
@@ -81,7 +91,7 @@ def test_sampled_item_has_span_with_one_child_per_stage(backend: Backend, tmp_pa
 
 
 def test_metrics_report_item_counts_and_busy_time(backend: Backend) -> None:
-    run = graph_of(10).start()
+    run = graph_of(10, compute).start()
     backend.instrument(run)
     run.wait()
     values = backend.values()
