@@ -1,4 +1,4 @@
-"""Measure arrays and tensors between two processes.
+"""Measure transfers of arrays and tensors between two processes.
 
 The benchmark moves 16 MB arrays, fresh tensors from 64 KB to 16 MB, and memory on loan.
 """
@@ -103,7 +103,7 @@ def _move(make: Callable[[], Ends], items: Callable[[int], Iterable[Any]], count
     for _ in range(count):
         int(ends.get()[::PAGE].sum())
     took = time.perf_counter() - began
-    end.wait()  # the producer must not exit earlier, because its exit loses the items of torch's queue
+    end.wait()  # the producer must not exit earlier, or the items of torch's queue are lost
     child.join()
     return took
 

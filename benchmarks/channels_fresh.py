@@ -1,4 +1,4 @@
-"""Measure ints between two processes, for 20 new pairs, to see how much the result depends on their cores."""
+"""Measure transfers of ints in 20 new pairs of processes, to see how much the cores affect the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure items between two processes, one by one: an int, a small tuple, 1 KB and 64 KB of bytes."""
+"""Measure transfers of items between two processes: an int, a small tuple, 1 KB and 64 KB of bytes."""
 
 from __future__ import annotations
 

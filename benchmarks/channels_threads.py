@@ -1,4 +1,4 @@
-"""Measure ints between threads of one process, one by one: 1 writer and 1 reader, and 4 of each."""
+"""Measure transfers of ints between threads of one process: 1 writer and 1 reader, and 4 of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure CUDA tensors between two processes, with torch.multiprocessing's queue and host memory as peers.
+"""Measure CUDA tensors sent between processes; the peers are torch.multiprocessing's queue and host memory.
 
 On a machine without a CUDA device, nothing is measured.
 """
@@ -68,7 +68,7 @@ def _move(make: Callable[[], Any], size: int, switch: str, count: int) -> float:
         total += queue.get()[0]
     torch.cuda.synchronize()
     took = time.perf_counter() - began
-    end.set()  # the producer must not exit earlier, because its exit loses the tensors that it owns
+    end.set()  # the producer must not exit earlier, or the tensors that it owns are lost
     child.join()
     return took
 

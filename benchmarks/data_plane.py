@@ -1,4 +1,4 @@
-"""Measure a chain of two stages across hosts with limited bandwidth. Needs root, ``ip`` and ``tc``.
+"""Measure the throughput of two stages across hosts with limited bandwidth. Needs root, ``ip`` and ``tc``.
 
 Run it with ``python -m benchmarks.data_plane``. The hosts are simulated, so the size of the machine limits
 their number.

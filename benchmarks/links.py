@@ -1,4 +1,4 @@
-"""Measure items between two processes that share only a TCP connection over loopback, as two hosts would.
+"""Measure the transfer of items between two processes that share only a TCP connection, like two hosts.
 
 The systems are flowchan's link, pyzmq, the standard library's connection, and a bare socket.
 """

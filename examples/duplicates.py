@@ -59,7 +59,7 @@ def unreadable(failed: Any) -> None:
 
 
 def show(groups: list[list[Path]]) -> None:
-    """Print all groups, most wasted space first, each with its first three files."""
+    """Print all groups, those that waste the most space first, each with its first three files."""
     wasted = {min(files): min(files).stat().st_size * (len(files) - 1) for files in groups}
     lines = [f"{len(groups):,} groups of equal files, {sum(wasted.values()):,} bytes could be saved\n"]
     for files in sorted(map(sorted, groups), key=lambda files: (-wasted[files[0]], files[0])):

@@ -14,7 +14,7 @@ from typing import Any
 def register() -> None:
     """Register the backend; torch calls this function at the end of ``import torch``."""
     distributed: Any = sys.modules.get("torch.distributed")
-    # The import of torch must not fail because torch lacks ``distributed`` or has an unexpected version.
+    # Importing torch must not fail just because it lacks ``distributed`` or has an unexpected version.
     with contextlib.suppress(Exception):
         distributed.Backend.register_backend("flowchan", _process_group, devices=["cpu"])
 

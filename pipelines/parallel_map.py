@@ -71,7 +71,7 @@ class Workers:
     def close(self) -> None:
         """End the workers that are still running.
 
-        A later ``join()`` returns the results of the other workers.
+        A later ``join()`` returns the results of the workers that finished.
 
         If the call of a worker process has not returned after 2 seconds, the process gets SIGTERM. After 2
         more seconds, the process gets SIGKILL. The call of a thread cannot be interrupted: the thread ends

@@ -35,7 +35,7 @@ A fork waits for this lock, because the child must close its copies of all claim
 
 
 class Claim(ExitStack):
-    """Open sockets and file that keep a name claimed; returned by :func:`claim`."""
+    """The open sockets and the file that keep a name claimed; returned by :func:`claim`."""
 
     def close(self) -> None:
         """Release the name; further calls have no effect."""

@@ -186,8 +186,8 @@ class TaskPool(Executor):
                 for many short calls.
 
         Returns:
-            An iterator over the results. The iterator raises ``TimeoutError`` if ``timeout`` expires, and the
-            exception of a call that failed.
+            An iterator over the results. If ``timeout`` expires, the iterator raises ``TimeoutError``. If a
+            call failed, it raises that call's exception.
 
         Raises:
             ValueError: ``chunksize`` is less than 1.

@@ -188,7 +188,7 @@ class Processes:
         return status
 
     def end(self) -> None:
-        """Interrupt all processes, and kill those that are left later, together with their descendants."""
+        """Interrupt all processes, and later kill those that remain, together with their descendants."""
         with self._starting:
             self._ends = True
         running, family = list(self._running), set(descendants())

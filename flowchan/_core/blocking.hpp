@@ -310,7 +310,7 @@ Step perform(M& m, Who&& caller, Op&& op, Deadline deadline) {
     // put cannot, because its item would be lost if all readers are dead.
     if (T::processes && caller(false).side == Side::Writer && T::is_check_due(m)) T::check_for_dead(m, wakes);
     // After the channel has ended, no caller may wait behind a starving caller. The starving caller may
-    // itself wait for items that this caller has on lease.
+    // itself be waiting for items that this caller has on lease.
     const bool behind = !deadline.now_only() && !T::ended(m) && !T::may_pass(m, caller(false), nullptr);
     Step step = behind ? Step::Wait : op(wakes);
     if (step == Step::Wait && !behind && T::is_check_due(m)) {

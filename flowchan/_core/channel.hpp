@@ -242,7 +242,7 @@ class Receiving {
     ~Receiving() { current_ = outer_; }
     Receiving(const Receiving&) = delete;
     void received(In* in);
-    static void when_finished(nb::object call);  // calls at once if this thread is receiving no item
+    static void when_finished(nb::object call);  // calls it at once if this thread is not receiving an item
 
   private:
     static thread_local Receiving* current_;

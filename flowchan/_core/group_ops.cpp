@@ -43,7 +43,7 @@ size_t place_of_part(uint32_t from, uint32_t to, size_t part) { return (to - (to
 
 size_t chunks(size_t bytes, size_t chunk) { return std::max<size_t>(1, (bytes + chunk - 1) / chunk); }
 
-// Returns where part i of n begins, if `bytes` are divided at cache lines.
+// Returns where part i of n begins when `bytes` bytes are divided at cache-line boundaries.
 size_t cut(size_t bytes, uint32_t i, uint32_t n) { return i == n ? bytes : bytes * i / n / LINE * LINE; }
 
 const unsigned char* at(const void* memory, size_t offset) {

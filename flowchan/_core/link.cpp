@@ -19,8 +19,8 @@ std::unordered_set<Link*> live;
 }  // namespace
 
 // A forked child gets a copy of the socket but no threads, so it closes the copy. Otherwise, the other side
-// would not notice the end of this process until the child also ends. A fork first takes the locks of all
-// links. The child then finds them in a consistent state, and has no ring locked.
+// would not notice the end of this process until the child also ends. Before a fork, the process takes the
+// locks of all links. The child then finds them in a consistent state, and has no ring locked.
 const int Link::fork_hook = pthread_atfork(before_fork, after_fork, in_child);
 
 void Link::before_fork() {

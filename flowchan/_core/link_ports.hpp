@@ -171,7 +171,7 @@ class Source {
     // True if outputs must be put in the order of their items. The source then takes no item that precedes
     // one of its leased items. The output for that item would have to be put first, but would be sent behind
     // an output that may wait for room. Another worker can take the item: the worker that gave it back, or
-    // the replacement of that worker, has no later item. Replays are an exception, because their outputs are
+    // its replacement, has no later item. Replays are an exception, because their outputs are
     // not put.
     bool ascending = false;
     bool is_held_back() const {

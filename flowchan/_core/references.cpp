@@ -133,7 +133,7 @@ void References::lose_if(Link* link, const uint32_t* stream) {
         const auto found = next++;
         Record& one = found->second;
         if (one.link != link || (stream && one.output.stream != *stream)) continue;
-        if (!one.placed) {  // the output still waits for room: its item will be processed again
+        if (!one.placed) {  // the output is still waiting for room: its item will be processed again
             records_.erase(found);
             continue;
         }

@@ -84,7 +84,7 @@ struct WriterState {
     bool has_passed(uint64_t item) const { return !keyed && count > 0 && number == item; }
 };
 
-// An item that a reader took. The payload is either copied to `local`, or stays in shared memory until
+// An item that a reader took. The payload is copied to `local`, or it stays in shared memory until
 // `release`.
 struct Taken {
     static constexpr uint64_t LOCAL = 4096;

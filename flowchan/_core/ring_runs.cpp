@@ -9,8 +9,8 @@
 // Runs of a worker. A worker leases a run only while no other reader waits, and at most its share of the
 // items inside. It starts the items of the run one by one, without the lock. A reader that finds the channel
 // empty recalls half of the items that a run's worker has not started. A reader that takes another item
-// recalls all of them if the worker has been processing one item for some milliseconds. A slow item therefore
-// does not delay the items behind it.
+// recalls all of them if the worker has been processing one item for a few milliseconds. A slow item
+// therefore does not delay the items behind it.
 //
 // Recalling follows the protocol of Cilk-5 (Frigo, Leiserson and Randall, 1998). The worker first writes
 // `begun` and then reads `run_limit`. The other reader, which holds the lock, first writes `run_limit` and

@@ -18,8 +18,9 @@
 //
 // Writers of an ordered stage wait for their turns, sorted by the numbers of their items. Only the first
 // writer can continue, so only the first writer is woken. Workers without an output come last (ANY_TURN).
-// While CROWD other workers wait with outputs, a worker waits for room before it takes an item. So a few of
-// the many workers of a cheap function do the work. The others keep sleeping instead of waking for each item.
+// While CROWD other workers wait with outputs, a worker waits for room before it takes an item. If a
+// stage has many workers but a cheap function, a few of them therefore do all the work. The others keep
+// sleeping instead of waking for each item.
 //
 // All of this runs under the queue's lock. No thread can die while it has the lock, so no repair is needed.
 #pragma once

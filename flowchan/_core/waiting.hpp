@@ -30,9 +30,9 @@
 // - The writers of an ordered stage do not use the wait queue. Each waits for its turn on its own word
 //   (Ring::await_turn).
 //
-// A sleep is divided into slices, because two events can lose a wake-up. A `kill -9` may end the process that
-// should send the wake-up. A signal may reach the main thread between its check and its sleep. In both cases,
-// the waiter checks again within SLICE_NS, so C9 and C11 always hold.
+// A sleep is divided into slices, because a wake-up can be lost in two ways. A `kill -9` may end the process
+// that should send the wake-up. A signal may reach the main thread between its check and its sleep. In both
+// cases, the waiter checks again within SLICE_NS, so C9 and C11 always hold.
 #pragma once
 
 #include <linux/futex.h>
@@ -48,7 +48,7 @@
 namespace flowchan {
 
 constexpr int64_t NEVER = INT64_MAX;
-// Ten wake-ups a second cause no measurable CPU load. C11 allows 200 ms, which is two slices.
+// Ten wake-ups a second cause no measurable CPU load. Contract C11 allows 200 ms, which is two slices.
 constexpr int64_t SLICE_NS = 100'000'000;
 
 constexpr int64_t PATIENCE_NS = 20'000'000;
@@ -193,8 +193,8 @@ struct WaitQueue {
     uint32_t call_all() { return call(UINT32_MAX); }
     // Do the same as call() for readers. They are woken in the order of their ranks, and the number of
     // readers on their way never exceeds the number of cores. If a reader takes an item while another item
-    // remains, it wakes the next reader (Ring::try_take). While a waiter starves, wake all readers, because a
-    // woken reader may have to let it go first.
+    // remains, it wakes the next reader (Ring::try_take). While a waiter starves, wake all readers, because
+    // any of them may have to let the starving waiter go first.
     void wake_by_rank(uint32_t k, Wakes& wakes);
 
     // `again`: the caller continues a wait with another slice.

@@ -18,7 +18,7 @@
 
 namespace flowchan {
 
-// The largest page size; mappings start at multiples of it. A page has 4 KB on x86_64. On aarch64, it has 4,
+// The largest page size; mappings start at multiples of it. A page is 4 KB on x86_64. On aarch64, it is 4,
 // 16 or 64 KB, depending on the kernel's configuration.
 constexpr uint64_t LARGEST_PAGE = 1 << 16;
 

@@ -3,7 +3,7 @@
 A coroutine that cannot continue joins the channel's wait queue, as a thread would. It registers the wait with
 a :class:`Watcher` of its event loop. The watcher's thread sleeps on many waits at once, and tells the loop
 which coroutines to wake. These coroutines then try their operations again. The loop's thread takes an item
-and returns it in one step, so a cancelled call never loses an item.
+and returns it in one step, so no item is lost when a call is cancelled.
 """
 
 from __future__ import annotations

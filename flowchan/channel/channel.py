@@ -54,7 +54,7 @@ _MOST_BY_DEFAULT = 16 << 30
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Process that keeps memory of a channel in use through arrays, tensors or memory views.
+    """Process with arrays, tensors or memory views that use memory of a channel.
 
     It still refers to objects that it received, or it has objects on loan.
 

@@ -96,7 +96,7 @@ def fits(given: Any, wanted: Any) -> bool:
 
 
 def _iterable(annotation: Any) -> bool:
-    """Return whether a value with this annotation is iterable. In doubt, return True."""
+    """Return whether a value with this annotation is iterable. If in doubt, return True."""
     kind = _bare(annotation)
     if isinstance(kind, tuple):
         return any(_iterable(member) for member in kind)

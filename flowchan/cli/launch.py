@@ -263,7 +263,7 @@ class LaunchJob:
                 self.interrupt(signal_of(interrupt))
 
     def goes_on(self) -> bool:
-        """Return whether a rank still runs, or has written output that has not been passed on."""
+        """Return whether a rank is still running, or has written output that has not been passed on."""
         return bool(self._selector.get_map()) or any(rank.code() is None for rank in self.ranks)
 
     def close(self) -> None:

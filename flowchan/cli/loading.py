@@ -317,7 +317,7 @@ def _graph_of(label: str, value: Any, args: Sequence[str], file: Path) -> Bluepr
         return graph
     if not callable(value):
         raise LoadError(
-            f"{label}: must be a graph or a function that returns one, got an object of type {_type(value)}"
+            f"{label} must be a graph or a function that returns one, got an object of type {_type(value)}"
         )
     converted = _converted(label, value, args)
     with _one_line(file):

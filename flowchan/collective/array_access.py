@@ -219,7 +219,8 @@ def memory(x: Any) -> memoryview:
             raise TypeError(f"{described(x)} must be in main memory; copy it, for example with .cpu()")
         if not x.nbytes:
             return memoryview(bytearray())
-        # Do not use numpy(): its view would prevent the tensor from being resized later, which FSDP needs.
+        # Do not use numpy(): FSDP resizes the tensor later, and the view that numpy() returns would prevent
+        # this.
         lent: Any = (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
         lent.tensor = x
         return memoryview(lent).cast("B")

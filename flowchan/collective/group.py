@@ -185,7 +185,7 @@ class Group(Collectives):
                     f"receive: timeout must be None with wait=False, got {timeout}; pass it to handle.wait()"
                 )
             return self._messages.start(source, use)
-        # Return the result directly: between two statements, Ctrl-C could lose the message.
+        # Return the result directly: the message would be lost if Ctrl-C came between two statements.
         return self._messages.receive(source, timeout, use)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:

@@ -298,7 +298,7 @@ class RemotePeer:
             self._out[0].close()
 
     def abandon(self) -> None:
-        """Drop the messages that wait to be sent."""
+        """Drop the messages that are waiting to be sent."""
         self._is_abandoned = True
         self.send_no_more()
         if self._out is not None:

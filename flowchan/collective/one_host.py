@@ -180,7 +180,9 @@ class SharedGroup(_core.Group, Group):
                 "first use"
             )
         if now.for_several:
-            raise TypeError(f"{self!r} is one member, but the function goes to several workers")
+            raise TypeError(
+                f"{self!r} is a single member, but the function that contains it goes to several workers"
+            )
         return _arrive, (hand_over(self._fd, -1, self), self.rank, self.name)
 
     # --- methods that the core calls ---

@@ -1,4 +1,4 @@
-"""Define numbers and names of group operations, and the keys by which members compare their calls."""
+"""Define the numbers and names of group operations, and the keys by which members compare calls."""
 
 from __future__ import annotations
 

@@ -188,8 +188,8 @@ class Messages:
             self.progress(source, lambda: 0.0)
             if started:
                 raise GroupError(
-                    f"receive_any: started receives must be done, got one from rank {source} in progress; "
-                    "wait for its handle first"
+                    f"receive_any: earlier receives must be complete, but one from rank {source} is in "
+                    "progress; wait for its handle first"
                 )
         others = {rank: self.peer(rank) for rank in range(self._size) if rank != self._rank}
         while True:
@@ -224,8 +224,8 @@ class Messages:
     ) -> tuple[Any, int] | None:
         """Return a message from any of the channels, or wait until a channel of ``local`` contains one."""
         for rank in _random.sample(list(channels), len(channels)):
-            # Do not use a ``with`` block: its exit is a call, and Ctrl-C during that call would lose the
-            # message.
+            # Do not use a ``with`` block: its exit is a call, and the message would be lost if Ctrl-C
+            # interrupted that call.
             try:
                 return self._peers[rank].take(channels[rank], 0.0, unchanged), rank
             except (Empty, Drained, Broken):
@@ -234,7 +234,7 @@ class Messages:
         if ranks:
             with contextlib.suppress(NothingReady, Broken):
                 wait = wait if len(ranks) == len(local) else POLL_INTERVAL_S
-                # Only wait: if select received a message, a Ctrl-C right after the call would lose it.
+                # Only wait: a message that select received would be lost if Ctrl-C came right after the call.
                 found = select(ready=[_channel(channels[rank]) for rank in ranks], timeout=wait)
                 if not found.channel.drained:
                     return None  # the caller tries again and receives the message

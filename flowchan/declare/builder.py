@@ -218,12 +218,12 @@ class Builder:
         return origin if loop is None or loop.fed_by is None else loop.fed_by
 
     def _feed(self, feedback: Origin, by: Origin) -> None:
-        """Close a loop: let the stages that read ``feedback`` read ``by`` instead."""
+        """Close a loop: replace ``feedback`` with ``by`` in the stages that read it."""
         self._loops[feedback] = dataclasses.replace(self._loops[feedback], fed_by=by)
         self._redirect(feedback, by)
 
     def _redirect(self, read: Origin, by: Origin) -> None:
-        """Let every stage that reads ``read`` read ``by`` instead."""
+        """Replace the input ``read`` with ``by`` in every stage that reads it."""
         for index, stage in enumerate(self._stages):
             if read in stage.inputs:
                 inputs = tuple(by if origin == read else origin for origin in stage.inputs)

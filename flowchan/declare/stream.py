@@ -418,7 +418,7 @@ class Stream(StreamEnd[T_co]):
         other_time: Callable[[A], float] | None = None, allowed_lateness: float = 0.0,
         **options: Unpack[PlainOptions],
     ) -> Tried[tuple[T_co, A], T_co | A]:  # fmt: skip
-        """Declare a stage that pairs items from two streams if their keys are equal and their times close.
+        """Declare a stage that pairs items from two streams if they have equal keys and close times.
 
         An item without a partner is dropped. The order of the pairs depends on how the two streams
         interleave. Flink calls this an interval join.

@@ -79,7 +79,7 @@ def ssh(
 
     Raises:
         TypeError: An argument has the wrong type, or its name is unknown.
-        ValueError: No host is given, a number of cores is less than 1, or another argument is out of range.
+        ValueError: No host is given, a host's core count is less than 1, or another argument is out of range.
 
     Example:
         >>> from flowchan import Graph, hosts

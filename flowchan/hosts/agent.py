@@ -264,7 +264,7 @@ class Agent:
                 self._events.put(WrittenStack(command.number, id, stacks.get(id, "")))
 
     def _release(self, id: WorkerId) -> None:
-        """Drop a worker's rings. If the worker's process still runs, the process ends with the agent."""
+        """Drop a worker's rings. If the worker's process is still running, it ends with the agent."""
         self._processes.give_back_gpus(id)
         self._next_memberships.pop(id, None)
         worker = self._workers.pop(id, None)

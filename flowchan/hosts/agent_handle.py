@@ -181,7 +181,7 @@ class AgentHandle:
             self._started.close()
 
     def is_closing(self) -> bool:
-        """Return whether one of the handle's threads still runs."""
+        """Return whether one of the handle's threads is still running."""
         return any(thread.is_alive() for thread in self._threads)
 
     def _has_ended(self) -> bool:
@@ -249,7 +249,7 @@ class AgentHandle:
         return link_events.STUCK.format(max(self._stuck_here, self._stuck_there), self._why_broken)
 
     def _note_stuck(self, here: float, there: float) -> None:
-        """Store for how long no item has arrived. Log once that connections break before any item arrives."""
+        """Store how long no item has arrived. Warn once if connections break before any item arrives."""
         self._stuck_here, self._stuck_there = here, there
         if self.is_stuck() and not self._has_warned:
             self._has_warned = True

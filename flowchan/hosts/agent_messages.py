@@ -221,7 +221,7 @@ def not_remade(channel: str) -> RuntimeError:
     """Return the error that breaks a channel if one of its items was lost and could not be reproduced."""
     return RuntimeError(
         f"an item in channel {channel!r} was lost with the host that made it, and processing its input again "
-        "gave fewer items; the function of the stage must return as many items for the same input each time"
+        "gave fewer items; the function of the stage must return the same number of items each time"
     )
 
 

@@ -161,7 +161,7 @@ class Seed:
         return None
 
     def _leave(self) -> None:
-        """Detach a new process from the server, but let the kernel kill it if the server dies."""
+        """Detach a new process from the server, but make the kernel kill it if the server dies."""
         os.setsid()
         die_with(self._pid)
         signal.set_wakeup_fd(-1)

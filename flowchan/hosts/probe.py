@@ -98,7 +98,7 @@ def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> lis
 def ask_hosts(
     provider: Provider, hosts: Collection[str], host_timeout: float = HOST_TIMEOUT_S, *, speed: bool = False
 ) -> list[Facts]:
-    """Ask hosts for their number of cores and, if ``speed`` is set, for their speed.
+    """Ask each host for its number of cores and, if ``speed`` is set, for its speed.
 
     Raise :class:`flowchan.HostError` if a host is unusable or does not answer within ``host_timeout``.
     """
@@ -221,7 +221,7 @@ def _listen_at(provider: Provider, hosts: list[str], found: dict[int, Facts]) ->
 def _accepted(
     listener: AuthenticatedListener, waiting: dict[int, StartedAgent], host_timeout: float
 ) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
-    """Yield the probes' connections until every probe that still runs has dialled."""
+    """Yield the probes' connections until every probe that is still running has connected."""
     give_up = time.monotonic() + host_timeout
     while time.monotonic() < give_up and not all(one.ended() for one in waiting.values()):
         try:

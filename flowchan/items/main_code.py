@@ -163,7 +163,7 @@ def _is_data(name: str, value: Any) -> bool:
 
 
 def _reduce_sentinel(obj: object) -> Any:
-    """Send an ``object()`` that is a global of the script by name, because programs test its identity."""
+    """Send an ``object()`` by name if it is a global of the script, because programs test its identity."""
     for name, value in list(own_names("__main__").items()):
         if value is obj:
             return _sentinel, (name,)

@@ -243,8 +243,8 @@ class ChannelServer:
         if found is not None:
             return found
         raise ChannelError(
-            f"channel {number} does not exist at {self.address}: its owner has released or never made it; "
-            "keep a reference to it in some program while others use it"
+            f"channel {number} does not exist at {self.address}: its owner has released it or never made it; "
+            "keep a reference to it while others use it"
         )
 
     def _watch_release(self, channel: Channel[Any], number: int) -> None:
@@ -336,7 +336,7 @@ class ChannelServer:
     async def _serve(self) -> None:
         self._loop.add_reader(self._listener.fileno(), self._accept_clients)
         while True:
-            # Continue at least once a second, to drop connections that stay silent.
+            # Wake up at least once a second, to drop connections that stay silent.
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), 1.0)
             self._changed.clear()

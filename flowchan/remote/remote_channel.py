@@ -4,10 +4,10 @@ Algorithm. Items pass through rings in this process, which a link to the owner f
 can be in transit at a time, so calls do not wait for a round trip. ``reader()`` and ``writer()`` return
 ports, each with a separate ring. Calls on the channel itself (*plain calls*: ``put``, ``get`` and ``select``)
 share two rings, one in each direction. The ports of these rings open at the first use, and count neither as
-readers nor as writers. Plain calls are native and find the ring in C++, so ``KeyboardInterrupt`` cannot lose
-an item between the ring and its receiver.
+readers nor as writers. Plain calls are native and find the ring in C++, so ``KeyboardInterrupt`` cannot
+cause an item to be lost between the ring and its receiver.
 
-Invariants. The owner sends items to plain calls only while one of them waits. After some milliseconds, it
+Invariants. The owner sends items to plain calls only while one of them waits. After a few milliseconds, it
 takes back the items that no call has received. The owner allows only as many plain puts as its channel has
 room for. The channel therefore keeps its capacity, unless two processes use the same room at the same time. A
 call that times out asks the owner once more before it fails, because an item may be in transit. The page

@@ -153,7 +153,7 @@ class RemoteOut(_RemoteEnd[T], Out[T]):
         if used is None:
             raise Full(f"the channel at {self._remote.address} had no room for all items within {wait:g} s")
         if not used:
-            self._stream.ring.put_nowait(None)  # raises the reason, because the channel has ended
+            self._stream.ring.put_nowait(None)  # raises the error that ended the channel
 
 
 def seconds(timeout: Any) -> float | None:

@@ -109,7 +109,7 @@ class ClientSession:
         # Stream numbers of the ports for the client's plain calls; the key True is for the reading port.
         self._plain: weakref.WeakKeyDictionary[Channel[Any], dict[bool, int]] = weakref.WeakKeyDictionary()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._answering: set[int] = set()  # numbers of calls whose reply is being sent
+        self._answering: set[int] = set()  # ids of the calls whose replies are being sent
         self._replies, requests = control_ring(), control_ring()
         self._requests, self._request_writer = requests.reader(), requests.writer()
         self._reply_reader = self._replies.reader()
@@ -315,8 +315,8 @@ class ClientSession:
         another item. In that case, also wait for items that other clients have prefetched and are returning.
 
         Returns:
-            The total number of items sent to the client, whether the channel has ended, and its total number
-            of puts and gets.
+            The total number of items sent to the client, whether the channel has ended, and the sum of the
+            channel's puts and gets.
         """
         while (
             (mine := self._streams_of(writes)[0])["used"] < put
@@ -355,8 +355,8 @@ class ClientSession:
         """Return how many items the client may put into the channel in total.
 
         Returns:
-            The total number of items that the client may put, whether the channel has ended, and its total
-            number of puts and gets.
+            The total number of items that the client may put, whether the channel has ended, and the sum of
+            its puts and gets.
         """
         return *self.link.room(stream), _moves(channel)
 
@@ -409,7 +409,7 @@ class ClientSession:
         return stream is None or (not len(port.channel) and stream["ahead"] <= stream["in_hand"])
 
     def _ended(self) -> tuple[int, ...]:
-        """Return the numbers of this client's streams that ended without a failure."""
+        """Return the ids of this client's streams that ended without a failure."""
         streams = self.link.state()["streams"]
         return tuple(
             stream

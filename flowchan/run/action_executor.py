@@ -81,7 +81,7 @@ class ActionExecutor:
     def _replace(
         self, workers: Sequence[WorkerId], blamed: WorkerId | None, pause: float, goes_on: bool
     ) -> Sequence[Failure | Ended]:
-        """Replace dead workers. During a ``pause``, other workers may process the items that killed them."""
+        """Replace dead workers. During a ``pause``, other workers may process the items of the dead ones."""
         later = pause > 0 or not goes_on
         failed = self._crew.replace(workers, blamed, later)
         if later:

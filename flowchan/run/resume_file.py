@@ -8,9 +8,9 @@ Algorithm. The program maps the file into memory and sets the bits there. This n
 kernel keeps the bits even if the program is killed. Disk space is reserved before it is mapped, and the file
 is flushed to disk only when the run ends.
 
-Invariants. Bits are only ever set, and each bit is valid without the others. A crash of the machine may lose
-any bits; the next run then processes their items again. The lock belongs to the process, so forked workers do
-not hold it.
+Invariants. Bits are only ever set, and each bit is valid without the others. Any bits may be lost if the
+machine crashes; the next run then processes their items again. The lock belongs to the process, so forked
+workers do not hold it.
 """
 
 from __future__ import annotations

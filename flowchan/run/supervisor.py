@@ -55,9 +55,10 @@ unless noted.
   again, and each item's outputs appear once. (test_gangs.py, tests/deaths/test_gang_deaths.py,
   tests/deaths/test_elastic_gangs.py, tests/hosts/test_host_gangs.py, tests/hosts/test_elastic_host_gangs.py)
 - R12 Pools. A pool keeps its processes from one run to the next, each with its callable but nothing else from
-  a run. Forked processes do keep memory of other runs that are active when the pool starts them. Each run is
-  complete. A worker that failed, died or did not end gets a new process in the next run. Leaving the block
-  finishes an active run, and raises the failure of the last run unless it was raised before.
+  a run. A forked process does contain a copy of the memory of other runs that are active when the pool starts
+  it. Each run is complete. A worker that failed, died or did not end gets a new process in the next run.
+  Leaving the block finishes an active run, and raises the failure of the last run unless it was raised
+  before.
   (test_pool_workers.py, test_pool_after_failures.py, test_pool_blocks.py, test_pool_ends.py)
 - R13 Elastic stages. ``run.scale()`` adds and removes workers of a stage on threads or processes during the
   run, if the stage processes one item at a time. Items keep their order, and each item's outputs appear once,
@@ -264,7 +265,7 @@ class Supervisor:
             self._events.put(event)
 
     def cancel_request(self, question: int) -> None:
-        """Tell the other hosts that no caller waits for the answer to this request any more.
+        """Tell the other hosts that no caller is waiting for the answer to this request any more.
 
         Event loops call this method, so it never blocks. If the queue is full, it sends no message, and a
         worker may do some unnecessary work.

@@ -68,7 +68,7 @@ class WorkerPool(Runnable):
         self._leaving = False
         self._stages: tuple[Stage, ...] = ()
         self._supervisor: weakref.ref[Supervisor] | None = None  # supervisor of the last run
-        self._unreported: list[Run] = []  # the last run until it has ended and its failure was raised
+        self._unreported: list[Run] = []  # the last run, until it has ended and raised any failure
 
     def _blueprint(self) -> Blueprint:
         return self._graph

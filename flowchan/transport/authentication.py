@@ -288,7 +288,7 @@ def check_greeting(peer_greeting: bytes, role: bytes, tls: bool) -> None:
         raise Refused("it does not use the protocol of this version of flowchan")
     rest = peer_greeting[len(PREAMBLE) :]
     if not rest.startswith(role):
-        raise Refused("it has the same role as this side: both dialled, or both listen")
+        raise Refused("it has the same role as this side: both connect, or both listen")
     if rest[len(role) : len(role) + 1] != (WITH_TLS if tls else PLAIN):
         raise Refused(
             f"TLS is {'on here and off' if tls else 'off here and on'} there; pass tls=True on both sides"

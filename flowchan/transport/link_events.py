@@ -56,7 +56,7 @@ class ItemRefused:
 
 @dataclass(frozen=True, slots=True)
 class ItemTooLarge:
-    """An item of ``size`` bytes has arrived, which exceeds the limit of the channel behind this port."""
+    """An item has arrived whose ``size`` in bytes exceeds the limit of the channel behind this port."""
 
     stream: int
     port: int

@@ -162,7 +162,7 @@ class AuthenticatedListener:
             self._ready.register(pending.sock, selectors.EVENT_READ, pending)
         except BaseException as error:
             if pending.has_proved() and not isinstance(error, Exception):
-                raise  # the peer knows that it is accepted, so keep it for the next call
+                raise  # the peer knows that it has been accepted, so keep its connection
             self._unregister_peer(pending, pending.sock)
             pending.close()
             if isinstance(error, OSError) and lacks(error):  # TLS needs descriptors that this process lacks
@@ -217,7 +217,7 @@ class AuthenticatedListener:
         return self._ready.fileno()
 
     def has_proved_peer(self) -> bool:
-        """Return whether an authenticated peer still waits because Ctrl-C ended the last ``accept``."""
+        """Return whether an authenticated peer is still waiting because Ctrl-C ended the last ``accept``."""
         return any(pending.has_proved() for pending in self._pending)
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ def machine() -> str:
 
 
 def _start(pid: int) -> str:
-    """Return a process's start time, which identifies the process uniquely, together with its pid."""
+    """Return a process's start time. Together with the pid, it identifies the process uniquely."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -190,7 +190,7 @@ def receive(children: States, timeout: float | None, into: Mapping[int, Any]) ->
     for number in into:
         if number not in numbers:
             known = ", ".join(map(str, numbers)) or "none"
-            raise KeyError(f"receive: into must have numbers of members, which are {known}, got {number!r}")
+            raise KeyError(f"receive: the keys of into must be child numbers ({known}), got {number!r}")
     until, misses = deadline("receive", timeout), _Misses("receive", timeout)
     found: list[tuple[ChildState, Any]] = []
     try:

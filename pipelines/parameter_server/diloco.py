@@ -1,7 +1,7 @@
 """Implement DiLoCo: replicas train for many steps per round, and an outer optimizer combines their results.
 
 *State.* The server holds the parameters, the summed differences from the replicas, the state of the outer
-optimizer, and the round counters. Killing a replica therefore loses no shared state.
+optimizer, and the round counters. When a replica is killed, no shared state is lost.
 
 *Contribution.* In one push, a replica adds its differences to the sums and increments the count of
 contributions.

@@ -32,7 +32,7 @@ class ElasticAveraging(Replica):
             ``ParameterServer(model.state_dict())``.
         model: Model that this worker trains.
         every: Number of steps between exchanges, at least 1 (default 10).
-        alpha: Fraction of their difference that replica and centre move, between 0 and 1 (default 0.1).
+        alpha: Fraction of their difference by which replica and centre move, between 0 and 1 (default 0.1).
         prefetch: Number of steps between the pull of the centre and the exchange, less than ``every``
             (default 0).
         start: Number of steps before the first interval begins (default 0).

@@ -121,7 +121,9 @@ class ParameterClient(RowClient):
         if not is_for_another_host():
             return ParameterClient, (self._form, self._memories, self._inbox, self._ended)
         if self._entrance is None:
-            raise TypeError(f"{self!r} must be sent to another host by the program that created the server")
+            raise TypeError(
+                f"{self!r} can be sent to another host only by the program that created the server"
+            )
         entries = tuple(entry for memory in self._memories for entry in memory.layout.entries)
         reduced: tuple[Any, ...] = self._entrance.reduced(self._form, entries)
         return reduced

@@ -2,8 +2,8 @@
 
 Algorithm. For each remote client, the server's program runs one thread, called a *session*. Each session has
 two channels: the remote client sends calls, and the session sends answers. The session performs the calls in
-order, through a local client. The program owns both channels, so a broken connection neither loses nor
-repeats a call. A session ends when the remote client closes its ports or dies.
+order, through a local client. The program owns both channels, so no call is lost or repeated when the
+connection breaks. A session ends when the remote client closes its ports or dies.
 
 Invariants. A remote client has at most ``MOST_OPEN`` calls without an answer. The answer channel has room for
 all these answers, so a session never waits for a client that does not read.
@@ -266,8 +266,8 @@ class Session:
     def _read(self, late: float | None) -> None:
         if not self._unread:
             try:
-                # Receive and store the answer in one step of the interpreter, so that a Ctrl-C cannot lose
-                # it.
+                # Receive and store the answer in one step of the interpreter, so that no Ctrl-C can come
+                # between.
                 self._unread.extend(map(self._answers.get, (_left(late),)))
             except Drained:
                 raise Closed("the parameter server has shut down") from None

@@ -144,8 +144,8 @@ class ShardMemory:
             Broken: The server's program has exited.
         """
         # Open the file again for the locks, because locks on the same open file description never conflict.
-        # The kernel also keeps a lock until the last descriptor of its description is closed, and the
-        # descriptor of the mapping stays open.
+        # Moreover, the kernel keeps a lock until all descriptors of its open file description are closed, and
+        # the mapping's descriptor stays open.
         try:
             fd = os.open(self._file._path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:

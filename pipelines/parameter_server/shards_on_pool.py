@@ -106,7 +106,7 @@ class ShardsOnPool:
         return self._client._states() if self._last is None else self._last
 
     def pull(self, names: Sequence[str]) -> tuple[int, dict[str, Any]]:
-        """Return the version and copies of tensors and slots."""
+        """Return the version, and copies of the named tensors and slots."""
         if self._over:
             raise Closed("save: the parameter server has shut down")
         version, found, _ = self._client._connected().pull(names, None, None, True, None)

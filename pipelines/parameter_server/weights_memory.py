@@ -142,12 +142,12 @@ class PinnedVersion:
         while into:
             count = os.preadv(self._fd, [into], offset)
             if not count:
-                raise EOFError(f"a slot of the weights must have bytes at {offset}, got end of file")
+                raise EOFError(f"a slot of the weights must extend past byte {offset}, but was truncated")
             into, offset = into[count:], offset + count
 
     def close(self) -> None:
         """Allow the trainer to reuse the slot."""
-        # Unlock explicitly, because a forked child may share the descriptor, which keeps the lock.
+        # Unlock explicitly: if a forked child shares the descriptor, closing it does not release the lock.
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
 

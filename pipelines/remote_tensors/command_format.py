@@ -64,7 +64,7 @@ class TemplateSpec(NamedTuple):
         kept: Indices of the new tensors in the flat results; None for a single new result.
         mutated: Indices of the inputs that the operation modifies.
         dtype: Default dtype at the time when the template was made.
-        module: Module that registers the operator, for operators that torch registers on import.
+        module: Python module that defines the operator, if it is a custom one; the node imports it.
     """
 
     operation: str

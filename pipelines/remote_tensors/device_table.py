@@ -45,7 +45,7 @@ def free_index(count: int) -> int:
         taken = _reserved | {index for index, client in enumerate(_clients) if client is not None}
         first = next(index for index in range(128) if taken.isdisjoint(range(index, index + count)))
         if first + count > 127:
-            raise ValueError(f"RemoteNodes: torch allows 127 devices, and {first + count} are needed")
+            raise ValueError(f"RemoteNodes: torch allows 127 devices, but {first + count} are needed")
         _clients.extend([None] * (first + count - len(_clients)))
         guard.set_device_count(len(_clients))
         _reserved.update(range(first, first + count))

@@ -153,8 +153,7 @@ def arrive(
     with _node_errors(client.number):
         client.send("import", id, name, token)
         client.route.commands.flush()
-    # Flush when the item is finished, so that a worker that then exits does not lose operations on the
-    # tensor.
+    # Flush when the item is finished, so that no operations on the tensor are lost if the worker then exits.
     _core._when_finished(functools.partial(_sent, client))
     tensor: Any = new_tensor(interned(client, TensorForm(*form)), id)
     requires_grad, is_parameter = marks

@@ -194,8 +194,8 @@ class NodeClient:
             raise self._reentered("while this thread sends commands")
         self._flushing = True
         try:
-            # Read the frees first: every command that uses one of these ids is already in the buffer or was
-            # sent. A call keeps its template and its inputs until its command is in the buffer.
+            # Read the freed ids first: every command that uses one of them is already in the buffer or has
+            # been sent. A call keeps its template and its inputs until its command is in the buffer.
             frees = [ref.id for ref in self.frees]
             position, *commands = self.buffer
             if not commands and not frees:

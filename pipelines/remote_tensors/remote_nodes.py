@@ -255,7 +255,7 @@ class RemoteNodes(Sequence[torch.device]):
                 found.extend((client, failure) for failure in client.failures(timeout))
             except NodeDied as death:
                 found.append((client, death))
-        # Create the errors only now, so that a timeout does not lose the failures of other nodes.
+        # Create the errors only now, so that failures of other nodes are not lost in a timeout.
         return [one if isinstance(one, NodeDied) else client.error_of(one) for client, one in found]
 
     def close(self) -> None:

@@ -328,7 +328,7 @@ class Evaluated:
 def written_values(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return the tensors, or their placeholders, that the operator modifies according to its schema."""
     written = _aliased(plan, args, kwargs, write=True)
-    # The operator also modifies the statistics, which its schema does not say.
+    # The operator also modifies the statistics, although its schema does not say so.
     if plan.name == BATCH_NORM and args[5]:
         written += args[3:5]
     return flat_results(written)

@@ -56,7 +56,7 @@ class _Workers:
 
     def __init__(self, cut: Cut, parts: Sequence[Part], recompute: bool, deferred: bool, name: str) -> None:
         self.parts = parts
-        self.dropped: deque[int] = deque()  # numbers of calls whose outputs the program has dropped
+        self.dropped: deque[int] = deque()  # ids of the calls whose outputs were dropped
         self._lock = threading.Lock()
         self._modes: Any = None
         owners = PartOwners(len(parts), tuple(range(len(parts))))

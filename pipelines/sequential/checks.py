@@ -124,7 +124,7 @@ def _check_skips(module: nn.Sequential) -> None:
             if stashed.pop(layer.name, None) is None and layer.name not in unknown:
                 raise ValueError(
                     f"Sequential: layer {path!r}, {layer!r}, must have its own Stash({layer.name!r}) "
-                    "before it, got none or an earlier Pop's; put one Stash before each Pop"
+                    "before it, but that is missing or already popped; put one Stash before each Pop"
                 )
         else:
             inside = {inner.name for inner in layer.modules() if isinstance(inner, (Stash, Pop))}

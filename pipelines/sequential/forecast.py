@@ -39,7 +39,7 @@ class Forecast:
         chunks: Number of micro-batches.
         seconds: Duration of a step, in seconds.
         alone: Duration of a step with a single worker, in seconds.
-        bubble: Fraction of the time that workers are idle, from 0 to 1.
+        bubble: Fraction of the time during which workers are idle, from 0 to 1.
         held: Peak size of a worker's activations, in bytes.
     """
 

@@ -96,8 +96,8 @@ class Segment(nn.Module):
         if unknown or len(args) + len(named) != len(self.takes):
             raise TypeError(
                 "Sequential: a traced module must be called with exactly the arguments "
-                f"{', '.join(self.takes)}; pass these, or use a module whose forward has no other "
-                "arguments"
+                f"{', '.join(self.takes)}; pass these, or use a module whose forward takes the ones "
+                "you pass"
             )
         return {**dict(zip(self.takes, args, strict=False)), **named}
 

@@ -46,12 +46,12 @@ class Simulated:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """Fraction of the makespan that each worker is idle."""
+        """Fraction of the makespan during which each worker is idle."""
         return tuple(1 - _busy(events) / self.makespan if events else 1.0 for events in self.events)
 
     @property
     def bubble(self) -> float:
-        """Fraction of the time that workers are idle, averaged over all workers."""
+        """Fraction of the time during which workers are idle, averaged over all workers."""
         return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
 
     def timeline(self, title: str = "simulated", unit: float = 1e-3) -> Timeline:

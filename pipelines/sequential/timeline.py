@@ -160,7 +160,7 @@ class Timeline:
         return json.dumps({"displayTimeUnit": "ms", "traceEvents": found}, indent=1)
 
     def parts(self) -> dict[int, list[int]]:
-        """Return, for each worker, the numbers of its parts that occur in the events."""
+        """Return, for each worker, the part numbers that occur in its events."""
         found: dict[int, set[int]] = {worker: set() for worker in self.busy()}
         for event in self.events:
             if event.part is not None:

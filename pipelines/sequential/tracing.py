@@ -280,7 +280,8 @@ def _traced(module: nn.Module) -> tuple[fx.Graph, dict[str, Tensor]]:
             if not _keep_innermost_whole(differs, kept_whole):
                 raise TypeError(
                     f"Sequential: forward of {type(module).__name__} cannot be traced, because its "
-                    "operations differ between calls or modes; use layers such as nn.Dropout for that"
+                    "operations differ between calls or modes; move such operations into layers such as "
+                    "nn.Dropout"
                 )
 
 
@@ -387,8 +388,8 @@ def _begin(nodes: list[fx.Node], name: Any) -> int:
             return place
     known = dict.fromkeys(path for node in nodes for path in _around(node) if path)
     raise ValueError(
-        f"Sequential: parts must name layers that forward calls ({', '.join(map(repr, list(known)[:20]))}), "
-        f"got {short(name)}"
+        "Sequential: parts must name layers that forward() calls "
+        f"({', '.join(map(repr, list(known)[:20]))}), got {short(name)}"
     )
 
 

@@ -23,8 +23,8 @@ class WorkerShares:
 
     Attributes:
         parts: Numbers of the worker's parts.
-        busy: Share of the time spent computing, from 0 to 1.
-        communication: Share of the time spent sending and receiving.
+        busy: Share of its time that the worker spends computing, from 0 to 1.
+        communication: Share of its time that the worker spends sending and receiving.
     """
 
     parts: tuple[int, ...]
@@ -33,7 +33,7 @@ class WorkerShares:
 
     @property
     def bubble(self) -> float:
-        """Share of the time that the worker spends waiting."""
+        """Share of its time that the worker spends waiting."""
         return max(0.0, 1 - self.busy - self.communication)
 
 
@@ -77,12 +77,12 @@ class TrainingReport:
 
     @property
     def bubble(self) -> float:
-        """Mean share of the time that workers spend waiting."""
+        """Mean share of their time that workers spend waiting."""
         return _mean([worker.bubble for worker in self.workers])
 
     @property
     def communication(self) -> float:
-        """Mean share of the time that workers spend sending and receiving."""
+        """Mean share of their time that workers spend sending and receiving."""
         return _mean([worker.communication for worker in self.workers])
 
     def __str__(self) -> str:

@@ -277,7 +277,7 @@ def test_ctrl_c_interrupts_join_and_withdraws_its_message(kids: Children) -> Non
 def test_values_of_unknown_children_are_refused(kids: Children) -> None:
     kids.run(echo)
     kids.send(1.0)
-    with pytest.raises(KeyError, match="into must have numbers of members, which are 1, 2, 3, got 4"):
+    with pytest.raises(KeyError, match=r"the keys of into must be child numbers \(1, 2, 3\), got 4"):
         kids.receive(timeout=WAIT_S, into={4: np.zeros(1)})
     with pytest.raises(TypeError, match="values must be a mapping from child numbers to values, got list"):
         kids.send_each([1, 2, 3])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Test ``flowchan launch``: ranks form a group, prefix their output, and leave no process."""
+"""Test ``flowchan launch``: ranks form a group, prefix their output, and leave no processes behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that invalid arguments of group calls raise before anything is sent.
+"""Test that group calls reject invalid arguments before anything is sent.
 
 The error names the argument, its value and the allowed values.
 """

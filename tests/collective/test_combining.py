@@ -58,7 +58,7 @@ def test_random_function_gives_all_members_the_same_result(run: Any) -> None:
 
 
 def test_error_in_the_users_function_is_raised_on_all_members(run: Any) -> None:
-    """Even a member where the function would have succeeded raises."""
+    """Even members on which the function would have succeeded get the error."""
 
     def body(g: Any) -> Any:
         def broken(a: int, b: int) -> int:

@@ -177,7 +177,7 @@ def test_mismatch_lists_the_calls_of_all_members(first: Any, second: Any, messag
 @pytest.mark.parametrize("where", [in_threads, over_hosts])
 @pytest.mark.parametrize("size", [2, 3])
 def test_unexpected_part_sizes_raise_mismatch(where: Any, size: int) -> None:
-    """Members whose own parts fit raise as well, on one host and on several."""
+    """Even members whose own parts fit get the error, on one host and on several."""
 
     def body(g: Any) -> Any:
         out = [np.empty(3 + (g.rank == 1 and not source)) for source in range(size)]

@@ -140,7 +140,7 @@ def test_mismatch_between_hosts_names_both_calls() -> None:
 )
 @pytest.mark.parametrize("hosts", ["aabb", "abb", "aab"])
 def test_mismatch_on_one_host_is_raised_before_other_hosts_complete(hosts: str, most: Any, one: Any) -> None:
-    """All members raise, and the group stays usable."""
+    """All members get the error, and the group stays usable."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch):

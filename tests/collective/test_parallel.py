@@ -409,7 +409,7 @@ def test_synchronize_rejects_buffer_with_shared_elements() -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_check_equal_names_first_difference_and_rank(change: str) -> None:
-    """Modules of different structure raise before anything is written."""
+    """Modules with different structures cause an error before anything is written."""
     function, message = CHANGES[change]
 
     def build_module(g: Any) -> None:

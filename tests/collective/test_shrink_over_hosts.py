@@ -139,7 +139,7 @@ def test_shrink_retries_if_a_member_arrives_after_the_timeout(monkeypatch: pytes
 
 
 def test_shrink_timeout_ends_the_wait_for_a_late_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even members that have already reached rank 0 raise."""
+    """Even members that have already reached rank 0 get the error."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
     ended: Channel[None] = Channel(across="processes")
 

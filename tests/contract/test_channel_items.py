@@ -112,7 +112,7 @@ def test_channel_passes_through_many_processes(make, spawn_peer):
 
 @pytest.mark.copying
 def test_a_threads_channel_cannot_be_sent_to_another_process(make):
-    """C14: the put raises, names the item, and has no other effect."""
+    """C14: the put raises an error that names the item, and has no other effect."""
     carrier = make()
     for item in (Channel(across="threads"), {"reply": Channel(across="threads")}):
         with pytest.raises((TypeError, ValueError), match="threads") as caught:

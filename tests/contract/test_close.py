@@ -27,7 +27,7 @@ def test_a_new_channel_is_open(make):
 
 
 def test_close_may_be_called_any_number_of_times(make, spawn_peer):
-    """C3: any user may close the channel, and no close raises."""
+    """C3: any user may close the channel, and closing never raises."""
     ch = make()
     ch.close()
     ch.close()

@@ -1,6 +1,6 @@
 """C9: an exception from a signal handler, such as a time limit, ends a call in any state.
 
-The call loses no item.
+No item is lost.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ ITEMS = st.one_of(
 class Model:
     """The contract as a deque and some counters.
 
-    One user makes all calls, so no call waits. ``hands`` has, for each reading port, the number of items that
-    the port took and has not finished.
+    One user makes all calls, so no call waits. ``hands`` maps each reading port to the number of items that
+    it has taken but not finished.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -1,4 +1,4 @@
-"""Test that wrong arguments of operators raise at once, and that the errors name the allowed values."""
+"""Test that operators reject wrong arguments at once, and that the errors name the allowed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that a misspelt option raises at once, with the operator and the closest option."""
+"""Test that operators reject a misspelt option at once, and suggest the closest one."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The tests run with threads and with processes. Tasks that crash, exit or cannot be pickled, and ``wait`` and
 ``as_completed``, have their own files. Each test has the name of the original test but none of its code. The
-following original tests have no counterpart here, or a different result:
+following original tests have no counterpart here, or give a different result:
 
 ``test_max_workers_too_large``
     The original test is only for Windows.

@@ -27,7 +27,7 @@ def make(capacity=64):
 
 
 def has_pending_calls(channel):
-    """Return whether a call of this process still waits for its reply."""
+    """Return whether a call of this process is still waiting for its reply."""
     return bool(channel._connection._pending)
 
 

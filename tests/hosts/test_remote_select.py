@@ -1,6 +1,7 @@
 """Test ``select`` in a program that has opened channels of other programs (C10).
 
-tests/contract/test_select.py shows that ``select`` takes exactly one item, chooses fairly, and loses no item.
+tests/contract/test_select.py shows that ``select`` takes exactly one item and chooses fairly, and that no
+item is lost.
 These tests add owners and users that start, leave and die during a ``select``.
 """
 

@@ -29,7 +29,7 @@ def threads() -> set[str]:
 
 
 def seconds(*numbers: str) -> float:
-    """Return the CPU seconds of all given threads that still run."""
+    """Return the CPU seconds of all given threads that are still running."""
     ticks = 0
     for number in numbers:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/stat") as file:
@@ -55,7 +55,7 @@ def test_idle_link_uses_no_cpu() -> None:
 
 
 def switches(*numbers: str) -> int:
-    """Return how often the given threads that still run have gone to sleep."""
+    """Return how often the given threads that are still running have gone to sleep."""
     times = 0
     for number in numbers:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/status") as file:
@@ -102,7 +102,7 @@ def test_link_with_many_workers_sleeps_while_idle() -> None:
 
 
 def test_process_that_was_stopped_does_not_consider_its_peer_silent() -> None:
-    """R11: a program that was stopped first handles received frames, and only then judges its peer."""
+    """R11: a program that continues after a stop handles received frames before it judges its peer."""
     own_end, silent = socket.socketpair()
     reported = Channel[float](10_000, across="processes")
 

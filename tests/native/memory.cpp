@@ -85,8 +85,8 @@ class Memory {
         std::swap(user.held_views.front(), user.held_views.back());
         user.drop_view();
     }
-    // Check that `capacity` items get slots, whichever blocks were cut. After everything is freed, the
-    // largest item must again find memory.
+    // Check that `capacity` items get slots, however the memory has been cut into blocks. After everything
+    // is freed, the largest item must again find memory.
     void finish() {
         uint64_t got = 0;
         while (inside.size() < CAPACITY && h.bytes_in - h.bytes_out + 8 <= MAX_BYTES) {

@@ -1,5 +1,5 @@
 // The fault walk over fd bundles. While an item exists, its descriptors must be in the ring's socket,
-// whichever process dies.
+// no matter which process dies.
 #include <sys/socket.h>
 
 #include "walk.hpp"

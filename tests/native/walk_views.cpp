@@ -53,7 +53,7 @@ Lists gone(const Values& all, int least, int most) {
     return lists;
 }
 
-// At whichever point the viewer dies, no view remains.
+// No view remains, no matter when the viewer dies.
 Scenario viewing(const char* name, Values all) {
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
@@ -138,8 +138,8 @@ Scenario leasing() {
     return s;
 }
 
-// A reader closes, and then drops its views of items that it gave back. These are INSIDE, with the reader as
-// viewer.
+// A reader closes, and then drops its views of items that it gave back. The items are INSIDE, with the reader
+// as viewer.
 Scenario given_back() {
     const Values all{1, 2, 3};
     Scenario s = viewing("give back viewed items, then drop the views", all);

@@ -195,7 +195,7 @@ def test_process_cannot_forward_a_client_to_a_host() -> None:
         clients.map(use_item, on=local(1)).collect()
         with pytest.raises(RunError) as caught:
             graph.run()
-    assert "another host by the program that created the server" in str(caught.value.exceptions)
+    assert "another host only by the program that created the server" in str(caught.value.exceptions)
 
 
 def unchanged(client: Any) -> Any:

@@ -58,8 +58,8 @@ def test_threads_take_their_members_from_one_list() -> None:
 
 def test_list_of_members_for_several_processes_raises_at_declaration() -> None:
     message = (
-        r"element 0, element 0 is a \S+SharedGroup \(<Group rank 0 of 2> is one member, but the function "
-        r"goes to several workers\); send each worker its member as an item, as in "
+        r"element 0, element 0 is a \S+SharedGroup \(<Group rank 0 of 2> is a single member, but the "
+        r"function that contains it goes to several workers\); send each worker its member as an item, as in "
         r"graph\.source\(members\(n\)\)\.map\(…\), or declare a gang"
     )
     made = members(2)

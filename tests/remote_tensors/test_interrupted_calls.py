@@ -175,7 +175,7 @@ def test_interrupted_wait_leaves_program_and_node_usable(
 # a signal handler raises in a finaliser
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_alarms_at_random_times_do_not_mix_up_values(nodes: Any, long_walk: bool) -> None:
-    """Each operation is either issued or raises. Each fetched value belongs to its operation."""
+    """Each operation is issued, or it raises. Each fetched value belongs to its operation."""
     chance = random.Random(1)
     here, there = nodes
     total = torch.zeros((), device=here)

@@ -1,4 +1,4 @@
-"""Test K1: a program with remote tensors that is killed at any point leaves no node and no shared memory."""
+"""Test K1: when a program with remote tensors is killed at any point, no node or shared memory remains."""
 
 from __future__ import annotations
 

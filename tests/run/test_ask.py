@@ -433,13 +433,16 @@ def test_run_rejects_requests_before_it_counts_as_ended(monkeypatch: pytest.Monk
     [
         (
             lambda s: s.flat_map(lambda n: [n]).collect(),
-            "must not reach 'flat_map', because flat_map has no single output",
+            "must not reach 'flat_map', because flat_map does not return one output",
         ),
         (
             lambda s: s.reduce(max, 0).batch(3).sink(print),
-            "must not reach 'max', because reduce has no single output",
+            "must not reach 'max', because reduce does not return one output",
         ),
-        (lambda s: s.collect().sink(print), "must not reach 'collect', because collect has no single output"),
+        (
+            lambda s: s.collect().sink(print),
+            "must not reach 'collect', because collect does not return one output",
+        ),
     ],
 )
 def test_ask_rejects_streams_that_cannot_return_answers(declare: Any, message: str) -> None:

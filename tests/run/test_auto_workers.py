@@ -111,7 +111,7 @@ def test_decision_changes_the_number_of_workers(on: Any, decide: Any) -> None:
 
 
 def test_next_window_starts_after_new_workers_have_begun(decide: Any) -> None:
-    """No stage is measured while one of its workers still builds the callable."""
+    """No stage is measured while one of its workers is still building the callable."""
     gate, seen = threading.Event(), []
 
     class Late:

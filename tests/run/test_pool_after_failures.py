@@ -181,7 +181,7 @@ def test_run_that_ends_early_does_not_affect_the_next() -> None:
 
 
 def test_idle_worker_keeps_no_resources_of_the_last_run() -> None:
-    """The worker keeps no memory and no descriptors of the run's channels."""
+    """The worker does not keep memory or descriptors of the run's channels."""
 
     def held(pid: int) -> tuple[int, int]:
         maps = Path(f"/proc/{pid}/maps").read_text().count("memfd:flowchan")

@@ -1,4 +1,4 @@
-"""Test R6 (No residue): no matter how a run ends, it leaves no process, thread, segment or descriptor."""
+"""Test R6 (No residue): no matter how a run ends, no process, thread, segment or descriptor remains."""
 
 from __future__ import annotations
 

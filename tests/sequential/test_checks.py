@@ -1,4 +1,4 @@
-"""Test that wrong input raises before anything starts.
+"""Test that wrong input is rejected before anything starts.
 
 The error names the argument, the value, the allowed values and the remedy.
 """

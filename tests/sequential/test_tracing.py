@@ -319,7 +319,7 @@ def test_incomplete_trace_raises_with_the_first_batch() -> None:
 
 @pytest.mark.parametrize("names", [["layer5"], ["layer2", "nothing"]])
 def test_unknown_layer_name_raises_with_the_known_names(names: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"parts must name layers that forward calls \('conv1', 'bn1'"):
+    with pytest.raises(ValueError, match=r"parts must name layers that forward\(\) calls \('conv1', 'bn1'"):
         Sequential(ResNet18(), names)
 
 

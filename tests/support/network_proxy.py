@@ -58,11 +58,11 @@ class Wire:
         return "127.0.0.1:{1}".format(*listener.getsockname())
 
     def be_silent(self, seconds: float) -> None:
-        """Hold all bytes for some seconds, and then pass them on. Neither end is notified."""
+        """Hold all bytes for a few seconds, and then pass them on. Neither end is notified."""
         self._silent_until = time.monotonic() + seconds
 
     def reset(self) -> None:
-        """Reset all connections, as a host does that has restarted.
+        """Reset all connections, as a restarted host does.
 
         ``close`` with a linger of 0 would do the same, but has no effect while another thread polls the
         socket.

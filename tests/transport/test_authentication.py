@@ -253,8 +253,8 @@ def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
 def test_two_dialling_ends_refuse_each_other_with_the_reason() -> None:
     with connected() as (one, other):
         peer = ThreadPeer(lambda: refused(other, dialled=True))
-        assert "both dialled, or both listen" in refused(one, dialled=True)
-        assert "both dialled, or both listen" in peer.result()
+        assert "both connect, or both listen" in refused(one, dialled=True)
+        assert "both connect, or both listen" in peer.result()
 
 
 @pytest.mark.parametrize(

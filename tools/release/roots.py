@@ -1,4 +1,4 @@
-"""Build minimal Debian systems with CPython and no compiler, for headers and tests."""
+"""Build minimal Debian systems with CPython but without a compiler, for headers and tests."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def with_local(target: Target, root_for: Callable[[str], Root]) -> tuple[System,
     """Return a Debian system that sees a CPython of this machine, and the path of this CPython.
 
     Raises:
-        NotHere: The CPython is not installed here, or this machine runs another system.
+        NotHere: That CPython is not installed here, or this machine runs another system.
     """
     version = target.python + ("t" if target.free_threaded else "")
     found = local(version)

@@ -129,7 +129,7 @@ class LocalServer:
 
     @property
     def address(self) -> str:
-        """Return the URL of the root, which ends in a slash."""
+        """Return the URL of the root, with a slash at the end."""
         token = f"{self._token}/" if self._token else ""
         host = self._http.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self._http.server_port}/{token}"

@@ -93,8 +93,8 @@ class Engine:
         optimizer: Optimizer of the module's parameters.
         group: Group of the replicas; None trains the module alone.
         hooks: Objects with any of the methods in :data:`HOOKS`, each of which takes the :class:`State`.
-        overlap: Average the gradients of later layers while ``backward`` still computes earlier ones (default
-            True). Pass False if a hook calls ``backward`` itself.
+        overlap: Average the gradients of later layers while ``backward`` is still computing earlier ones
+            (default True). Pass False if a hook calls ``backward`` itself.
 
     Raises:
         ValueError: A hook has an ``on_…`` method that is not in :data:`HOOKS`.
@@ -359,7 +359,7 @@ def _known(hook: Any) -> Any:
     unknown = [name for name in dir(hook) if name.startswith("on_") and name not in HOOKS]
     if unknown:
         raise ValueError(
-            f"hooks must not define other on_ methods than {', '.join(HOOKS)}, got {hook!r} with "
+            f"hooks must not define on_ methods other than {', '.join(HOOKS)}, got {hook!r} with "
             f"{', '.join(unknown)}"
         )
     return hook

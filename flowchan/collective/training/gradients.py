@@ -353,8 +353,8 @@ class AllReduceSGD:
         module: This member's replica.
         optimizer: Optimizer of its parameters.
         group: Group of the replicas.
-        overlap: Average the gradients of later layers while ``backward`` still computes earlier ones (default
-            False). Each step then allows only one ``backward``.
+        overlap: Average the gradients of later layers while ``backward`` is still computing earlier ones
+            (default False). Each step then allows only one ``backward``.
 
     Example:
         >>> import torch

@@ -116,7 +116,7 @@ class _Seed:
     def how_it_ended(self) -> str:
         """Describe why a request got no answer.
 
-        If the server still runs, it could not receive the descriptors.
+        If the server is still running, it could not receive the descriptors.
         """
         try:
             return exit_text(self._process.wait(GENTLY))

@@ -33,7 +33,7 @@ class StartedAgent(Protocol):
     """Agent that a provider has started or is starting. The start may take a while, or fail."""
 
     def ended(self) -> str | None:
-        """Return why the agent has ended, or ``None`` if it may still run.
+        """Return why the agent has ended, or ``None`` if it may still be running.
 
         The method does not wait. The reason is one line that contains the host's name. If the provider can
         only guess that the agent has ended, the reason says so; the agent then ends when its own peer timeout
@@ -41,7 +41,7 @@ class StartedAgent(Protocol):
         """
 
     def waits(self) -> bool:
-        """Return whether the agent still waits for a host, without blocking."""
+        """Return whether the agent is still waiting for a host, without blocking."""
 
     def kill(self) -> None:
         """End the agent and release its resources, as far as this machine can, without blocking."""

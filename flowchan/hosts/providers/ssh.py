@@ -23,7 +23,7 @@ OPTIONS = (
     "-T",
     "-oBatchMode=yes",  # makes ssh fail instead of asking for a password
     "-oConnectTimeout=15",
-    "-oControlMaster=no",  # not shared: the end of this ssh process ends no other connection
+    "-oControlMaster=no",  # not shared, so that no other connection ends with this process
     "-oClearAllForwardings=yes",
     "-oRemoteCommand=none",
 )
@@ -111,8 +111,8 @@ def ssh(*hosts: str | Mapping[str, int], python: str = "python3", address: str |
         The provider.
 
     Raises:
-        TypeError: A host is not a string, or a number of cores is not an int.
-        ValueError: No host is given, a name is invalid, or a number of cores is less than 1.
+        TypeError: A host is not a string, or a host's core count is not an int.
+        ValueError: No host is given, a name is invalid, or a host's core count is less than 1.
     """
     cores: tuple[int, ...] | None = None
     if len(hosts) == 1 and isinstance(hosts[0], Mapping):
@@ -135,7 +135,7 @@ def _checked(hosts: Sequence[Any]) -> tuple[str, ...]:
             raise ValueError(f"ssh: a host must be a name, an address or user@name, got {host!r}")
     if twice := next((host for host in hosts if hosts.count(host) > 1), None):
         raise ValueError(
-            f"ssh: hosts must be different, got {twice!r} twice; pass each host once, because its agent "
-            "starts any number of workers"
+            f"ssh: hosts must be different, got {twice!r} twice; pass each host once, because one "
+            "agent can start any number of workers"
         )
     return tuple(hosts)

@@ -1,4 +1,4 @@
-"""Call functions just before a process exits, and let a process die with its parent."""
+"""Call functions just before a process exits, and make a process die with its parent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _libc = ctypes.CDLL(None)  # load it now, because a newly forked process must no
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this new child process when the thread of ``parent`` that forked it ends.
+    """Make the kernel kill this new child process when the thread of ``parent`` that forked it ends.
 
     If that thread has already ended, exit at once.
     """

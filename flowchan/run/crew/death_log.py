@@ -57,7 +57,7 @@ class DeathLog:
             self._tried[event.worker] = max(1, self._tried[event.worker])
 
     def knows_members(self, id: WorkerId) -> bool:
-        """Return whether members of its batch were tried; then only its replacement may get the batch."""
+        """Return whether members of its batch were tried. If so, only its replacement may get the batch."""
         return bool(self._members.get(id)) or self._tried[id] > 0
 
     def began(self, id: WorkerId) -> None:
@@ -105,7 +105,8 @@ class DeathLog:
         reason, up to ``MOST_LATER_DEATHS`` later deaths exclude no further members.
         """
         id, member = worker.id, self._trying.get(worker.id, -1)
-        # The worker died on another item, or too few workers have died to try the members one by one.
+        # The worker died on another item, or not enough workers have died yet for the members to be tried
+        # one by one.
         if ended.over_item < worker.stage.max_deaths:
             self._members.pop(id, None)
             self._tried.pop(id, None)

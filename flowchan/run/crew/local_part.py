@@ -192,7 +192,7 @@ class LocalPart:
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
         """See :class:`CrewPart`.
 
-        As long as a dead worker has no replacement, the run may still make progress.
+        Until a dead worker has been replaced, the run may still make progress, so it is not deadlocked.
         """
         if self._processes is not None and any(map(self._processes.ended, alive)):
             return Waits(moves=True)
@@ -335,7 +335,7 @@ class LocalPart:
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
         """See :class:`CrewPart`.
 
-        This may wait for threads that are about to end, because no caller waits for the run any more.
+        This may wait for threads that are about to end, because no caller is waiting for the run any more.
         """
         deadline = time.monotonic() + decisions.GRACE
         for id, thread in sorted(self.threads.items(), key=lambda one: str(one[0])):

@@ -20,7 +20,7 @@ def take_up(old: Ports, new: Ports, everything: bool = False, blame: bool = True
 
 
 def deaths_over_item(ports: Ports) -> int:
-    """Count the workers that died in user code while processing this dead worker's item, including itself.
+    """Count the workers that died in user code on this dead worker's item, including this worker.
 
     Return 0 if this worker died outside user code.
     """

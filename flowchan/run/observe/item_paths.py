@@ -113,7 +113,7 @@ class ItemPaths:
         return ItemTraced(item.source, mark, placed)
 
     def _ordered(self, spans: set[_Placed]) -> list[_Placed]:
-        """Sort spans by time, but put no stage before a stage from which its items come.
+        """Sort spans by time, but never put a stage before one that its items come from.
 
         The clocks of hosts are not exact, so an item may seem to leave a host before it arrives there.
         """

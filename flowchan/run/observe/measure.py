@@ -33,7 +33,7 @@ from flowchan.run.worker.opening import Channels, Ports
 class Snapshot:
     """Counters of the channel of one edge.
 
-    ``read_waits`` maps each worker's number to the seconds for which the worker waited to read.
+    ``read_waits`` maps each worker's number to the seconds that the worker waited to read.
     ``write_waits`` does so for writing, with two values: the total, and the part spent waiting for earlier
     items. ``leased_at_break`` is the number of items that readers held when the channel broke. ``stats`` does
     not count dropped items as taken.

@@ -58,7 +58,7 @@ def text_of_coroutine(coroutine: Any) -> str:
 
 
 def _awaited(coroutine: Any) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frame and line of a coroutine, of the awaitable for which it waits, and so on."""
+    """Yield the frame and line of a coroutine, of the awaitable that it waits for, and so on."""
     while coroutine is not None:
         for frame, awaits in (
             ("cr_frame", "cr_await"),

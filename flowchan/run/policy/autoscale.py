@@ -127,8 +127,7 @@ class Scaler:
     """State of automatic scaling in one run.
 
     Attributes:
-        limits: Limits of the ``workers="auto"`` stages whose numbers of workers the program has not set
-            itself.
+        limits: Limits of the ``workers="auto"`` stages whose worker counts the program has not set.
         trial: The last change, until its effect has been checked.
         blocked: For each stage, how many more windows it must not gain (True) or lose (False) workers.
         idle: Utilisations of each stage in its latest windows, if all of them were low.
@@ -149,7 +148,7 @@ class Scaler:
     def full(self, stats: RunStats) -> bool:
         """Return whether a window is long enough for a decision.
 
-        Busy and changed stages must have taken enough items, so that their rates are comparable.
+        Every stage that is busy or was changed must have taken enough items for its rates to be comparable.
         """
         if not WINDOW_S <= stats.window < LONGEST_WINDOW_S:
             return stats.window >= WINDOW_S

@@ -69,7 +69,7 @@ from flowchan.run.policy.transitions import (
 GRACE = 2.0
 """Time limit for workers to end when the run ends, in seconds."""
 STOP_NOTICE_S = 30.0
-"""Seconds after which a stopped run warns that it still processes items."""
+"""Seconds after which a stopped run warns that it is still processing items."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """First and longest delay of a replacement in seconds. Delays begin with the second death on an item."""
@@ -381,7 +381,7 @@ def _waits_for_services(state: PolicyState, waited: float) -> bool:
 
 
 def _notify(state: PolicyState) -> Decision:
-    """Warn that a stopped run still processes items in flight."""
+    """Warn that a stopped run is still processing items in flight."""
     stages = ", ".join(sorted({worker.stage for worker in state.alive - state.sources}))
     text = (
         f"the run was stopped {STOP_NOTICE_S:g} s ago and is still processing items in {stages}; call "

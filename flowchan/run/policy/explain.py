@@ -57,7 +57,7 @@ def _is_unread(stage: StageStats) -> bool:
 
 
 def starting_text(stage: StageStats) -> str:
-    """Return "starting", or the number of starting workers if others already work, or an empty string."""
+    """Return "starting", the number of starting workers if others are already working, or an empty string."""
     if not stage.starting:
         return ""
     return "starting" if stage.state == "starting" else f"{stage.starting} starting"

@@ -1,7 +1,7 @@
 """Run the workers of an ``async def`` stage as tasks of one event loop on one thread.
 
 For deadlock detection, the supervisor asks whether these tasks can still make progress. An event loop without
-timers, sockets and due callbacks calls its selector without a timeout. If, in addition, every task awaits a
+timers, sockets or due callbacks calls its selector without a timeout. If, in addition, every task awaits a
 channel of the graph, only a channel can wake the loop. Any other wait counts as work, for example for a
 future or for another task. So does a wait for a channel in the user's own event loop.
 """

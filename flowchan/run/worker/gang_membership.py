@@ -105,8 +105,8 @@ class GangMembership:
         """Leave the group, and let the other members know whether this worker failed.
 
         The worker leaves in order unless it has lost a member, its outputs have no readers, or one of its
-        channels is broken. In these cases it abandons the group, because its agent may have died, and then
-        the whole gang restarts.
+        channels is broken. In these cases it abandons the group: its agent may have died, in which case the
+        whole gang restarts.
         """
         if self._member is None:
             return

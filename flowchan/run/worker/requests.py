@@ -118,7 +118,7 @@ class NotRead:
 
 
 class Dropped(BaseException):
-    """Raised if no caller waits for the item's result any more."""
+    """Raised if no caller is waiting for the item's result any more."""
 
 
 # --- in the workers ---
@@ -152,7 +152,7 @@ class Answering:
         return call_later if is_async(function) else call
 
     def _wanted_part(self, item: Any) -> Any:
-        """Return the item if its caller still waits. Reduce a batch to the members whose callers wait.
+        """Return the item if its caller is still waiting. Reduce a batch to its members with waiting callers.
 
         Raise ``Dropped`` if nothing is left, or the original error if the item could not be unpickled.
         """
@@ -168,7 +168,7 @@ class Answering:
         return item
 
     def _is_usable(self, member: Request) -> bool:
-        """Return whether a batch member is readable and its caller waits. Refuse an unreadable member."""
+        """Return whether a member is readable and its caller is waiting. Refuse an unreadable member."""
         if type(member.item) is NotRead:
             self.refuse(member, member.item.error)
         return type(member.item) is not NotRead and not is_cancelled(member.question, member.board)
@@ -399,8 +399,8 @@ def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None
 def answering_ends(plan: Plan, stage: str) -> list[str]:
     """Return the names of the results that contain the answers to requests at the input ``stage``.
 
-    Raise ``ValueError`` if items from this input reach an operator without a single output per item, or never
-    reach a result or sink.
+    Raise ``ValueError`` if items from this input reach an operator that does not return one output per item,
+    or never reach a result or sink.
     """
     stages = {one.name: one for one in plan.graph.stages}
     found, now, seen = [], [stage], {stage}
@@ -411,8 +411,8 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         readers = [edge.reader for edge in plan.edges if edge.writer == name and not edge.errors]
         if not operator.answers or (operator.gathers and readers):
             raise ValueError(
-                f"ask: items from input {stage!r} must not reach {name!r}, because {operator.name} has "
-                "no single output per item; use other operators, or put items with IDs"
+                f"ask: items from input {stage!r} must not reach {name!r}, because {operator.name} does "
+                "not return one output per item; use other operators, or send IDs along"
             )
         if operator.gathers:
             found.append(name)
@@ -421,6 +421,6 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         seen.update(now)
     if not found and not sinks:
         raise ValueError(
-            f"ask: items from input {stage!r} must reach a collect() or sink(), which return the answers"
+            f"ask: items from input {stage!r} must reach a collect() or a sink(), which returns the answers"
         )
     return found

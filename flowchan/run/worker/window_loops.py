@@ -256,7 +256,7 @@ class _Side(Generic[T]):
 
 
 def join(job: OperatorJob, *, left: In[Any], right: In[Any], out: Out[tuple[Any, Any]]) -> None:
-    """Put pairs of items from both inputs whose keys are equal and whose times are close."""
+    """Put pairs of items, one from each input, whose keys are equal and whose times are close."""
     options, within, lateness = job.options, job.options["within"], job.options["allowed_lateness"]
     arrivals = ArrivalClock()
     sides = (
