@@ -24,10 +24,10 @@ from flowchan.hosts import local, open_channel
 
 ISOLATES = (
     "All hosts are agents on this machine, connected over loopback. The first run starts a process that forks"
-    " them. For a flowchan graph, the clock includes declaring the graph, and starting and ending agents and "
-    "workers. For arrays between hosts and the comparison with Ray, the clock runs only from the first "
-    "output to the last. Ray's Queue is compared with a channel whose reader is on the other end of a link. "
-    "Arrays from host to host all pass through the driver. The direct path is one link between two "
+    " them. For a flowchan graph, the measured time includes declaring the graph, and starting and ending "
+    "agents and workers. For arrays between hosts and the comparison with Ray, the clock runs only from the "
+    "first output to the last. Ray's Queue is compared with a channel whose reader is on the other end of a "
+    "link. Arrays from host to host all pass through the driver. The direct path is one link between two "
     "processes. Both create a fresh array for each item. Ints from another program are put into a channel "
     "across hosts, through the channel itself or through a port."
 )

@@ -1,4 +1,4 @@
-"""Provide a server for clients on any hosts. A pair of channels connects each client."""
+"""Provide a server for clients on any host. A pair of channels connects each client."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ class Server:
         flag("Server", "tls", tls)
         self._lock = threading.Lock()
         self._all: list[ServedClient] = []
-        # One channel for each waiting call. The arrival of a client puts an item into all of them.
+        # One channel for each waiting call. When a client arrives, one item is put into each of them.
         self._wakeups: list[Channel[None]] = []
         self._clients = Clients(address, secret, tls, CAPACITY, self._add_client)
         self.address, self.secret = self._clients.address, self._clients.secret

@@ -349,7 +349,8 @@ struct Member::Gathering {
 
     const Plan& plan;
     const void* const in;
-    Sizes sizes, moved, pieces;  // moved: bytes that the first round publishes and the others read
+    // moved: bytes that a member publishes in the first round and the other members read
+    Sizes sizes, moved, pieces;
     ByRank<bool> in_place;
     ByRank<void*> to;
     ByRank<const void*> shown;

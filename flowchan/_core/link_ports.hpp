@@ -283,7 +283,8 @@ class Source {
     bool starved = false, leaving = false;
     // Owner side: recall items that the worker has not started if other workers wait for items (C8).
     bool recalling = false, recall_sent = false;
-    int64_t progress_at = 0;  // when the worker last finished an item or, before that, got its first
+    // when the worker last finished an item, or last got one while it had none
+    int64_t progress_at = 0;
     bool may_recall() const {
         return (started > 0 || on_demand) && active() > started && !recalling && !left;
     }

@@ -14,7 +14,7 @@ template <class M>
 bool done_with(M& m, Out& out, uint64_t number) {
     if (!out.state.ordered) {
         Wakes wakes;
-        if (out.state.keyed || !Traits<M>::resumes(m)) {  // no output count of a dead worker to forget
+        if (out.state.keyed || !Traits<M>::resumes(m)) {  // no dead worker's output count to forget
             out.state.keyed = false;
             return true;
         }

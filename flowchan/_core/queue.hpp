@@ -114,8 +114,8 @@ class LocalQueue {
     bool could_continue(const Caller& caller) const;  // whether the caller's operation would succeed now
     void wake_waiting(Side side, Wakes& wakes);       // wakes one caller whose operation would succeed now
     WaitList reader_list, writer_list;
-    std::atomic<uint64_t> state = OPEN;  // a reader without the lock gets only a hint
-    PyObject* cause = nullptr;           // why the channel is BROKEN
+    std::atomic<uint64_t> state = OPEN;  // only a hint for readers without the lock
+    PyObject* cause = nullptr;           // exception that broke the channel
     uint64_t puts = 0, takes = 0, bytes_in = 0, bytes_out = 0;
     uint64_t leased = 0, parked = 0, turn = 0, readers = 0, writers = 0;
     bool short_of_bytes = false;  // a writer waits because max_bytes is reached

@@ -260,7 +260,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }  // a larger item must wait until the ring is empty
     bool fits(uint64_t size) const { return size <= max_bytes_; }
     // Return whether an item of this size would need fresh memory although readers will soon free some.
-    // `late`: the put has already waited for recycled memory as long as waiting pays off.
+    // `late`: the put has already waited for recycled memory for as long as waiting is worthwhile.
     bool lacks_warm_memory(uint64_t size, bool late);
     // Return whether a link fills this ring for the plain gets of a remote channel. The link reports an item
     // as finished only after this process has decoded it. Until then, the owner keeps the item in case this

@@ -168,7 +168,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     return !session || !session->lease_head || slot_exists(session->lease_tail);
 }
 
-// Describe the slot at the head in `taken`, without the address of the payload.
+// Fill `taken` with a description of the slot at the head, without the address of the payload.
 [[gnu::always_inline]] inline void Ring::describe(Taken& taken, Slot* slot) const {
     taken.kind = slot->kind;
     taken.size = slot->size;

@@ -36,7 +36,7 @@ class WaitQueues {
     void leave_all(size_t used) {
         for (size_t i = 0; i < places_.size(); ++i) places_[i].leave(i != used);
     }
-    // Sleep until a word changes, or for `ns`. Return true if the time is over.
+    // Sleep until a word changes, or for `ns`. Return true if the time ran out.
     bool sleep(int64_t ns) {
         WithoutGil without;
         return sleep_on_any(words_, now_ns() + ns);

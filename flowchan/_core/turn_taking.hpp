@@ -75,7 +75,7 @@ class TurnTaking {
         T get() const { return value.load(std::memory_order_relaxed); }
         void set(T to) { value.store(to, std::memory_order_relaxed); }
     };
-    // How many rests to skip: how many remain, and how many the last failure caused.
+    // `left`: rests still to skip. `last`: rests to skip because of the latest rest; 0 if it was useful.
     struct Doubt {
         Hint<uint32_t> left, last;
     };

@@ -16,7 +16,7 @@
 | hosts | the hosts of a stage are not given, or cannot be known here |
 | gang | the workers of a stage cannot form a group as declared |
 | daemon | a daemonic process declares worker processes, which it is not allowed to start |
-| spent | a source has an iterator that is at its end, or that an earlier run has read |
+| spent | a source has an iterator that is exhausted, or that an earlier run has read |
 | capacity | a capacity is not an int of at least 1 |
 | memory | the channels between processes need more memory than is free |
 | workers | a stage whose number of workers cannot change has ``workers="auto"`` |

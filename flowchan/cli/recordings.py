@@ -118,7 +118,7 @@ def _stages_of(graph: Blueprint, name: str) -> list[Stage]:
         raise LoadError(error.args[0]) from None
     if len(stage.inputs) != 1 or stage.operator.routes or stage.service:
         raise LoadError(
-            f"replay: stage must have one input, which the recorded items can fill, got {name!r}, a "
+            f"replay: stage must have exactly one input that recorded items can fill, got {name!r}, a "
             f"{stage.kind} with {number_of(len(stage.inputs), 'input')}"
         )
     if not stage.per_worker:

@@ -286,8 +286,8 @@ class Blueprint(General):
         if channel not in edges:
             names = ", ".join(map(repr, edges)) or "none"
             raise ValueError(
-                f"record: channel must be one of {names}, the channels that all workers of their stages "
-                f"share, got {channel!r}"
+                f"record: channel must be one of {names} (the channels that all workers of the writer and "
+                f"the reader share), got {channel!r}"
             )
         return edges[channel]
 

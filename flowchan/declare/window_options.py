@@ -27,7 +27,7 @@ def window_options(
         own: dict[str, Any] = {"size": whole(kind, "size", size, 1), "seconds": None}
         step = size if every is None else whole(kind, "every", every, 1)
         if time is not None or allowed_lateness != 0:
-            raise TypeError(f"{kind}: time and allowed_lateness require seconds, the length of a window")
+            raise TypeError(f"{kind}: time and allowed_lateness require seconds=, the length of a window")
     else:
         own = {"size": None, "seconds": finite_seconds(kind, "seconds", length)}
         step = own["seconds"] if every is None else finite_seconds(kind, "every", every)

@@ -125,7 +125,7 @@ def _shown(packed: Any) -> Any:
 
 
 def _bare(item: Any) -> Any:
-    """Return an item without the box of a sampled item."""
+    """Take a sampled item out of its box; return any other item unchanged."""
     boxed = (type(item).__module__, type(item).__name__) == ("flowchan.items.sampled_item", "SampledItem")
     return item.item if boxed else item
 

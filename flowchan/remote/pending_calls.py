@@ -51,7 +51,7 @@ class PendingCall:
         self.number = 0  # 0 until the request is sent
         self.late = late
         self.reply: Reply | None = None
-        self.abandoned = self.is_over = False  # is_over limits the calls of `late` to one
+        self.abandoned = self.is_over = False  # is_over ensures that `late` is called at most once
         self._has_reply = Latch()
         self.done: Callable[[], None] = done or self._has_reply.set
 

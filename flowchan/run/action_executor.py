@@ -37,7 +37,7 @@ class ActionExecutor:
     Args:
         crew: Crew that manages the run's workers.
         channels: Channels of the run.
-        tally: Counts of the run, which contain its warnings.
+        tally: Counts and warnings of the run.
         feed: Feed that reports warnings to subscribers.
 
     Attributes:

@@ -16,7 +16,7 @@ def failure_of_run(
 ) -> Exception | None:
     """Return the error of a run that has ended, or None if it succeeded.
 
-    ``crashed`` is the exception of a bug in flowchan, if one ended the run.
+    ``crashed`` is the exception that a bug in flowchan raised, or None.
     """
     if crashed is not None:
         error = RuntimeError(

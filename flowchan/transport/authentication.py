@@ -283,7 +283,7 @@ def greeting(role: bytes, tls: bool = False, fingerprint: bytes = NO_CERTIFICATE
 
 
 def check_greeting(peer_greeting: bytes, role: bytes, tls: bool) -> None:
-    """Raise ``Refused`` unless a greeting has our protocol, the right role and the same use of TLS."""
+    """Raise ``Refused`` unless a greeting has our protocol, the right role and the same TLS setting."""
     if not peer_greeting.startswith(PREAMBLE):
         raise Refused("it does not use the protocol of this version of flowchan")
     rest = peer_greeting[len(PREAMBLE) :]

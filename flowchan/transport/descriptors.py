@@ -155,7 +155,7 @@ class DuplicatedDescriptors(Companions):
 
 
 class Unopened(Companions):
-    """Collects the channels of a value that other processes forward without unpacking.
+    """Collects the channels in a value, so that other processes can forward the value without unpacking it.
 
     The value must not contain anything that these processes would have to handle.
     """

@@ -25,7 +25,7 @@ from flowchan.transport.tls import certificate
 AT_ONCE = 128
 HANDSHAKE_TIMEOUT_S = 10.0  # seconds allowed for a handshake
 _chooser = random.SystemRandom()  # peers can't predict its choices
-PAUSE = 0.1  # seconds without accepting connections when this process lacks descriptors
+PAUSE = 0.1  # how long to accept no connections when this process runs out of descriptors, in seconds
 
 
 class AuthenticatedListener:

@@ -74,7 +74,7 @@ void wait_for(DeviceIndex index) {
     TORCH_CHECK(failure.empty(), failure);
 }
 
-// One byte per device. Torch gets the address of the byte as the handle of every event of the device.
+// One byte per device. Torch uses the address of a device's byte as the handle of all events of that device.
 char places[128];
 
 // A remote device runs its commands in order. It therefore has one stream, and an event is a position in that

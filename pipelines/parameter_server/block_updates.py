@@ -169,7 +169,9 @@ def updates_of_shards(
             raise KeyError(f"ParameterServer: keys of rows must be names of tensors, got {name!r}")
     updates = [BlockUpdates({name: tensors[name] for name in share}, optimizer, rows) for share in shares]
     for taken in tensors.keys() & {slot for one in updates for slot in one.slots}:
-        raise ValueError(f"ParameterServer: tensors must not use the names of optimizer state, got {taken!r}")
+        raise ValueError(
+            f"ParameterServer: tensors must not have names reserved for optimizer state, got {taken!r}"
+        )
     return updates
 
 

@@ -25,7 +25,7 @@ class Notice(NamedTuple):
     Attributes:
         shard: Number of the keeper's shard.
         kind: Whether the keeper has staged or performed a call, or has lost a client.
-        call: Id of the call. For a lost client, the number is unused.
+        call: Id of the call. If a client was lost, the number in this id is 0.
     """
 
     shard: int

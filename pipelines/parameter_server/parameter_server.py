@@ -95,7 +95,7 @@ class ParameterServer:
         shards: Number of server workers; each tensor belongs to one of them (default: 1). An object requires
             one shard.
         on: Where the server's workers run: ``"process"`` (default), ``"thread"``, or a pool from
-            ``flowchan.hosts``. A pool's hosts take turns to get a shard.
+            ``flowchan.hosts``. The shards are assigned to the pool's hosts in turn.
         optimizer: Function that creates a ``torch.optim.Optimizer`` for a list of parameters. Each push with
             the rule ``"gradient"`` takes a step of this optimizer (default: none).
         rows: Mapping from table names to a :class:`RowOptimizer`, for tables that get gradients from

@@ -153,7 +153,7 @@ class PoolConnection:
         return PoolPushHandle(self._places, self._send("push", parts, timeout))
 
     def _send(self, kind: str, arguments: Iterable[Any], timeout: float | None) -> list[Call]:
-        """Send a call that the program orders to all keepers."""
+        """Send a call to all keepers. The program decides the order of such calls."""
         calls: list[Call] = []
         with self._sending:
             id = self._id, next(self._numbers)

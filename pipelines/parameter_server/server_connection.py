@@ -235,9 +235,7 @@ def _attempts(late: float | None) -> Iterator[int]:
     yield 0
     for attempt in itertools.count(1):
         if late is not None and time.monotonic() > late:
-            raise TimeoutError(
-                f"pull: pushes have overwritten each of {attempt} copies before it was complete"
-            )
+            raise TimeoutError(f"pull: pushes overwrote each of the {attempt} copies before it was complete")
         yield attempt
 
 

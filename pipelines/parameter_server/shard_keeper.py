@@ -286,6 +286,6 @@ def keep_shard(
         following = threading.Thread(target=keeper.follow, args=(orders,), name="flowchan shard", daemon=True)
         following.start()
         parent.send(keeper.gateway)
-        parent.receive()  # the order to close, after which no client sends a call
+        parent.receive()  # the command to close; clients send no calls after it
         keeper.gateway.close()
         return keeper.state()

@@ -64,7 +64,7 @@ NODE_FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def operator(name: str, module: str = "") -> Any:
-    """Return the operator with a name such as ``aten::add.Tensor``."""
+    """Return the operator of the given name, such as ``aten::add.Tensor``."""
     if name in NODE_FUNCTIONS:
         return NODE_FUNCTIONS[name]
     if module:

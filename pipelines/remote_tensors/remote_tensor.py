@@ -358,7 +358,7 @@ def on_one_node(
         The client, the positional arguments and the keyword arguments.
 
     Raises:
-        RuntimeError: The tensors are on several nodes, or a tensor with dimensions is on the CPU.
+        RuntimeError: The tensors are on several nodes, or a tensor with at least one dimension is on the CPU.
     """
     tensors = [
         one for one in flat_results([list(args), list(kwargs.values())]) if isinstance(one, torch.Tensor)

@@ -147,8 +147,8 @@ class Cut:
     def halves(self, value: Any = None) -> list[Part]:
         """Return twice as many parts, with as equal shares of the operations for ``value`` as possible.
 
-        Time is not measured: training must draw the same random numbers in every run, and these depend on the
-        parts.
+        Time is not measured, because measured times vary between runs. The parts would vary with them, and
+        so would the random numbers of training, which must be the same in every run.
         """
         with self._lock:
             if value is not None:

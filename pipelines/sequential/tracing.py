@@ -55,8 +55,8 @@ class Traced:
         begins = [_begin(nodes, name) for name in names] or _heavy(nodes, module)[1:]
         if sorted(set(begins)) != begins or 0 in begins:
             raise ValueError(
-                "Sequential: parts must list layers after the first one, in the order in which they "
-                f"run, got {short(list(names))}"
+                "Sequential: parts must name layers in the order in which they run, without the first "
+                f"layer, got {short(list(names))}"
             )
         self.layers = nn.Sequential()
         self.layers.training = module.training

@@ -38,7 +38,7 @@ def pass_one(source: Any, target: Any) -> None:
 
 
 def put_and_take_back(first: Any, second: Any, result: Any) -> None:
-    """Put an item into one channel and get it from the other. Both arguments must be the same channel."""
+    """Put an item into ``first`` and get it from ``second``, which must refer to the same channel."""
     first.put("round")
     result.put(second.get())
 

@@ -165,7 +165,7 @@ def test_replay_works_for_each_kind_of_stage(channel: str, stage: str, shown: st
         (
             "numbers",
             "items.rec",
-            "stage must have one input, which the recorded items can fill, got 'numbers'",
+            "stage must have exactly one input that recorded items can fill, got 'numbers'",
         ),
         ("inverse", "words.py", "path must be a file that `flowchan record` has written, got 'words.py'"),
         ("inverse", "missing.rec", "can't read missing.rec: No such file or directory"),

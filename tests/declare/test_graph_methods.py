@@ -111,7 +111,7 @@ def test_record_refuses_a_channel_of_one_worker(channel: str, tmp_path: Path) ->
     graph.source(numbers, name="numbers").map(abs, key=abs, workers=2, name="routed").sink(print)
     graph.source(numbers, name="others").map(abs, workers=2, name="before").allreduce(name="sum").collect()
     graph.source(numbers, name="unread")
-    with pytest.raises(ValueError, match="channel must be one of 'numbers', 'routed', 'others', 'sum', the"):
+    with pytest.raises(ValueError, match="channel must be one of 'numbers', 'routed', 'others', 'sum' "):
         graph.record(channel, tmp_path / "items.rec")
     assert "record" not in {stage.kind for stage in graph.stages}
     graph.record("sum", tmp_path / "items.rec")

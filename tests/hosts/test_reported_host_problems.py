@@ -89,7 +89,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "distributed#8393": (
-        "the start parses an address in the output, and hangs with another log level",
+        "startup parses an address from the log output, so it hangs if the log level is changed",
         ("hosts/test_reported_host_problems.py::test_agent_starts_despite_printed_output",),
     ),
     "distributed#3420": (

@@ -21,7 +21,8 @@ struct Tolerance {
     // Some free slots may be in no list, because a process died in `rebuild_lists` or while taking a bare
     // slot.
     bool lost_free_slots = false;
-    // how many dead users a wait queue may still count, because the process that removes them died as well
+    // how many dead users a wait queue may still count, because the process that should have removed them
+    // also died
     uint32_t waiting = 0;
 };
 

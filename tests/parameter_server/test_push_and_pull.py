@@ -283,7 +283,7 @@ def test_pull_raises_timeout_error_if_pushes_overwrite_every_copy(monkeypatch: p
     monkeypatch.setattr(OpenShard, "is_version", lambda shard, version: False)
     with (
         ParameterServer({"w": np.zeros(2)}, on="thread") as server,
-        pytest.raises(TimeoutError, match="pushes have overwritten each of"),
+        pytest.raises(TimeoutError, match="pushes overwrote each of"),
     ):
         server.client().pull(timeout=0.01)
 

@@ -65,7 +65,8 @@ class KillAtLine:
 def test_push_is_applied_once_if_worker_dies_at_any_line(
     shards: int, names: str, monkeypatch: pytest.MonkeyPatch, long_walk: bool
 ) -> None:
-    """Incarnation n of the worker dies during push n, later than the one before. The next one applies it.
+    """Incarnation n of the worker dies during push n, later than the one before. Incarnation n + 1 applies
+    that push.
 
     ``make test`` kills after every third number of lines. The three cases together kill after each number.
     """

@@ -130,7 +130,7 @@ def test_process_that_dies_during_its_start_is_reported() -> None:
 
 
 def test_death_is_noticed_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every interval for polling is set to an hour."""
+    """Every polling interval is set to an hour."""
     for module, name in (
         (watch, "POLL_INTERVAL_S"),
         (supervisor, "POLL_INTERVAL_S"),

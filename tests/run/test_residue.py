@@ -39,7 +39,7 @@ def die(item: int) -> None:
 
 
 def residue() -> set[str]:
-    """Return the resources of runs that this process has now."""
+    """Return the run resources that this process holds now."""
     found = {f"process {child}" for child in descendants()}
     found |= {
         f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("flowchan")

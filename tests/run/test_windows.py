@@ -265,7 +265,7 @@ def test_join_drops_items_that_can_have_no_more_partners(monkeypatch: pytest.Mon
         ((0,), {}, ValueError, "size must be"),
         ((2,), {"every": 3}, ValueError, "every must be at most the length of a window, got 3"),
         ((), {"seconds": 2, "every": 3}, ValueError, "every must be at most the length of a window, got 3"),
-        ((2,), {"time": float}, TypeError, "time and allowed_lateness require seconds"),
+        ((2,), {"time": float}, TypeError, "time and allowed_lateness require seconds="),
         ((), {"seconds": 2, "allowed_lateness": 1}, TypeError, "allowed_lateness requires time"),
         ((), {"seconds": 2, "time": float, "allowed_lateness": -1}, ValueError, "allowed_lateness must be"),
         (

@@ -122,9 +122,7 @@ def test_loss_with_dimensions_raises_with_its_shape() -> None:
     error = failure_of(
         perceptron(), "thread", loss=lambda output, target: cross_entropy(output, target, reduction="none")
     )
-    assert (
-        "step F0 (micro-batch 0 of 4): TypeError: loss must be a tensor without dimensions" in error.message
-    )
+    assert "step F0 (micro-batch 0 of 4): TypeError: loss must be a 0-dimensional tensor" in error.message
     assert "got shape (2,)" in error.message
 
 

@@ -47,7 +47,7 @@ class Wire:
         self._silent_until = 0.0
 
     def __reduce__(self) -> Any:
-        """Pickle the wire as a value, because a provider is sent with its stages."""
+        """Pickle the wire as None: it cannot be pickled itself, and its provider is sent with the stages."""
         return type(None), ()
 
     def to(self, target: str) -> str:

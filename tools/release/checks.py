@@ -72,7 +72,7 @@ def check_sdist(archive: Path, project: Path) -> None:
     if missing:
         raise Wrong(f"{archive.name} lacks {', '.join(sorted(missing))}")
     if archive.name != f"flowchan-{version_in(project)}.tar.gz":
-        raise Wrong(f"{archive.name} must have the version {version_in(project)} of the code")
+        raise Wrong(f"{archive.name}: version must be {version_in(project)}, as in the code")
 
 
 def check_wheel(path: Path, target: Target, project: Path, build_paths: Iterable[Path]) -> None:
@@ -100,7 +100,7 @@ def check_wheel(path: Path, target: Target, project: Path, build_paths: Iterable
     if core != f"flowchan/_core{target.suffix}":
         raise Wrong(f"{path.name}: its core must end with {target.suffix}, got {core}")
     if metadata["Version"] != version:
-        raise Wrong(f"{path.name} must have the version {version} of the code, got {metadata['Version']}")
+        raise Wrong(f"{path.name}: version must be {version}, as in the code, got {metadata['Version']}")
     licences = {
         f"{info}/licenses/{file.relative_to(project)}"
         for file in [project / "LICENSE", *project.glob("licenses/*.txt")]
@@ -109,7 +109,7 @@ def check_wheel(path: Path, target: Target, project: Path, build_paths: Iterable
         raise Wrong(f"{path.name} lacks {', '.join(sorted(licences - names))}")
     for folder in build_paths:
         if bytes(folder) in binary:
-            raise Wrong(f"{path.name}: its core names the folder {folder}")
+            raise Wrong(f"{path.name}: its compiled core must not contain the path {folder}")
 
 
 def check_by_tools(path: Path) -> None:

@@ -253,7 +253,7 @@ def _leave_bytes_alone(terminal: int) -> None:
 
 
 class LiveView:
-    """View of a run on a stream.
+    """View of a run, written to an output stream such as standard error.
 
     Use ``with LiveView() as view:`` and call :meth:`show` several times a second.
 

@@ -111,7 +111,7 @@ class PooledProcesses:
         self._known: dict[WorkerId, PooledProcess] = {}
         self._late: set[WorkerId] = set()  # processes that were started during this run
         self._leaving: Dismissed = []
-        self._failed: list[tuple[WorkerId, BaseException]] = []  # errors that closing callables raised
+        self._failed: list[tuple[WorkerId, BaseException]] = []  # errors raised while closing the callables
         weakref.finalize(self, _end_dropped, os.getpid(), self._known, self._leaving).atexit = False
 
     def packed(self, stage: Stage) -> bytes:

@@ -193,7 +193,7 @@ class RunPorts:
         return self.ports[id].inputs["items"]
 
     def result_read(self, id: WorkerId) -> None:
-        """Record that a thread has begun to read a result, from any thread."""
+        """Record that a thread has begun to read a result. Any thread may call this method."""
         self._unread.pop(id, None)
 
     def started(self, id: WorkerId) -> seeds.Worker:

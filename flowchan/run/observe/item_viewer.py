@@ -2,8 +2,8 @@
 
 Algorithm. One thread serves one viewer. It looks into the channel every ``LOOK_EVERY_S`` seconds, and sends
 each item that no earlier look has shown. A look takes the channel's lock, copies at most ``MOST_BYTES``, and
-changes nothing. Readers get the same items in the same order, and the channel has the same room. An item that
-passes through the channel between two looks is not shown.
+changes nothing. Readers get the same items in the same order, and the viewer takes up no room in the channel.
+An item that passes through the channel between two looks is not shown.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class Deadlocks:
     ) -> Stuck | frozenset[WorkerId] | None:
         """Return the result of :func:`judge`, or None if no check is due or an answer is missing.
 
-        ``observe`` receives the workers of ``alive`` with unread results, and returns an observation. It
+        ``observe`` receives the workers in ``alive`` that have unread results, and returns an observation. It
         returns None while answers from other hosts are missing.
         """
         if now < self.next_at:

@@ -30,7 +30,7 @@ def all_wait(stats: RunStats) -> bool:
     the channels one after another.
 
     The result is false if a worker selects from several channels, because several channels would count it. It
-    is also false if a waiting worker has a timeout, or has been woken but does not run yet. Waiting
+    is also false if a waiting worker has a timeout, or has been woken but is not running yet. Waiting
     coroutines count; ``async_worker.only_wait_for`` checks their event loops for other work.
     """
     if any(edge.selecting > edge.awaiting or edge.woken for edge in stats.edges):

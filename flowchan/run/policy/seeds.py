@@ -127,7 +127,8 @@ SEEDED: dict[str, Callable[[Any, int], object]] = {
 
 
 def _seed(module: ModuleType, seed: int) -> None:
-    with contextlib.suppress(AttributeError):  # the module is partly imported, or a user's with its name
+    # The module may be only partly imported, or it may be a user's module of the same name.
+    with contextlib.suppress(AttributeError):
         SEEDED[module.__name__](module, seed)
 
 

@@ -51,7 +51,7 @@ class Pace:
 
 
 class SharedPace(Pace):
-    """Schedules the items of a stage whose workers are processes of one machine.
+    """Schedules the items of a stage whose workers are processes on one machine.
 
     The program keeps the next start time in an in-memory file.
     """

@@ -61,7 +61,7 @@ def _arrived(question: int, packed: Packed, board: str) -> Request:
         item = unpack(packed)
     except Exception as error:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and shortage("the item", error)):
-            raise  # memory or descriptors are short, so a later attempt may succeed
+            raise  # memory or descriptors have run out, so a later attempt may succeed
         item = NotRead(error)
     return Request(question, item, board)
 

@@ -371,7 +371,7 @@ def settle() -> None:
 
 
 def _settle_in_background() -> None:
-    """Release items in the background for a while, because this process may not receive another item."""
+    """Release items in the background for a while, in case this process receives no further item."""
     with _state.lock:
         if not _state.settling:
             _state.settling = True

@@ -254,7 +254,7 @@ def weighted(output: Any, loss: Loss | None, target: Any, share: float) -> Tenso
     found: Any = loss(output, target)
     if not isinstance(found, Tensor) or found.dim() != 0:
         what = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise TypeError(f"loss must be a tensor without dimensions, the mean over the batch, got {what}")
+        raise TypeError(f"loss must be a 0-dimensional tensor (the mean over the batch), got {what}")
     if not found.requires_grad and any(one.requires_grad for one in tensors(output)):
         raise ValueError(
             "loss must depend on the model's output, got a tensor without grad_fn; do not detach it or "
