@@ -450,7 +450,7 @@ class Out(Generic[T_contra]):
     def _leave_open(self) -> None: ...
 
 def _references() -> int:
-    """Return how many items in this process's channels are references to outputs on other hosts."""
+    """Return how many outputs in this process's channels are on other hosts."""
 
 class Link:
     """A connection between two hosts of a run, which serves the ports of remote workers."""
