@@ -13,7 +13,7 @@ import pytest
 
 from flowchan.transport.versions import VERSION
 from tools.release import checks
-from tools.release.roots import NotHere, System, local
+from tools.release.roots import NotHere, System, local, with_local
 from tools.release.targets import Target, selected
 
 ROOT = Path(__file__).parents[1]
@@ -142,6 +142,12 @@ def test_python_of_this_machine_is_found() -> None:
     assert (found.include / "Python.h").exists()
     with pytest.raises(NotHere, match=r"python9\.9 is not on this machine"):
         local("9.9")
+
+
+def test_python_of_another_processor_is_never_local() -> None:
+    (target,) = selected(["cp312-manylinux*aarch64"])
+    with pytest.raises(NotHere, match=r"Debian has no CPython 3\.12 for aarch64"):
+        with_local(target, pytest.fail)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may call chroot")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tools.release import checks, roots, wheels
 from tools.release.roots import SUITES, NotHere, Root, System, command, headers
-from tools.release.targets import TESTED, Target, selected
+from tools.release.targets import NATIVE, Target, selected
 
 PROJECT = Path(__file__).parents[2]
 WORK = PROJECT / "build" / "release"
@@ -33,7 +33,7 @@ class Release:
         self.failed = False
         self.root_for = functools.cache(self._root)
 
-    def _root(self, python: str) -> Root:
+    def _root(self, python: str, machine: str = NATIVE) -> Root:
         read = command(
             "apt-get",
             "indextargets",
@@ -43,7 +43,7 @@ class Release:
             "Origin: Debian",
             "Label: Debian",
         )
-        return Root(WORK, python, read.split()[0])
+        return Root(WORK, python, machine, read.split()[0])
 
     def row(self, name: str, built: str, tested: str, good: bool = True) -> None:
         """Add a line to the table, and print the line at once."""
@@ -97,17 +97,14 @@ class Release:
         Raises:
             NotHere: This machine cannot run the wheel.
         """
-        if target.machine != TESTED:
-            raise NotHere(f"cross-built; this machine is {TESTED}")
-        if target.libc.startswith("musl"):
-            raise NotHere("Debian has no CPython on musl")
-        if target.python in SUITES and not target.free_threaded:
-            system: System = self.root_for(target.python)
+        if target.python in SUITES and not target.free_threaded and target.libc.startswith("manylinux"):
+            system: System = self.root_for(target.python, target.machine)
             python = f"/usr/bin/python{target.python}"
         else:
             system, python = roots.with_local(target, self.root_for)
         checks.check_runs(path, target, system, python, PROJECT)
-        return "installed without a compiler; README's graph ran in processes and on threads"
+        emulated = "" if target.machine == NATIVE else " in an emulator"
+        return f"installed without a compiler; README's graph ran in processes and on threads{emulated}"
 
 
 def _fresh(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.release.targets import Target
+from tools.release.targets import MACHINES, NATIVE, Target
 
 SUITES = {"3.11": "bookworm", "3.13": "trixie", "3.14": "sid"}
 """Debian release that ships each version of CPython."""
@@ -70,11 +70,13 @@ class System:
 class Root(System):
     """Minimal Debian system, created by debootstrap and kept for the next run."""
 
-    def __init__(self, work: Path, python: str, mirror: str) -> None:
+    def __init__(self, work: Path, python: str, machine: str, mirror: str) -> None:
         if python not in SUITES:
             raise NotHere(f"Debian has no CPython {python}")
-        self.suite = SUITES[python]
-        super().__init__(work / "roots" / self.suite)
+        if machine != NATIVE and not Path(f"/proc/sys/fs/binfmt_misc/qemu-{machine}").exists():
+            raise NotHere("an emulator is missing: apt install qemu-user-static binfmt-support")
+        suite, processor = SUITES[python], MACHINES[machine]
+        super().__init__(work / "roots" / f"{suite}-{processor}")
         if (self.folder / "complete").exists():
             return
         if not shutil.which("debootstrap"):
@@ -83,7 +85,13 @@ class Root(System):
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True)
         packages = f"--include=python{python}-venv,libpython{python}-dev"
-        command("debootstrap", "--variant=minbase", packages, self.suite, self.folder, mirror)
+        options = [f"--arch={processor}", "--variant=minbase", packages]
+        if machine == NATIVE:
+            command("debootstrap", *options, suite, self.folder, mirror)
+        else:  # CPython also runs without the packages' scripts, which take long in an emulator
+            command("debootstrap", "--foreign", *options, suite, self.folder, mirror)
+            for package in (self.folder / "var/cache/apt/archives").glob("*.deb"):
+                command("dpkg-deb", "--extract", package, self.folder)
         for name in ("resolv.conf", "hosts"):
             shutil.copy(f"/etc/{name}", self.folder / "etc" / name)
         (self.folder / "complete").touch()
@@ -124,7 +132,7 @@ class Local:
 
 
 def local(version: str) -> Local:
-    """Return the CPython on this machine's ``PATH``; the version is ``3.12`` or, if free-threaded, ``3.14t``.
+    """Return the CPython on this machine's ``PATH``; the version is ``3.12``, ``3.14t`` or ``3.13-musl``.
 
     Raises:
         NotHere: The CPython or its headers are not installed here.
@@ -147,8 +155,15 @@ def with_local(target: Target, root_for: Callable[[str], Root]) -> tuple[System,
     Raises:
         NotHere: That CPython is not installed here, or this machine runs another system.
     """
-    version = target.python + ("t" if target.free_threaded else "")
+    musl = target.libc.startswith("musl")
+    version = target.python + ("t" if target.free_threaded else "") + ("-musl" if musl else "")
+    if target.machine != NATIVE:
+        raise NotHere(f"Debian has no CPython {version} for {target.machine}")
     found = local(version)
+    if musl:  # it needs no library of the system except musl
+        system = System(root_for("3.13").folder, [found.prefix])
+        shutil.copy(f"/lib/ld-musl-{target.machine}.so.1", system.folder / "lib")
+        return system, f"{found.prefix}/bin/python{version.removesuffix('-musl')}"
     suite = platform.freedesktop_os_release().get("VERSION_CODENAME")
     pythons = [python for python, name in SUITES.items() if name == suite]
     if not pythons or found.prefix == Path("/usr"):

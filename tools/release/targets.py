@@ -10,9 +10,10 @@ from fnmatch import fnmatch
 PYTHONS = ("cp311", "cp312", "cp313", "cp314", "cp314t")
 LIBCS = {"manylinux_2_28": "gnu", "musllinux_1_2": "musl"}
 """Wheel platforms, including the oldest C library, mapped to the library's name in a compiler target."""
-MACHINES = ("x86_64", "aarch64")
-TESTED = "x86_64"
-"""Processor of the wheels that are installed and run. Wheels for the other processor are only compiled."""
+MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""Processors, mapped to Debian's names."""
+NATIVE = "x86_64"
+"""Processor of the machine that builds the wheels. Wheels for the other processor run in an emulator."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import ziglang
 
 from tools.release.checks import Wrong
 from tools.release.roots import command
-from tools.release.targets import TESTED, Target
+from tools.release.targets import NATIVE, Target
 
 BIN = Path(sys.executable).parent
 HERE = Path(__file__).parent
@@ -77,7 +77,7 @@ def wheel(target: Target, source: Path, headers: Path, folder: Path, zig_cache: 
     (built,) = raw.glob("*.whl")
     if target.libc.startswith("musl"):
         built = _musl_named(built, target, folder / "patched", environment)
-    can_repair = target.libc.startswith("manylinux") and target.machine == TESTED
+    can_repair = target.libc.startswith("manylinux") and target.machine == NATIVE
     finish = _repaired if can_repair else _named
     return finish(built, target, folder / "wheel", environment)
 
