@@ -85,6 +85,7 @@ class Root(System):
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True)
         packages = f"--include=python{python}-venv,libpython{python}-dev"
+        copied = ["resolv.conf", "hosts"]
         options = [f"--arch={processor}", "--variant=minbase", packages]
         if machine == NATIVE:
             command("debootstrap", *options, suite, self.folder, mirror)
@@ -92,7 +93,8 @@ class Root(System):
             command("debootstrap", "--foreign", *options, suite, self.folder, mirror)
             for package in (self.folder / "var/cache/apt/archives").glob("*.deb"):
                 command("dpkg-deb", "--extract", package, self.folder)
-        for name in ("resolv.conf", "hosts"):
+            copied.append("ssl/certs/ca-certificates.crt")  # a script makes this file, and pip reads it
+        for name in copied:
             shutil.copy(f"/etc/{name}", self.folder / "etc" / name)
         (self.folder / "complete").touch()
 
