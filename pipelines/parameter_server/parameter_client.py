@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-from flowchan import Channel, pack
+from flowchan import pack
 from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.items.codec import dumps_in_one
 from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.encoded import Codes
 from flowchan.pipelines.parameter_server.push_rules import Rule, check_rule, check_values
 from flowchan.pipelines.parameter_server.row_client import RowClient
-from flowchan.pipelines.parameter_server.server_connection import PushHandle, ServerConnection, copy_of
+from flowchan.pipelines.parameter_server.server_connection import (
+    ClientConnection,
+    Pulled,
+    PushHandle,
+    copy_of,
+)
 from flowchan.pipelines.parameter_server.shard import Push
-from flowchan.pipelines.parameter_server.shard_memory import ShardMemory
 from flowchan.pipelines.parameter_server.tensor_kinds import dtype_name, is_inexact
 from flowchan.pipelines.parameter_server.tensor_layout import (
     ONLY,
+    Entry,
     Form,
     chosen,
     form_of,
@@ -28,7 +31,6 @@ from flowchan.pipelines.parameter_server.tensor_layout import (
     plain,
     pushed_size,
 )
-from flowchan.transport.descriptors import is_for_another_host
 
 Stale = Literal["drop", "wait"]
 """Policy for values that are too old: the server drops the push, or the client waits."""
@@ -38,7 +40,7 @@ class PullHandle:
     """Handle of a pull that runs in the background, returned by ``ParameterClient.prefetch``.
 
     Args:
-        pull: Function that performs the pull.
+        result: Function that waits at most a number of seconds for the pull, and returns its result.
         take: Function that returns the result for ``wait``, or copies it into ``out``.
 
     Example:
@@ -49,16 +51,8 @@ class PullHandle:
         {'w': array([1., 1.])}
     """
 
-    def __init__(self, pull: Callable[[], Any], take: Callable[[Any, Any], Any]) -> None:
-        self._take, self._result, self._error = take, None, None
-        self._thread = threading.Thread(target=self._run, args=(pull,), name="flowchan pull", daemon=True)
-        self._thread.start()
-
-    def _run(self, pull: Callable[[], Any]) -> None:
-        try:
-            self._result = pull()
-        except BaseException as error:
-            self._error = error  # type: ignore[assignment]
+    def __init__(self, result: Callable[[float | None], Pulled], take: Callable[[Pulled, Any], Any]) -> None:
+        self._result, self._take = result, take
 
     def wait(self, out: Any = None, timeout: float | None = None) -> Any:
         """Wait until the pull has finished.
@@ -74,15 +68,7 @@ class PullHandle:
             TimeoutError: ``timeout`` expired.
             Exception: The error that the pull raised.
         """
-        late = None if timeout is None else time.monotonic() + timeout
-        while self._thread.is_alive():  # wait in short steps, so that Ctrl-C can interrupt
-            left = 0.1 if late is None else min(0.1, late - time.monotonic())
-            if left <= 0:
-                raise TimeoutError(f"prefetch: the pull did not finish within {timeout:g} s")
-            self._thread.join(left)
-        if self._error is not None:
-            raise self._error
-        return self._take(self._result, out)
+        return self._take(self._result(timeout), out)
 
 
 class ParameterClient(RowClient):
@@ -94,9 +80,8 @@ class ParameterClient(RowClient):
 
     Args:
         form: Kind of state that the server holds.
-        memories: Memory of each shard.
-        inbox: Channel that carries the pushes.
-        ended: Channel that closes when the server shuts down.
+        entries: Tensors and slots of all shards.
+        connect: Function that connects a client in this process, and that can be sent with the client.
 
     Example:
         >>> import numpy as np
@@ -108,35 +93,24 @@ class ParameterClient(RowClient):
         ({'w': array([0.5, 0.5])}, 1)
     """
 
-    def __init__(
-        self, form: Form, memories: Sequence[ShardMemory], inbox: Channel[Push], ended: Channel[None]
-    ) -> None:
-        self._form, self._memories, self._inbox, self._ended = form, tuple(memories), inbox, ended
-        super().__init__({entry.name: entry for memory in memories for entry in memory.layout.entries})
-        self._connection: ServerConnection | None = None
+    def __init__(self, form: Form, entries: Iterable[Entry], connect: Callable[[], ClientConnection]) -> None:
+        self._form, self._all_entries, self._connect = form, tuple(entries), connect
+        super().__init__({entry.name: entry for entry in self._all_entries})
+        self._connection: ClientConnection | None = None
         self._pulled: int | None = None
-        self._entrance: Any = None  # makes clients for other hosts; None outside the server's program
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not is_for_another_host():
-            return ParameterClient, (self._form, self._memories, self._inbox, self._ended)
-        if self._entrance is None:
-            raise TypeError(
-                f"{self!r} can be sent to another host only by the program that created the server"
-            )
-        entries = tuple(entry for memory in self._memories for entry in memory.layout.entries)
-        reduced: tuple[Any, ...] = self._entrance.reduced(self._form, entries)
-        return reduced
+        return ParameterClient, (self._form, self._all_entries, self._connect)
 
     @property
     def version(self) -> int | None:
         """Return the version of the last pull, or None before the first pull."""
         return self._pulled
 
-    def _connected(self) -> ServerConnection:
+    def _connected(self) -> ClientConnection:
         found = self._connection
-        if found is None or found.pid != os.getpid():
-            found = self._connection = ServerConnection(self._memories, self._inbox, self._ended)
+        if found is None or not found.is_open:
+            found = self._connection = self._connect()
         return found
 
     @refuses_misspelt("push")
@@ -200,7 +174,7 @@ class ParameterClient(RowClient):
             given, size = self._checked(values, rule, scale, codes)
             connection = self._connected()
             if stale == "wait" and max_staleness is not None:
-                self._wait_for_slower(connection, max_staleness, timeout)
+                connection.wait_for_slower(max_staleness, timeout)
                 max_staleness = None
             left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
             at = self._pulled if at is None else at
@@ -233,17 +207,6 @@ class ParameterClient(RowClient):
             given = self._encoder.encode(given, codes)
         return given, pushed_size(given, None)
 
-    def _reached(self, at_least: int | None, late: float | None) -> ServerConnection:
-        """Wait for a version, and return the connection."""
-        connection = self._connected()
-        connection.check_program("pull")
-        if at_least is not None:
-            for shard in connection.shards:
-                connection.await_(
-                    shard, lambda shard=shard: shard.version >= at_least, late, "pull"  # type: ignore[misc]
-                )  # fmt: skip
-        return connection
-
     def _send_rows(
         self, table: str, ids: Any, values: Any, rule: Rule, scale: float, timeout: float | None
     ) -> PushHandle:
@@ -254,22 +217,8 @@ class ParameterClient(RowClient):
         )
 
     def _read_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Any:
-        late = None if timeout is None else time.monotonic() + timeout
-        connection = self._reached(at_least, late)
-        version, found, size = connection.pull_rows(table, ids, late)
-        connection.shards[0].count_pull(connection.slot, version, size)
-        self._pulled = version
+        self._pulled, found = self._connected().pull_rows(table, ids, at_least, timeout)
         return found
-
-    def _wait_for_slower(self, connection: ServerConnection, most: int, timeout: float | None) -> None:
-        shard = connection.shards[0]
-
-        def others_are_near() -> bool:
-            slowest = shard.slowest(connection.slot)
-            return slowest is None or shard.version + 1 - slowest <= most
-
-        late = None if timeout is None else time.monotonic() + timeout
-        connection.await_(shard, others_are_near, late, "push")
 
     @refuses_misspelt("pull")
     def pull(
@@ -308,29 +257,15 @@ class ParameterClient(RowClient):
             ...     server.client().pull(names=["b"])
             {'b': array([0.])}
         """
-        self._pulled, found = self._copied(out, at_least, names, consistent, timeout)
-        return found if out is None or self._form == "object" else out
+        wanted = self._wanted(names, "pull")
+        into = None if out is None or wanted is None else self._targets(out, wanted)
+        pulled = self._connected().pull(wanted, into, at_least, consistent, timeout)
+        found = self._taken(pulled, None)
+        return found if into is None else out
 
-    def _copied(
-        self,
-        out: Any = None,
-        at_least: int | None = None,
-        names: Iterable[str] | None = None,
-        consistent: bool = True,
-        timeout: float | None = None,
-    ) -> tuple[int, Any]:
-        """Copy the tensors or the object, and return them with their version."""
-        late = None if timeout is None else time.monotonic() + timeout
-        connection = self._reached(at_least, late)
-        if self._form == "object":
-            version, found, size = connection.pull_object(late)
-        else:
-            wanted = chosen(self._entries, names, "pull")
-            into = None if out is None else self._targets(out, wanted)
-            version, copies, size = connection.pull(wanted, into, consistent, late)
-            found = copies if self._form == "mapping" else copies[ONLY]
-        connection.shards[0].count_pull(connection.slot, version, size)
-        return version, found
+    def _wanted(self, names: Iterable[str] | None, call: str) -> list[str] | None:
+        """Return the names of the tensors to pull, or None for an object."""
+        return None if self._form == "object" else chosen(self._entries, names, call)
 
     def _targets(self, out: Any, names: list[str]) -> dict[str, Any]:
         """Return the tensors to fill, by name."""
@@ -369,22 +304,18 @@ class ParameterClient(RowClient):
             ...     handle.wait()
             {'w': array([1., 1.])}
         """
-        if self._form != "object":
-            names = chosen(self._entries, names, "prefetch")
-        return PullHandle(lambda: self._copied(names=names), self._taken)
+        return PullHandle(self._connected().prefetch(self._wanted(names, "prefetch")), self._taken)
 
-    def _taken(self, pulled: tuple[int, Any], out: Any) -> Any:
-        """Return the result of a prefetch.
+    def _taken(self, pulled: Pulled, out: Any) -> Any:
+        """Return the result of a pull, or copy it into ``out``.
 
         The version of the result becomes the client's last pulled version.
         """
         self._pulled, found = pulled
-        return found if out is None else self._filled(found, out)
-
-    def _filled(self, found: Any, out: Any) -> Any:
-        tensors = named(found, self._form)
-        for name, target in self._targets(out, list(tensors)).items():
-            copy_of(tensors[name], {name: target}, name)
+        if out is None or self._form == "object":
+            return found[ONLY] if self._form == "tensor" else found
+        for name, target in self._targets(out, list(found)).items():
+            copy_of(found[name], {name: target}, name)
         return out
 
     def close(self) -> None:
@@ -399,7 +330,7 @@ class ParameterClient(RowClient):
             ...     client.pull()
             array([0., 0.])
         """
-        if self._connection is not None and self._connection.pid == os.getpid():
+        if self._connection is not None and self._connection.is_open:
             self._connection.close()
         self._connection = None
 

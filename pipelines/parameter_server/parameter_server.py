@@ -20,7 +20,7 @@ from flowchan.pipelines.parameter_server.optimizer_state import Factory
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
 from flowchan.pipelines.parameter_server.remote_client import Entrance
 from flowchan.pipelines.parameter_server.rows import RowOptimizer
-from flowchan.pipelines.parameter_server.server_connection import ServerConnection
+from flowchan.pipelines.parameter_server.server_connection import LocalAccess
 from flowchan.pipelines.parameter_server.shard import Push, PushOrder, ShardStage
 from flowchan.pipelines.parameter_server.shard_memory import OpenShard, ShardMemory
 from flowchan.pipelines.parameter_server.shards_on_pool import ShardsOnPool
@@ -171,10 +171,11 @@ class ParameterServer:
             self._finalizer = weakref.finalize(self, self._inbox.close)
         else:  # the graph ends the server, even if the program keeps only clients
             self._declare(graph, shares, updates, on)
-        self._new_client = functools.partial(
-            ParameterClient, self._form, self._memories, self._inbox, self._ended
-        )
-        self._entrance = Entrance(self._new_client)
+        self._access = LocalAccess(tuple(self._memories), self._inbox, self._ended)
+        entries = tuple(entry for layout in layouts for entry in layout.entries)
+        client = functools.partial(ParameterClient, self._form, entries)
+        self._entrance = Entrance(self._access, functools.partial(client, self._access))
+        self._new_client = functools.partial(client, self._entrance)
 
     def _start_on(
         self,
@@ -235,9 +236,7 @@ class ParameterServer:
         """
         if self._pool_shards is not None:
             return self._pool_shards.client()
-        client = self._new_client()
-        client._entrance = self._entrance
-        return client
+        return self._new_client()
 
     def stats(self) -> ParameterServerStats:
         """Return the server's statistics.
@@ -306,9 +305,9 @@ class ParameterServer:
         if self._pool_shards is not None:
             version, found = self._pool_shards.pull(list(entries))
         else:
-            connection = ServerConnection(self._memories, self._inbox, self._ended)
+            connection = self._access()
             try:
-                version, found, _ = connection.pull(list(entries), None, consistent=True, late=None)
+                version, found, _ = connection.copy(list(entries), None, None, True, None)
             finally:
                 connection.close()
         slots = {name: found.pop(name) for name, entry in entries.items() if entry.slot}

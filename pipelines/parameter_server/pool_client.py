@@ -1,24 +1,28 @@
-"""Client of a parameter server whose shards are on the hosts of a pool."""
+"""Connect a client to a parameter server whose shards are on the hosts of a pool."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flowchan import Broken, Channel, ChannelError, Closed
-from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
 from flowchan.pipelines.parameter_server.remote_calls import Call, Gateway, Session
-from flowchan.pipelines.parameter_server.row_client import RowClient
-from flowchan.pipelines.parameter_server.server_connection import PushHandle, copy_of
+from flowchan.pipelines.parameter_server.server_connection import (
+    ClientConnection,
+    LocalAccess,
+    Pulled,
+    PushHandle,
+    ServerConnection,
+    copy_of,
+    late_after,
+    left_until,
+)
 from flowchan.pipelines.parameter_server.shard import Push, part_of
 from flowchan.pipelines.parameter_server.shard_keeper import ShardState, connect
-from flowchan.pipelines.parameter_server.tensor_layout import ONLY, Entry, Form, chosen
 
 
 class ShardPlace(NamedTuple):
@@ -89,7 +93,7 @@ class PoolPushHandle(PushHandle):
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the server has applied or dropped the push, and return the version."""
-        return max(version for version, _ in self._answers(_late(timeout)))
+        return max(version for version, _ in self._answers(late_after(timeout)))
 
     def _answers(self, late: float | None) -> list[tuple[int, bool]]:
         return [
@@ -112,7 +116,7 @@ class PoolPushHandle(PushHandle):
         return self.done and any(dropped for _, dropped in self._answers(None))
 
 
-class PoolConnection:
+class PoolConnection(ClientConnection):
     """Sessions of one client in one process with the keepers of all shards.
 
     Args:
@@ -124,12 +128,13 @@ class PoolConnection:
     """
 
     def __init__(self, places: Sequence[ShardPlace]) -> None:
-        self.pid, self.closed, self._places = os.getpid(), False, tuple(places)
+        super().__init__()
+        self._places = tuple(places)
         self._id, self._numbers = uuid.uuid4().hex, itertools.count()
         self._sending = threading.RLock()  # all keepers must get the calls of this client in the same order
         self._sessions: list[Session] = []
-        self._here: dict[int, ParameterClient] = {}
-        self._local: ParameterClient | None = None  # reads the memory of all shards on this host
+        self._here: dict[int, LocalAccess] = {}
+        self._local: ServerConnection | None = None  # reads the memory of all shards on this host
         try:
             for place in self._places:
                 with place.named_in_errors("connect"):
@@ -141,9 +146,8 @@ class PoolConnection:
             self.close()
             raise
         if self._here:
-            memories = [memory for one in self._here.values() for memory in one._memories]
-            first = next(iter(self._here.values()))
-            self._local = ParameterClient(first._form, memories, first._inbox, first._ended)
+            memories = tuple(memory for one in self._here.values() for memory in one.memories)
+            self._local = next(iter(self._here.values()))._replace(memories=memories)()
 
     def send(self, push: Callable[[int, int], Push], timeout: float | None) -> PoolPushHandle:
         """Send a push to the keepers of all shards."""
@@ -170,12 +174,43 @@ class PoolConnection:
 
     def ask(self, shard: int, *call: Any, timeout: float | None = None) -> Any:
         """Call one keeper, and return its answer."""
-        place, late = self._places[shard], _late(timeout)
+        place, late = self._places[shard], late_after(timeout)
         with place.named_in_errors(call[0]):
             handle = self._sessions[shard].send(call, timeout)
         return _answer(call[0], place, handle, late)
 
     def pull(
+        self,
+        names: Collection[str] | None,
+        into: Mapping[str, Any] | None,
+        at_least: int | None,
+        consistent: bool,
+        timeout: float | None,
+    ) -> Pulled:
+        """Copy and count tensors of one version."""
+        if names is None:
+            return self._counted(self.ask(0, "pull", None, at_least, True, timeout, timeout=timeout))
+        return self._counted(self.copy(names, into, at_least, consistent, late_after(timeout)))
+
+    def pull_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Pulled:
+        """Copy and count rows of one version."""
+        (shard,) = (place.number for place in self._places if table in place.names)
+        return self._counted(self.ask(shard, "pull_rows", table, ids, at_least, timeout, timeout=timeout))
+
+    def _counted(self, copied: tuple[int, Any, int]) -> Pulled:
+        version, found, size = copied
+        self.ask(0, "pulled", version, size)
+        return version, found
+
+    def wait_for_slower(self, most: int, timeout: float | None) -> None:
+        """Wait for the last pulls of the other clients."""
+        self.ask(0, "wait_for_slower", most, timeout, timeout=timeout)
+
+    def states(self) -> list[ShardState]:
+        """Return the counters of each shard."""
+        return [self.ask(place.number, "look") for place in self._places]
+
+    def copy(
         self, names: Collection[str], into: Mapping[str, Any] | None, at_least: int | None, consistent: bool,
         late: float | None,
     ) -> tuple[int, dict[str, Any], int]:  # fmt: skip
@@ -187,7 +222,7 @@ class PoolConnection:
         shares = [[name for name in names if name in place.names] for place in self._places]
         found = self._read(shares, into, at_least, consistent, late)
         if consistent and len({version for version, *_ in found}) > 1:
-            handles = self._send("read", shares, _left(late))
+            handles = self._send("read", shares, left_until(late))
             found = [_answer("pull", *one, late) for one in zip(self._places, handles, strict=True)]
         copies = {name: tensor for _, part, _ in found for name, tensor in part.items()}
         if into is not None:
@@ -204,14 +239,14 @@ class PoolConnection:
         calls = []
         for place in remote:
             with place.named_in_errors("pull"):
-                call = "pull", shares[place.number], at_least, consistent, _left(late)
-                calls.append(self._sessions[place.number].send(call, _left(late)))
+                call = "pull", shares[place.number], at_least, consistent, left_until(late)
+                calls.append(self._sessions[place.number].send(call, left_until(late)))
         found = []
         if here := [place for place in needed if place.number in self._here]:
             assert self._local is not None
             wanted = [name for place in here for name in shares[place.number]]
             with here[0].named_in_errors("pull"):
-                found.append(self._local._reached(at_least, late).pull(wanted, into, consistent, late))
+                found.append(self._local.copy(wanted, into, at_least, consistent, late))
         return found + [_answer("pull", *one, late) for one in zip(remote, calls, strict=True)]
 
     def flush(self) -> None:
@@ -230,80 +265,6 @@ class PoolConnection:
             self._local.close()
 
 
-class PoolClient(ParameterClient):
-    """Client of a server whose shards are on a pool.
-
-    Args:
-        form: Kind of the server's state.
-        entries: Tensors and slots of all shards.
-        places: Place of each shard.
-    """
-
-    def __init__(self, form: Form, entries: tuple[Entry, ...], places: tuple[ShardPlace, ...]) -> None:
-        self._form, self._all_entries, self._places = form, entries, places
-        RowClient.__init__(self, {entry.name: entry for entry in entries})
-        self._connection: Any = None
-        self._pulled: int | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PoolClient, (self._form, self._all_entries, self._places)
-
-    def _connected(self) -> Any:
-        found = self._connection
-        if found is None or found.closed or found.pid != os.getpid():
-            found = self._connection = PoolConnection(self._places)
-        return found
-
-    def _copied(
-        self,
-        out: Any = None,
-        at_least: int | None = None,
-        names: Iterable[str] | None = None,
-        consistent: bool = True,
-        timeout: float | None = None,
-    ) -> tuple[int, Any]:
-        late = _late(timeout)
-        connection = self._connected()
-        if self._form == "object":
-            version, found, size = connection.ask(0, "pull", None, at_least, True, timeout, timeout=timeout)
-        else:
-            wanted = chosen(self._entries, names, "pull")
-            into = None if out is None else self._targets(out, wanted)
-            version, copies, size = connection.pull(wanted, into, at_least, consistent, late)
-            found = copies if self._form == "mapping" else copies[ONLY]
-        connection.ask(0, "pulled", version, size)
-        return version, found
-
-    def _read_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Any:
-        connection = self._connected()
-        (shard,) = (place.number for place in self._places if table in place.names)
-        call = "pull_rows", table, ids, at_least, timeout
-        version, found, size = connection.ask(shard, *call, timeout=timeout)
-        connection.ask(0, "pulled", version, size)
-        self._pulled = version
-        return found
-
-    def _wait_for_slower(self, connection: Any, most: int, timeout: float | None) -> None:
-        connection.ask(0, "wait_for_slower", most, timeout, timeout=timeout)
-
-    def _flush(self) -> None:
-        """Wait until the server has received all pushes of this process's client."""
-        if (found := self._connection) is not None and not found.closed and found.pid == os.getpid():
-            found.flush()
-
-    def _states(self) -> list[ShardState]:
-        """Return the counters of each shard."""
-        return [self._connected().ask(place.number, "look") for place in self._places]
-
-
 def _answer(name: str, place: ShardPlace, call: Call, late: float | None) -> Any:
     with place.named_in_errors(name, call):
-        return call.result(_left(late))
-
-
-def _late(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout
-
-
-def _left(late: float | None) -> float | None:
-    return None if late is None else max(0.0, late - time.monotonic())
+        return call.result(left_until(late))

@@ -24,6 +24,7 @@ from typing import Any
 
 from flowchan import Channel, ChannelError, Closed, Drained, Empty, Out
 from flowchan.pipelines.channel_backed import Shared
+from flowchan.pipelines.parameter_server.server_connection import late_after, left_until
 from flowchan.transport.interrupts import append_result
 
 MOST_OPEN = 32
@@ -225,7 +226,7 @@ class Session:
             Empty: ``timeout`` expired while too many calls were unanswered.
             Broken: The server's program has died.
         """
-        late = _late(timeout)
+        late = late_after(timeout)
         with _locked(self._lock, timeout):
             while self._sent - self._answered >= MOST_OPEN:
                 self._read(late)
@@ -233,15 +234,15 @@ class Session:
                 pass
             handle = Call(self, next(self._numbers))
             self._waiting[handle.number] = handle
-            self._calls.put((handle.number, call), _left(late))
+            self._calls.put((handle.number, call), left_until(late))
             self._sent += 1
             return handle
 
     def wait(self, handle: Call, timeout: float | None) -> None:
         """Read answers until this call's answer arrives."""
-        late = _late(timeout)
+        late = late_after(timeout)
         while not handle.answered:
-            with _locked(self._lock, _left(late)):
+            with _locked(self._lock, left_until(late)):
                 if handle.answered:
                     return
                 # Wait in short steps, so that other threads can send calls.
@@ -268,7 +269,7 @@ class Session:
             try:
                 # Receive and store the answer in one step of the interpreter, so that no Ctrl-C can come
                 # between.
-                self._unread.extend(map(self._answers.get, (_left(late),)))
+                self._unread.extend(map(self._answers.get, (left_until(late),)))
             except Drained:
                 raise Closed("the parameter server has shut down") from None
             except Empty:
@@ -330,14 +331,6 @@ class Call:
         if self.error is not None:
             raise self.error
         return self.value
-
-
-def _late(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout
-
-
-def _left(late: float | None) -> float | None:
-    return None if late is None else max(0.0, late - time.monotonic())
 
 
 @contextlib.contextmanager

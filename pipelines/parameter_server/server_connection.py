@@ -1,4 +1,4 @@
-"""Connect one client to a parameter server on the same machine."""
+"""Define the connection of a client to a parameter server, and connect a client on the same machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from flowchan import Broken, Channel, Closed, Full
 from flowchan.pipelines.parameter_server.rows import read_rows
@@ -26,6 +27,7 @@ from flowchan.pipelines.parameter_server.shard_memory import (
 )
 from flowchan.pipelines.parameter_server.tensor_kinds import as_kind, copy
 from flowchan.pipelines.parameter_server.tensor_layout import copied, size_of
+from flowchan.transport.descriptors import is_for_another_host
 
 
 class PushHandle:
@@ -89,8 +91,127 @@ class PushHandle:
         return self.done and any(outcome.outcome == DROPPED for outcome in self._outcomes.values())
 
 
-class ServerConnection:
-    """Connection of one client in one process, with its mapped memory and its slot.
+Pulled = tuple[int, Any]
+"""Version of a pull, and its tensors by name, its rows or its object."""
+
+
+class ClientConnection(ABC):
+    """Connection of one client in one process to a parameter server.
+
+    Attributes:
+        closed: Whether the connection was closed.
+    """
+
+    def __init__(self) -> None:
+        self._pid, self.closed = os.getpid(), False
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether this process has opened the connection and has not closed it."""
+        return not self.closed and self._pid == os.getpid()
+
+    @abstractmethod
+    def send(self, push: Callable[[int, int], Push], timeout: float | None) -> PushHandle:
+        """Send the push that a function creates from a slot and a number."""
+
+    @abstractmethod
+    def pull(
+        self,
+        names: Collection[str] | None,
+        into: Mapping[str, Any] | None,
+        at_least: int | None,
+        consistent: bool,
+        timeout: float | None,
+    ) -> Pulled:
+        """Copy and count tensors of one version.
+
+        Args:
+            names: Names of the tensors; None if the server holds an object.
+            into: Tensors to fill, or None to create tensors.
+            at_least: Version to wait for, or None.
+            consistent: Whether all tensors must have the same version.
+            timeout: Maximum seconds to wait, or None.
+
+        Returns:
+            The version, and the tensors by name or the object.
+        """
+
+    @abstractmethod
+    def pull_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Pulled:
+        """Copy and count rows of one version."""
+
+    @abstractmethod
+    def wait_for_slower(self, most: int, timeout: float | None) -> None:
+        """Wait until a push would be at most ``most`` versions ahead of the last pulls of other clients."""
+
+    def prefetch(self, names: Collection[str] | None) -> Callable[[float | None], Pulled]:
+        """Start a pull, and return a function that waits at most a number of seconds for its result."""
+        return BackgroundPull(lambda: self.pull(names, None, None, True, None)).result
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connection. Further calls have no effect."""
+
+
+class BackgroundPull:
+    """Pull that runs on a thread.
+
+    Args:
+        pull: Function that performs the pull.
+    """
+
+    def __init__(self, pull: Callable[[], Pulled]) -> None:
+        self._result: Pulled | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(pull,), name="flowchan pull", daemon=True)
+        self._thread.start()
+
+    def _run(self, pull: Callable[[], Pulled]) -> None:
+        try:
+            self._result = pull()
+        except BaseException as error:
+            self._error = error
+
+    def result(self, timeout: float | None) -> Pulled:
+        """Wait for the pull, and return its result or raise its error."""
+        late = late_after(timeout)
+        while self._thread.is_alive():  # wait in short steps, so that Ctrl-C can interrupt
+            left = 0.1 if late is None else min(0.1, late - time.monotonic())
+            if left <= 0:
+                raise TimeoutError(f"prefetch: the pull did not finish within {timeout:g} s")
+            self._thread.join(left)
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+class LocalAccess(NamedTuple):
+    """Parts of a server that a client on the same machine uses. Calling this object connects a client.
+
+    Attributes:
+        memories: Shared memory of each shard.
+        inbox: Channel that carries the pushes.
+        ended: Channel that closes when the server shuts down.
+    """
+
+    memories: tuple[ShardMemory, ...]
+    inbox: Channel[Push]
+    ended: Channel[None]
+
+    def __call__(self) -> ServerConnection:
+        return ServerConnection(*self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if is_for_another_host():
+            raise TypeError(
+                "a client can be sent to another host only by the program that created the server"
+            )
+        return LocalAccess, tuple(self)
+
+
+class ServerConnection(ClientConnection):
+    """Connection to a server on the same machine, with its mapped memory and its slot.
 
     Args:
         memories: Shared memory of each shard.
@@ -99,7 +220,7 @@ class ServerConnection:
     """
 
     def __init__(self, memories: Sequence[ShardMemory], inbox: Channel[Push], ended: Channel[None]) -> None:
-        self.pid = os.getpid()
+        super().__init__()
         self.shards: list[OpenShard] = [memory.opened() for memory in memories]
         self._memory, self._inbox, self._ended = memories[0], inbox, ended
         self.slot = self.shards[0].claim_slot()
@@ -109,7 +230,7 @@ class ServerConnection:
 
     def send(self, push: Callable[[int, int], Push], timeout: float | None) -> PushHandle:
         """Put a push into the server's channel."""
-        late = None if timeout is None else time.monotonic() + timeout
+        late = late_after(timeout)
         with self.lock:
             for handle in list(self._pending.values()):
                 if not self.look(handle):
@@ -151,7 +272,7 @@ class ServerConnection:
 
     def await_outcome(self, handle: PushHandle, timeout: float | None) -> None:
         """Wait until all shards have reported the outcome of a push."""
-        late = None if timeout is None else time.monotonic() + timeout
+        late = late_after(timeout)
         for number, shard in enumerate(self.shards):
             self.await_(
                 shard,
@@ -179,10 +300,59 @@ class ServerConnection:
         if self._ended.closed and not done():
             raise Closed(f"{call}: the parameter server has shut down")
 
+    def wait_for_slower(self, most: int, timeout: float | None) -> None:
+        """Wait for the last pulls of the other clients."""
+        shard = self.shards[0]
+
+        def others_are_near() -> bool:
+            slowest = shard.slowest(self.slot)
+            return slowest is None or shard.version + 1 - slowest <= most
+
+        self.await_(shard, others_are_near, late_after(timeout), "push")
+
     def pull(
-        self, names: list[str], into: Mapping[str, Any] | None, consistent: bool, late: float | None
-    ) -> tuple[int, dict[str, Any], int]:
-        """Copy tensors of one version, and return the version, the copies and their size in bytes."""
+        self,
+        names: Collection[str] | None,
+        into: Mapping[str, Any] | None,
+        at_least: int | None,
+        consistent: bool,
+        timeout: float | None,
+    ) -> Pulled:
+        """Copy and count tensors of one version."""
+        version, found, size = self.copy(names, into, at_least, consistent, late_after(timeout))
+        self.count_pull(version, size)
+        return version, found
+
+    def pull_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Pulled:
+        """Copy and count rows of one version."""
+        version, found, size = self.copy_rows(table, ids, at_least, late_after(timeout))
+        self.count_pull(version, size)
+        return version, found
+
+    def count_pull(self, version: int, size: int) -> None:
+        """Count a pull of a version."""
+        self.shards[0].count_pull(self.slot, version, size)
+
+    def _await_version(self, at_least: int | None, late: float | None) -> None:
+        self.check_program("pull")
+        if at_least is not None:
+            for shard in self.shards:
+                self.await_(
+                    shard, lambda shard=shard: shard.version >= at_least, late, "pull"  # type: ignore[misc]
+                )  # fmt: skip
+
+    def copy(
+        self,
+        names: Collection[str] | None,
+        into: Mapping[str, Any] | None,
+        at_least: int | None,
+        consistent: bool,
+        late: float | None,
+    ) -> tuple[int, Any, int]:
+        """Copy tensors or the object, and return the version, the copies and their size in bytes."""
+        self._await_version(at_least, late)
+        if names is None:
+            return self._copy_object(late)
         for attempt in _attempts(late):
             version = min(shard.version for shard in self.shards)
             lock = attempt >= OPTIMISTIC_READS
@@ -201,8 +371,11 @@ class ServerConnection:
                 return version, copies, size
         raise AssertionError
 
-    def pull_rows(self, table: str, ids: Any, late: float | None) -> tuple[int, Any, int]:
+    def copy_rows(
+        self, table: str, ids: Any, at_least: int | None, late: float | None
+    ) -> tuple[int, Any, int]:
         """Copy rows of one version, and return the version, the copies and their size in bytes."""
+        self._await_version(at_least, late)
         shard = next(shard for shard in self.shards if table in shard.blocks[0])
         for attempt in _attempts(late):
             version = shard.version
@@ -213,8 +386,7 @@ class ServerConnection:
                         return version, found, size_of(found)
         raise AssertionError
 
-    def pull_object(self, late: float | None) -> tuple[int, Any, int]:
-        """Return the version, the object and its size in bytes."""
+    def _copy_object(self, late: float | None) -> tuple[int, Any, int]:
         (shard,) = self.shards
         for attempt in _attempts(late):
             record = shard.record()
@@ -226,8 +398,19 @@ class ServerConnection:
 
     def close(self) -> None:
         """Release the slot. Further calls have no effect."""
+        self.closed = True
         for shard in self.shards:
             shard.close()
+
+
+def late_after(timeout: float | None) -> float | None:
+    """Return the time at which a timeout in seconds expires, or None without a timeout."""
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def left_until(late: float | None) -> float | None:
+    """Return the seconds until the time ``late``, or None without a limit."""
+    return None if late is None else max(0.0, late - time.monotonic())
 
 
 def _attempts(late: float | None) -> Iterator[int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -24,7 +23,11 @@ from flowchan.pipelines.children.parent_handle import Parent
 from flowchan.pipelines.parameter_server.call_order import CallId, KeeperOrder, Notice
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
 from flowchan.pipelines.parameter_server.remote_calls import MOST_OPEN, Gateway, Session, Unfinished
-from flowchan.pipelines.parameter_server.server_connection import ServerConnection
+from flowchan.pipelines.parameter_server.server_connection import (
+    LocalAccess,
+    ServerConnection,
+    late_after,
+)
 from flowchan.pipelines.parameter_server.shard import Push
 from flowchan.pipelines.parameter_server.shard_memory import Record
 from flowchan.transport.local_peers import machine
@@ -57,7 +60,7 @@ def place() -> tuple[str, str]:
         return machine(), ""
 
 
-def connect(gateway: Gateway, client: str) -> tuple[Session, ParameterClient | None]:
+def connect(gateway: Gateway, client: str) -> tuple[Session, LocalAccess | None]:
     """Open a session with a keeper, through shared memory if the keeper is on this host.
 
     Args:
@@ -65,11 +68,11 @@ def connect(gateway: Gateway, client: str) -> tuple[Session, ParameterClient | N
         client: Id of the client.
 
     Returns:
-        The session, and a client that reads the shard's memory, or None on another host.
+        The session, and the parts of the shard's server, or None on another host.
     """
     session = gateway.session()
     packed = session.send(("open_here", place())).result()
-    here: ParameterClient | None = None
+    here: LocalAccess | None = None
     if packed:
         calls, answers, here = pickle.loads(packed)
         remote, session = session, Session(calls, answers)
@@ -172,14 +175,14 @@ class SessionClient:
     # --- sessions ---
 
     def open_here(self, of: tuple[str, str]) -> bytes:
-        """Return pickled channels and a client in shared memory if the caller is on this host."""
+        """Return pickled channels and parts of the server if the caller is on this host."""
         if not of[0] or of != place():
             return b""
         room = None if self._client._form == "object" else self._keeper.session_room()
         calls: Channel[Any] = Channel(2 * MOST_OPEN, across="processes", max_bytes=room)
         answers: Channel[Any] = Channel(2 * MOST_OPEN, across="processes")
         self._here = calls, answers
-        return pickle.dumps((calls, answers, self._client))
+        return pickle.dumps((calls, answers, self._keeper.server._access))
 
     def serve_here(self) -> None:
         """Serve the channels from :meth:`open_here`, now that the client has opened its ports."""
@@ -206,38 +209,34 @@ class SessionClient:
 
     def read(self, call: CallId, names: list[str]) -> Unfinished:
         """Stage a pull, which runs between two pushes."""
-        return self._keeper.stage(call, lambda: self._connected().pull(names, None, True, None))
+        return self._keeper.stage(call, lambda: self._connected().copy(names, None, None, True, None))
 
     # --- other calls ---
 
     def pull(self, names: list[str] | None, at_least: int | None, consistent: bool, timeout: Any) -> Any:
         """Copy tensors, or the object if ``names`` is None, without waiting for other shards."""
-        late = _late(timeout)
-        connection = self._client._reached(at_least, late)
-        if names is None:
-            return connection.pull_object(late)
-        return connection.pull(names, None, consistent, late)
+        return self._connected().copy(names, None, at_least, consistent, late_after(timeout))
 
     def pull_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Any:
         """Copy rows of a table."""
-        late = _late(timeout)
-        return self._client._reached(at_least, late).pull_rows(table, ids, late)
+        return self._connected().copy_rows(table, ids, at_least, late_after(timeout))
 
     def pulled(self, version: int, size: int) -> None:
         """Count a pull by the client."""
-        connection = self._connected()
-        connection.shards[0].count_pull(connection.slot, version, size)
+        self._connected().count_pull(version, size)
 
     def wait_for_slower(self, most: int, timeout: float | None) -> None:
         """Wait for slower clients."""
-        self._client._wait_for_slower(self._connected(), most, timeout)
+        self._connected().wait_for_slower(most, timeout)
 
     def look(self) -> ShardState:
         """Return the counters of the shard."""
         return self._keeper.state()
 
     def _connected(self) -> ServerConnection:
-        return self._client._connected()
+        found = self._client._connected()
+        assert isinstance(found, ServerConnection)
+        return found
 
 
 def _reason(error: ChannelError) -> Exception:
@@ -254,10 +253,6 @@ def _finish(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_result(function())
     except Exception as error:
         future.set_exception(error)
-
-
-def _late(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout
 
 
 def keep_shard(

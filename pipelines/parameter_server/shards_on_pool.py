@@ -7,6 +7,7 @@ the calls. The tensors go directly between the clients and the keepers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ from flowchan.hosts.pool_channels import channel_maker, reach_of
 from flowchan.pipelines.children import Children
 from flowchan.pipelines.children import start as start_children
 from flowchan.pipelines.parameter_server.call_order import CallOrder, KeeperOrder, Notice
-from flowchan.pipelines.parameter_server.pool_client import PoolClient, ShardPlace
+from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
+from flowchan.pipelines.parameter_server.pool_client import PoolConnection, ShardPlace
 from flowchan.pipelines.parameter_server.shard_keeper import ShardState, keep_shard
 from flowchan.pipelines.parameter_server.tensor_layout import Entry, Form
 
@@ -80,11 +82,11 @@ class ShardsOnPool:
             thread.start()
         self._form: Form = form
         self._entries = entries
-        self._clients: weakref.WeakSet[PoolClient] = weakref.WeakSet()
+        self._clients: weakref.WeakSet[ParameterClient] = weakref.WeakSet()
         self._client = self.client()
         self._last: list[ShardState] | None = None
 
-    def client(self) -> PoolClient:
+    def client(self) -> ParameterClient:
         """Create a client.
 
         Returns:
@@ -95,7 +97,8 @@ class ShardsOnPool:
         """
         if self._over:
             raise Closed("client: the parameter server has shut down")
-        client = PoolClient(self._form, self._entries, self.places)
+        connect = functools.partial(PoolConnection, self.places)
+        client = ParameterClient(self._form, self._entries, connect)
         self._clients.add(client)
         return client
 
@@ -103,14 +106,19 @@ class ShardsOnPool:
         """Return the counters of each shard. After ``close``, these are the last ones."""
         if self._over and self._last is None:
             raise Broken(self._lost[0]) if self._lost else Closed("stats: the parameter server has shut down")
-        return self._client._states() if self._last is None else self._last
+        return self._connected().states() if self._last is None else self._last
 
     def pull(self, names: Sequence[str]) -> tuple[int, dict[str, Any]]:
         """Return the version, and copies of the named tensors and slots."""
         if self._over:
             raise Closed("save: the parameter server has shut down")
-        version, found, _ = self._client._connected().pull(names, None, None, True, None)
+        version, found, _ = self._connected().copy(names, None, None, True, None)
         return version, found
+
+    def _connected(self) -> PoolConnection:
+        found = self._client._connected()
+        assert isinstance(found, PoolConnection)
+        return found
 
     def close(self, timeout: float | None = None) -> None:
         """Perform all calls that the keepers have received, and end the keepers.
@@ -125,7 +133,9 @@ class ShardsOnPool:
         if self._over:
             return
         for client in list(self._clients):
-            client._flush()
+            connection = client._connection
+            if isinstance(connection, PoolConnection) and connection.is_open:
+                connection.flush()
         self._client.close()
         try:
             with contextlib.suppress(ChildDied, StageError):  # the watching thread records these errors

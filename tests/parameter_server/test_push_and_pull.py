@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from typing import Any
 
@@ -203,11 +204,11 @@ def test_close_applies_pending_pushes_and_closes_clients(on: str) -> None:
 
 def test_server_shuts_down_when_its_last_reference_is_dropped() -> None:
     server = ParameterServer(np.zeros(1))
-    client = server.client()
+    client, ends = server.client(), (server._inbox, server._ended)
     assert client.push(np.ones(1)).wait(WAIT_LIMIT_S) == 1
     del server
     gc.collect()
-    wait_until(lambda: client._inbox.closed and client._ended.closed)
+    wait_until(lambda: all(channel.closed for channel in ends))
 
 
 def test_prefetch_copies_in_the_background() -> None:
@@ -272,7 +273,7 @@ def test_prefetch_changes_the_version_when_the_caller_takes_it() -> None:
         client.pull()
         other.push({"w": np.ones(2)}).wait(WAIT_LIMIT_S)
         handle = client.prefetch()
-        wait_until(lambda: not handle._thread.is_alive())
+        wait_until(lambda: not any(thread.name == "flowchan pull" for thread in threading.enumerate()))
         assert client.version == 0
         assert client.push({"w": np.ones(2)}, max_staleness=0).wait(WAIT_LIMIT_S) == 1
         assert handle.wait()["w"].tolist() == [1, 1]

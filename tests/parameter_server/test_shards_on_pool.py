@@ -75,8 +75,8 @@ def shards_here(client: Any, number: int) -> tuple[str, list[str], list[str]]:
     client.push(ones()).wait(WAIT_LIMIT_S)
     client.pull()
     connection: PoolConnection = client._connected()
-    here = [place.host for place in client._places if place.number in connection._here]
-    away = [place.host for place in client._places if place.number not in connection._here]
+    here = [place.host for place in connection._places if place.number in connection._here]
+    away = [place.host for place in connection._places if place.number not in connection._here]
     return worker().host, here, away
 
 
