@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import secrets
 import sys
@@ -27,6 +28,7 @@ from flowchan.remote.messages import Finished, Reply, ServerClosed, cause_in, co
 from flowchan.remote.pending_calls import CLOSED_HERE, Calls, Unanswered
 from flowchan.remote.remote_ports import RemotePort
 from flowchan.run.crew.at_exit import before_exit
+from flowchan.run.worker.items_in_transit import before_end
 from flowchan.transport.dial import Backoff, reach
 from flowchan.transport.interrupts import append_result
 from flowchan.transport.link_events import STUCK, LinkBroken, LinkIdle, watch
@@ -38,7 +40,8 @@ PEER_TIMEOUT_S = 10.0
 REPLY_TIMEOUT_S = 1.0
 """Seconds to wait for a reply, in addition to the call's timeout and two round trips."""
 EXIT_TIMEOUT_S = 2.0
-"""Seconds for which an exiting process waits for its items in transit."""
+"""Seconds for which an exiting process waits for its items in transit. A worker that ends also waits longer
+as long as items arrive."""
 
 
 class Connection(Calls):
@@ -364,6 +367,10 @@ class Connection(Calls):
         self._notices.close()
         _leaving.discard(self)
 
+    def undelivered(self) -> int:
+        """Return how many of this process's items have not reached the owner yet; 0 if the owner is lost."""
+        return 0 if self.lost else sum(stream.undelivered() for stream in list(self._streams.values()))
+
     def leave(self) -> None:
         """Wait until the owner has this process's items, then disconnect. Called before exit."""
         give_up = time.monotonic() + EXIT_TIMEOUT_S
@@ -468,6 +475,17 @@ def _leave_all() -> None:
             connection.leave()
 
 
+def _deliver_all() -> None:
+    """Wait until the owners have all items, or until no item has reached them for ``EXIT_TIMEOUT_S``."""
+    least, give_up = 0, math.inf
+    while count := sum(connection.undelivered() for connection in list(_connections.values())):
+        if give_up == math.inf or count < least:
+            least, give_up = count, time.monotonic() + EXIT_TIMEOUT_S
+        elif time.monotonic() >= give_up:
+            return
+        time.sleep(0.005)
+
+
 def _after_fork() -> None:
     """Forget the parent's connections in a forked child, which lacks their threads."""
     global _registry_lock
@@ -477,5 +495,6 @@ def _after_fork() -> None:
     _dialling.clear()
 
 
+before_end(_deliver_all)
 atexit.register(_leave_all)
 os.register_at_fork(after_in_child=_after_fork)

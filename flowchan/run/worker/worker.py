@@ -37,6 +37,7 @@ from flowchan.run.policy.seeds import Worker
 from flowchan.run.worker import item_timeout
 from flowchan.run.worker.gang_membership import NO_MEMBERSHIPS, GangMembership, Memberships
 from flowchan.run.worker.item_recorder import end_following, follow_items
+from flowchan.run.worker.items_in_transit import deliver_items
 from flowchan.run.worker.keyed_call import with_key
 from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.operator_job import OperatorJob
@@ -263,11 +264,9 @@ def end(
         last = Failure(worker, Portable(cause) if sends else cause, item, os.getpid())
     elif isinstance(error, Closed):  # the outputs have no readers, so the current item is unwanted
         last = Ended(worker, job.unwanted + bool(ports.inputs), early=True)
-    reported = True
-    try:
-        tell(last)
-    except (Closed, Broken):  # the run has ended
-        reported = False
+    if sends and not failed:
+        deliver_items()
+    reported = _told(tell, last)
     # The supervisor closes a failed worker's ports after it has broken the channels. If the worker closed
     # them now, later stages would take its partial output for complete output, and another worker would
     # repeat the failed item.
@@ -276,6 +275,15 @@ def end(
     elif sends:
         release.leave_open()
     return "failed" if failed else "done"
+
+
+def _told(tell: Callable[[Event], None], last: Event) -> bool:
+    """Report the last event of a worker. Return False if the run has already ended."""
+    try:
+        tell(last)
+    except (Closed, Broken):
+        return False
+    return True
 
 
 def with_short_traceback(error: BaseException, ports: Ports) -> BaseException:
