@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -115,5 +116,8 @@ def test_s2_shards_on_hosts_apply_each_push_once_despite_kills(shards: int) -> N
 
 @pytest.mark.long
 def test_s2_shards_on_hosts_apply_pushes_once_after_1000_kills() -> None:
+    counts: Counter[str] = Counter()
     for seed in range(10):
-        push_until_killed(seed, kills=100, shards=1 + seed % 2)
+        counts += push_until_killed(seed, kills=100, shards=1 + seed % 2).counts
+    assert counts.total() >= 1000
+    assert set(counts) == {"servers", "clients", "remote clients", "agents", "connections", "resets"}
