@@ -101,8 +101,8 @@ class ParameterServer:
         rows: Mapping from table names to a :class:`RowOptimizer`, for tables that get gradients from
             ``push_rows`` (default: none).
         graph: Graph that gets the server as a stage. The server ends when all other stages have ended, and
-            the graph can run only once. Without a graph, the server starts its own run, which ``close()``
-            ends. A server on a pool must not be in a graph.
+            the graph can run only once. Without a graph, ``close()`` ends the server. A server on a pool
+            starts immediately, also with a graph.
         name: Name of the stage (default: ``"parameters"``).
 
     Raises:
@@ -134,7 +134,7 @@ class ParameterServer:
     ) -> None:
         whole("ParameterServer", "shards", shards, 1)
         text("ParameterServer", "name", name)
-        placement = _checked_placement(on, graph)
+        placement = _checked_placement(on)
         stored = tensors if isinstance(tensors, StoredState) else None
         tensors = tensors if stored is None else stored.given
         self.name, self._form = name, form_of(tensors)
@@ -152,10 +152,15 @@ class ParameterServer:
             for share, one in zip(shares, updates, strict=True)
         ]
         self._run: Run | None = None
+        self._is_in_graph = graph is not None
         self._pool_shards: ShardsOnPool | None = None
         if isinstance(placement, Pool):
             given = stored or (tensors if self._form == "object" else values)
-            self._start_on(placement, given, updates, optimizer, rows or {})
+            self._pool_shards = pooled = self._started_on(placement, given, updates, optimizer, rows or {})
+            if graph is None:
+                weakref.finalize(self, pooled.end)
+            else:
+                pooled.join_graph(graph)
             return
         self._memories = [ShardMemory(layout) for layout in layouts]
         self._shards = _filled(self._memories, values, contents, updates, stored)
@@ -177,15 +182,15 @@ class ParameterServer:
         self._entrance = Entrance(self._access, functools.partial(client, self._access))
         self._new_client = functools.partial(client, self._entrance)
 
-    def _start_on(
+    def _started_on(
         self,
         pool: Pool,
         given: Any,
         updates: Iterable[BlockUpdates],
         optimizer: Factory | None,
         rows: Mapping[str, RowOptimizer],
-    ) -> None:
-        """Start a server with one shard on a host for each part of the tensors."""
+    ) -> ShardsOnPool:
+        """Start and return one shard on a host for each part of the tensors."""
         if isinstance(given, StoredState):
             check_slots(given.slots, {key: value for one in updates for key, value in one.slots.items()})
         names = [frozenset(layout.names) for layout in self._layouts]
@@ -198,8 +203,7 @@ class ParameterServer:
             for part, known in zip(parts, names, strict=True)
         ]  # fmt: skip
         entries = tuple(entry for layout in self._layouts for entry in layout.entries)
-        self._pool_shards = shards = ShardsOnPool(self.name, pool, makers, names, self._form, entries)
-        self._finalizer = weakref.finalize(self, shards.end)
+        return ShardsOnPool(self.name, pool, makers, names, self._form, entries)
 
     def _declare(
         self, graph: Graph, shares: list[list[str]], updates: list[BlockUpdates], on: PlacementOption
@@ -384,13 +388,14 @@ class ParameterServer:
             >>> server = ParameterServer(np.zeros(2))
             >>> server.close()
         """
-        if self._pool_shards is not None:
-            self._pool_shards.close(timeout)
-            return
-        if self._run is None:
+        if self._is_in_graph:
             raise RuntimeError(
                 f"{self!r}: close must not be called on a stage of a graph; the graph ends the server"
             )
+        if self._pool_shards is not None:
+            self._pool_shards.close(timeout)
+            return
+        assert self._run is not None
         self._entrance.close()
         self._inbox.close()
         self._run.wait(timeout)
@@ -399,7 +404,7 @@ class ParameterServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._run is not None or self._pool_shards is not None:
+        if not self._is_in_graph:
             self.close()
 
     def __repr__(self) -> str:
@@ -408,17 +413,12 @@ class ParameterServer:
         return f"<ParameterServer {self.name!r}, version {self._shards[0].version}>"
 
 
-def _checked_placement(on: PlacementOption, graph: Graph | None) -> Placement:
-    """Return the placement, or raise if a server with these options cannot run there."""
+def _checked_placement(on: PlacementOption) -> Placement:
+    """Return the placement, or raise if a server cannot run there."""
     placement = placement_argument("ParameterServer", on)
     if placement.is_remote and not isinstance(placement, Pool):
         raise ValueError(
             f"ParameterServer: on must be 'process', 'thread' or a pool from flowchan.hosts, got {shown(on)}"
-        )
-    if placement.is_remote and graph is not None:
-        raise ValueError(
-            f"ParameterServer: graph must be None if on is a pool, got {shown(graph)}; start the server "
-            "before the graph"
         )
     return placement
 

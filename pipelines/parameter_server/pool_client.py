@@ -67,7 +67,10 @@ class ShardPlace(NamedTuple):
             ended = self.ended.closed
         except ChannelError:
             return Broken(f"{call}: the parameter server's program has exited")
-        return Closed(f"{call}: the parameter server has shut down") if ended else self.lost(call)
+        if not ended:
+            return self.lost(call)
+        doubt = "; it may have applied this push" if call == "push" else ""
+        return Closed(f"{call}: the parameter server has shut down before it answered{doubt}")
 
     @contextlib.contextmanager
     def named_in_errors(self, name: str, call: Call | None = None) -> Iterator[None]:

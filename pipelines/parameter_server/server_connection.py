@@ -61,7 +61,8 @@ class PushHandle:
 
         Raises:
             TimeoutError: ``timeout`` expired. The server still applies the push later.
-            Closed: The server shut down without applying the push.
+            Closed: The server shut down before the client received an answer. Only a server on a pool may
+                have applied the push.
             Exception: The error that the rule raised on the server.
         """
         self._connection.await_outcome(self, timeout)

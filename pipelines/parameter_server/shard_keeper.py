@@ -35,6 +35,9 @@ from flowchan.transport.local_peers import machine
 SESSION_BYTES = 64 << 20
 """Memory in bytes for the calls of a session on this host, in addition to three pushes of the shard."""
 
+DISCARDED = "push: the client or the server was closed before all shards had the push, so no shard applies it"
+"""Text of the error for a call that the program discards."""
+
 
 class ShardState(NamedTuple):
     """Counters of one shard.
@@ -130,7 +133,7 @@ class ShardKeeper:
                     _finish(future, function)
                     self.notify("performed", call)
                 else:
-                    future.set_exception(Closed("push: the client has died or was closed during the call"))
+                    future.set_exception(Closed(DISCARDED))
                 del function, future  # the push refers to the channel's memory
             failure: Exception = Closed("the parameter server has shut down")
         except ChannelError as error:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowchan import Broken, Channel, ChannelError, ChildDied, Closed, StageError
+from flowchan import Broken, Channel, ChannelError, ChildDied, Closed, Drained, Empty, Graph, In, StageError
 from flowchan.hosts import Pool
 from flowchan.hosts.pool_channels import channel_maker, reach_of
 from flowchan.pipelines.children import Children
@@ -26,6 +26,9 @@ from flowchan.pipelines.parameter_server.tensor_layout import Entry, Form
 
 WAITING = 1024
 """Capacity of the channels of notices and orders, which carry only small messages."""
+
+POLL_INTERVAL_S = 0.5
+"""Seconds between two checks by a stage of a graph whether a shard is lost."""
 
 
 class ShardsOnPool:
@@ -53,7 +56,7 @@ class ShardsOnPool:
         form: Form,
         entries: tuple[Entry, ...],
     ) -> None:
-        make = channel_maker(pool)
+        self._name, make = name, channel_maker(pool)
         self._notices: Channel[Notice] = make(WAITING)
         self._orders: list[Channel[KeeperOrder]] = [make(WAITING) for _ in makers]
         self._ended: Channel[None] = make(1)
@@ -86,6 +89,20 @@ class ShardsOnPool:
         self._client = self.client()
         self._last: list[ShardState] | None = None
 
+    def join_graph(self, graph: Graph) -> None:
+        """Add a stage to a graph that closes the server after all other stages have ended."""
+        ends: tuple[Channel[Any], Channel[None]] = (
+            Channel(1, across="processes"),
+            Channel(1, across="processes"),
+        )
+        pushes = graph.input(f"{self._name} pushes", capacity=1)
+        graph._serve(*ends)
+        graph.stage(CloseAtEnd(self), pushes, name=self._name)
+        graph._serve(*ends)
+        hosts = ", ".join(dict.fromkeys(place.host for place in self.places))
+        graph._drawn |= {self._name: f"tensors of all clients\non {hosts}", f"{self._name} pushes": None}
+        weakref.finalize(graph, self.end)  # for a graph that never runs
+
     def client(self) -> ParameterClient:
         """Create a client.
 
@@ -101,6 +118,11 @@ class ShardsOnPool:
         client = ParameterClient(self._form, self._entries, connect)
         self._clients.add(client)
         return client
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether a shard is lost."""
+        return bool(self._lost)
 
     def states(self) -> list[ShardState]:
         """Return the counters of each shard. After ``close``, these are the last ones."""
@@ -164,6 +186,38 @@ class ShardsOnPool:
             thread.join()
         del self._client, self._kids, self._notices, self._orders, self._ended, self._threads
         self.places = ()
+
+
+class CloseAtEnd:
+    """Stage that closes a server on a pool at the end of a graph.
+
+    Args:
+        shards: Shards of the server.
+    """
+
+    def __init__(self, shards: ShardsOnPool) -> None:
+        self._shards = shards
+
+    def __call__(self, pushes: In[Any]) -> None:
+        """Wait until a shard is lost or the run closes the channel, which never carries a push.
+
+        Args:
+            pushes: Channel of the run.
+
+        Raises:
+            Broken: A shard is lost.
+        """
+        try:
+            while not self._shards.is_lost:
+                try:
+                    pushes.get(POLL_INTERVAL_S)
+                except Empty:
+                    continue
+                except Drained:
+                    break
+            self._shards.close()
+        finally:
+            self._shards.end()
 
 
 def _order(notices: Channel[Notice], orders: Sequence[Channel[KeeperOrder]]) -> None:

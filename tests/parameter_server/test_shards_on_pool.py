@@ -14,13 +14,15 @@ import pytest
 from support.optional_packages import optional
 from support.waiting import WAIT_LIMIT_S, wait_until
 
-from flowchan import Closed, Graph, RunError, pipelines, worker
+from flowchan import Channel, Closed, Graph, RunError, pipelines, worker
 from flowchan.hosts import local
 from flowchan.pipelines import ParameterServer, RowOptimizer
 from flowchan.pipelines.parameter_server.pool_client import PoolConnection
+from flowchan.pipelines.parameter_server.shard_keeper import DISCARDED
 
 torch = optional("torch")
 SIZE = 1000
+LARGE = 1 << 20
 
 
 def tensors() -> dict[str, Any]:
@@ -219,6 +221,51 @@ def test_client_raises_closed_after_the_server_is_closed() -> None:
             call()
 
 
+class LatePusher:
+    """Stage function that pushes without waiting, and then returns the outcomes.
+
+    Args:
+        client: Client of the parameter server.
+        outcomes: Channel for the outcomes.
+    """
+
+    def __init__(self, client: Any, outcomes: Channel[Any]) -> None:
+        self.client, self.outcomes = client, outcomes
+        self.handles: list[Any] = []
+
+    def __call__(self, item: str) -> None:
+        """Push ten times for the item ``"push"``. Otherwise, wait for the outcomes."""
+        found: list[Any] = []
+        if item == "push":
+            values = {name: np.ones(LARGE) for name in ("left", "right")}
+            self.handles = [self.client.push(values) for _ in range(10)]
+        for handle in self.handles if item == "wait" else ():
+            try:
+                found.append(handle.wait(WAIT_LIMIT_S))
+            except Closed as error:
+                found.append(str(error))
+        self.outcomes.put(found)
+        self.outcomes.flush()
+
+
+def test_close_applies_or_reports_each_push_in_transit() -> None:
+    server = ParameterServer({"left": np.zeros(LARGE), "right": np.zeros(LARGE)}, shards=2, on=local(2))
+    graph, outcomes = Graph("late"), Channel[Any](across="hosts")
+    items = graph.input()
+    items.sink(LatePusher(server.client(), outcomes), on=local(1))
+    with graph.start() as run:
+        run[items].put("push")
+        assert outcomes.get(WAIT_LIMIT_S) == []
+        server.close()
+        run[items].put("wait")
+        found = outcomes.get(WAIT_LIMIT_S)
+    versions = [one for one in found if isinstance(one, int)]
+    unknown = [one for one in found if "may have applied" in str(one)]
+    assert versions == [*range(1, len(versions) + 1)]
+    assert len(versions) <= server.stats().pushes <= len(versions) + len(unknown)
+    assert set(found) - {*versions, *unknown} <= {DISCARDED}
+
+
 def push_until_killed(client: Any, folder: Path, worker: int) -> None:
     while True:
         client.push(ones())
@@ -240,8 +287,3 @@ def test_killed_client_leaves_whole_pushes(tmp_path: Path, same: bool) -> None:
         version = client.push(ones()).wait(60)
         found = client.pull(at_least=version)
         assert {value for one in found.values() for value in one.ravel().tolist()} == {version}
-
-
-def test_server_on_a_pool_rejects_a_graph() -> None:
-    with pytest.raises(ValueError, match="graph must be None if on is a pool"):
-        ParameterServer(tensors(), on=local(2), graph=Graph("training"))
