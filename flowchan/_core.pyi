@@ -452,6 +452,19 @@ class Out(Generic[T_contra]):
 def _references() -> int:
     """Return how many outputs in this process's channels are on other hosts."""
 
+class ReadyLinks:
+    """The links that need attention, for one thread that serves many."""
+
+    def add(self, number: int) -> None:
+        """Add a link."""
+    def wait(self, timeout: float | None = None) -> list[int]:
+        """Wait for links and return their numbers, or [] after the timeout and after ``close``.
+
+        Signals do not interrupt the wait, so the main thread must not call this method.
+        """
+    def close(self) -> None:
+        """End the waits of all threads."""
+
 class Link:
     """A connection between two hosts of a run, which serves the ports of remote workers."""
 
@@ -505,6 +518,13 @@ class Link:
 
         flowchan.transport.link_events converts events to typed objects.
         """
+    def announce(self, number: int, events: ReadyLinks, reports: ReadyLinks) -> None:
+        """Announce events of this link, and items of stream 0 that have arrived.
+
+        The link adds ``number`` to ``events`` or ``reports``.
+        """
+    def excuse(self, seconds: float) -> None:
+        """Do not count the last ``seconds`` as silence, because this process was itself delayed."""
     def state(self) -> dict[str, Any]:
         """Return the state of the connection and the counters of the link."""
     def close(self) -> None:

@@ -40,7 +40,7 @@
 namespace flowchan {
 
 constexpr uint64_t MAGIC = 0x6e616863776f6c66;  // "flowchan"
-constexpr uint64_t VERSION = 11;
+constexpr uint64_t VERSION = 12;
 // One record per port, plain user or HOLDER. Number 0 is unused.
 constexpr uint32_t SESSIONS = 4096 + 256;
 constexpr uint32_t RECORDS = 16;  // redo records
@@ -212,6 +212,9 @@ struct Header : Constants {
     // No redo is needed, because the word is never cleared.
     uint64_t lazy;
     std::atomic<uint32_t> nap;  // 1 while a reader naps (Ring::begin_nap); a futex word, which needs no redo
+    // The first process with a session, and nonzero if another process has had one. No redo is needed,
+    // because each process writes these words before it uses its session.
+    uint64_t first_user, has_more_users;
 
     alignas(64) uint64_t numbered;  // how many items have a number
     uint64_t leased;                // leased items of all sessions

@@ -316,16 +316,36 @@ void Link::ring_doorbell() {
 void Link::report(LinkEvent event) {
     events_.push_back(std::move(event));
     event_added_.notify_all();
+    if (ready_events_) ready_events_->add(ready_number_);
+}
+
+void Link::announce(uint64_t number, std::shared_ptr<ReadyLinks> events,
+                    std::shared_ptr<ReadyLinks> reports) {
+    std::lock_guard lock(mutex_);
+    ready_number_ = number;
+    ready_events_ = std::move(events);
+    ready_items_ = std::move(reports);
+}
+
+// Announce items of stream 0 that were put since the last call.
+void Link::announce_items() {
+    LinkStream* stream = ready_items_ ? find(0) : nullptr;
+    if (!stream || stream->sinks.empty()) return;
+    const uint64_t used = stream->sinks[0].used;
+    if (std::exchange(announced_, used) != used) ready_items_->add(ready_number_);
+}
+
+void Link::excuse(int64_t ns) {
+    const int64_t heard = last_byte_at_.load(std::memory_order_relaxed);
+    last_byte_at_.store(std::min(now_ns(), heard + ns), std::memory_order_relaxed);
 }
 
 LinkEvent Link::next_event(int64_t until) {
     std::unique_lock lock(mutex_);
     while (events_.empty() && !closed_) {
-        const int64_t now = now_ns(), left = until - now;
+        const int64_t left = until - now_ns();
         if (left <= 0) {
-            // This thread woke up late, so it was delayed itself. Do not blame the other side for that time.
-            last_byte_at_.store(std::min(now, last_byte_at_.load(std::memory_order_relaxed) - left),
-                                std::memory_order_relaxed);
+            excuse(-left);  // this thread woke up late, so it was delayed itself
             return {};
         }
         event_added_.wait_for(lock, std::chrono::nanoseconds(left));

@@ -41,6 +41,7 @@
 
 #include "extra_sleepers.hpp"
 #include "link_ports.hpp"
+#include "ready_links.hpp"
 #include "references.hpp"
 
 namespace flowchan {
@@ -155,6 +156,11 @@ class Link {
     std::atomic<bool> has_messages{false};  // the table of references has messages for this link
     void close();
     LinkEvent next_event(int64_t until);  // returns an event of kind None at the deadline
+    // Add `number` to `events` when an event is there, and to `reports` when items of stream 0 have arrived.
+    // Only ports use the rings of such a link.
+    void announce(uint64_t number, std::shared_ptr<ReadyLinks> events, std::shared_ptr<ReadyLinks> reports);
+    // Do not count the last `ns` as silence of the other side, because this process was itself delayed.
+    void excuse(int64_t ns);
 
     // Times in ns: since the last byte arrived, and for one round trip.
     int64_t silent_for() const { return now_ns() - last_byte_at_.load(std::memory_order_relaxed); }
@@ -292,6 +298,7 @@ class Link {
     void leave_connection(int fd, const std::string& why);
     void note_break();
     void report(LinkEvent event);
+    void announce_items();
     void take_over(std::unique_lock<std::mutex>& lock, int fd);
 
     static void before_fork();
@@ -339,6 +346,9 @@ class Link {
     // trip
     std::atomic<int64_t> last_byte_at_{0}, progress_at_{0}, round_trip_{200'000};
     std::deque<LinkEvent> events_;
+    // who learns of events and of items of stream 0, under which number, and the items announced so far
+    std::shared_ptr<ReadyLinks> ready_events_, ready_items_;
+    uint64_t ready_number_ = 0, announced_ = 0;
     // on the heap for the same reason as `changed_`
     std::condition_variable& event_added_ = *new std::condition_variable;
     // On the heap, because these threads do not exist in a forked child. The child must not even detach them:

@@ -5,6 +5,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <unistd.h>
 #include <algorithm>
@@ -121,6 +122,19 @@ nb::object await_used(PyLink& link, uint32_t number, uint64_t count, nb::handle 
     }
 }
 
+nb::list wait_for_links(ReadyLinks& ready, nb::handle timeout) {
+    Deadline deadline;
+    if (!parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
+    std::set<uint64_t> links;
+    {
+        WithoutGil without;
+        links = ready.wait(now_ns() + std::min<int64_t>(deadline.left(), 3600'000'000'000));
+    }
+    nb::list found;
+    for (const uint64_t link : links) found.append(link);
+    return found;
+}
+
 nb::dict state_of(PyLink& link) {
     std::vector<StreamCounts> counts;
     bool connected;
@@ -161,6 +175,13 @@ void bind_link(nb::module_& m) {
     m.def(
         "_references", [] { return references().count(); },
         "Return how many outputs in this process's channels are on other hosts.");
+    nb::class_<ReadyLinks>(m, "ReadyLinks", "The links that need attention, for one thread that serves many.")
+        .def(nb::init<>())
+        .def("add", &ReadyLinks::add, "number"_a, "Add a link.")
+        .def("wait", wait_for_links, "timeout"_a = nb::none(),
+             "Wait for links and return their numbers, or [] after the timeout and after ``close``.\n\n"
+             "Signals do not interrupt the wait, so the main thread must not call this method.")
+        .def("close", &ReadyLinks::close, "End the waits of all threads.");
     nb::class_<PyLink>(m, "Link",
                        "A connection between two hosts of a run, which serves the ports of remote workers.")
         .def(nb::init<bool>(), "owner_side"_a)
@@ -252,6 +273,12 @@ void bind_link(nb::module_& m) {
         .def("wait", wait_for_event, "timeout"_a = nb::none(),
              "Wait for the next event and return its kind and values, or () after the timeout.\n\n"
              "flowchan.transport.link_events converts events to typed objects.")
+        .def("announce", &PyLink::announce, "number"_a, "events"_a, "reports"_a,
+             "Announce events of this link, and items of stream 0 that have arrived.\n\n"
+             "The link adds ``number`` to ``events`` or ``reports``.")
+        .def(
+            "excuse", [](PyLink& link, double seconds) { link.excuse(int64_t(seconds * 1e9)); }, "seconds"_a,
+            "Do not count the last ``seconds`` as silence, because this process was itself delayed.")
         .def("state", state_of, "Return the state of the connection and the counters of the link.")
         .def(
             "close",

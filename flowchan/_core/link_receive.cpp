@@ -79,6 +79,7 @@ std::string Link::receive(int fd, uint64_t connection) {
             }
         }
         release_ring();
+        announce_items();
         ring_doorbell_if_news();
         lock.unlock();
         memmove(buffer.data(), buffer.data() + at, have - at);
@@ -161,6 +162,7 @@ bool Link::handle_pong(int64_t pinged_at) {
 }
 
 bool Link::handle(const Head& head, const char* payload) {
+    if (head.type == FrameType::PONG) return handle_pong(int64_t(head.n));
     if (!head.carries_item()) {
         release_ring();
         has_news_ = true;
@@ -170,7 +172,6 @@ bool Link::handle(const Head& head, const char* payload) {
         pong_n_ = head.n;
         return true;
     }
-    if (head.type == FrameType::PONG) return handle_pong(int64_t(head.n));
     if (is_sent_here_only(head.type)) return false;
     LinkStream* stream = find(head.stream);
     if (!stream) return true;  // the stream is not open yet, or no longer

@@ -30,6 +30,7 @@ void Link::send_loop() {
             if (closed_) return;
             if (has_messages.exchange(false)) handle_messages();
             for (auto& [number, stream] : streams_) moved = move_staged(*stream) || moved;
+            announce_items();
             if (fd_ >= 0 && !lost_) {
                 moved = fill() || moved;
                 if (out_.size()) fd = fd_, users_ += 1;
@@ -63,8 +64,10 @@ void Link::add_frame(const Head& head, const std::string& payload) {
 bool Link::fill() {
     if (is_full()) return true;
     const int64_t now = now_ns();
+    // A ping that is almost due goes out together with a pong, which saves one wake-up on each side.
+    const int64_t pause = pong_ ? PING_NS * 3 / 4 : PING_NS;
     if (std::exchange(pong_, false)) add_frame({.n = pong_n_, .type = FrameType::PONG});
-    if (now - pinged_at_ >= PING_NS) {
+    if (now - pinged_at_ >= pause) {
         pinged_at_ = now;
         add_frame({.n = uint64_t(now), .type = FrameType::PING});
     }
@@ -368,6 +371,10 @@ void Link::sleep(uint32_t heard) {
     {
         std::lock_guard lock(mutex_);
         if (closed_) return;
+        // A driver may have hundreds of idle links. The slices only repair wake-ups that a killed process has
+        // lost. If all rings of a link are used only by this process, the link sleeps until its next ping.
+        const bool connected = fd_ >= 0 && !lost_;
+        if (ready_items_) until = (connected ? pinged_at_ : now_ns()) + PING_NS;
         for (auto& [number, stream] : streams_) {
             const size_t more = stream->sources.size() + stream->sinks.size();
             if ((ports += more) >= words_at_once()) ports = more, others.emplace_back();
@@ -384,9 +391,11 @@ void Link::sleep(uint32_t heard) {
 
 // Add the words of a stream to the watched ones. Return false if there is already work to do.
 bool Link::collect(LinkStream& stream, Watched& all, int64_t& until) {
+    const int64_t slice = now_ns() + SLICE_NS;
     const bool connected = fd_ >= 0 && !lost_;
     auto watch = [&](KeptPlace& queue_place, const std::shared_ptr<Ring>& ring) {
         all.add(queue_place.waited(), ring);
+        if (!ring->is_used_here_only()) until = std::min(until, slice);
     };
     for (Source& source : stream.sources) {
         if (connected && source.known && source.wants(allowed(source))) {

@@ -292,6 +292,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     // throws std::length_error if no session is free
     uint32_t open_session(Session::Role role, Wakes& wakes);
     void adopt(uint32_t session);  // moves the session to the calling process
+    // Return whether only this process has ever had a session. May be called without the lock.
+    bool is_used_here_only() const {
+        return !std::atomic_ref(h_->has_more_users).load(std::memory_order_relaxed);
+    }
     void end_session(uint32_t session, bool finished, Wakes& wakes, bool died = false);
     uint64_t seen_state() const {
         return std::atomic_ref(h_->state).load(std::memory_order_acquire);  // may be called without the lock
@@ -362,6 +366,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void map_growth();
     bool reserve(uint64_t from, uint64_t upto) { return reserve_memory(fd_, from, upto); }
     bool reserve_sessions(uint32_t n);
+    void note_user();
     bool lock_without_mutex();
     void recover();
     bool redo();

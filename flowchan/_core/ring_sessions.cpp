@@ -9,6 +9,17 @@
 
 namespace flowchan {
 
+// Note that this process uses the ring. If it is the second one, wake all waiters, because links sleep longer
+// on the rings that only their own process uses.
+void Ring::note_user() {
+    const uint64_t user = own_start() << 22 | uint64_t(getpid());  // a pid has at most 22 bits
+    if (!h_->first_user) h_->first_user = user;
+    if (h_->first_user == user || h_->has_more_users) return;
+    std::atomic_ref(h_->has_more_users).store(1, std::memory_order_relaxed);
+    for (WaitQueue* queue : {&h_->reader_queue, &h_->writer_queue})
+        futex_wake(queue->seq, queue->call_all(), true);
+}
+
 // Return an unused record, initialised for this process, or 0 if all are used.
 uint32_t Ring::free_session(Wakes& wakes) {
     for (int attempt = 0; attempt < 2; ++attempt) {
@@ -16,6 +27,7 @@ uint32_t Ring::free_session(Wakes& wakes) {
             Session& s = session(i);
             if (!reserve_sessions(i + 1)) break;
             if (s.role != Session::NONE) continue;
+            note_user();
             s.pid = uint64_t(getpid());
             s.started = own_start();
             s.generation += 1;
@@ -52,6 +64,7 @@ uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
 void Ring::adopt(uint32_t index) {
     if (index == 0 || index >= SESSIONS)
         throw std::length_error("unknown port number " + std::to_string(index));
+    note_user();
     Session& s = session(index);
     if (s.views && s.pid != uint64_t(getpid())) move_views(index);
     s.pid = uint64_t(getpid());
