@@ -9,9 +9,11 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from flowchan.channel.channel import Channel
 from flowchan.channel.latch import Latch
 from flowchan.errors import Broken, Closed, Empty, Full
 from flowchan.hosts.agent_messages import AgentReport, Command, Leave, Waiting
+from flowchan.hosts.agent_threads import POLL_INTERVAL_S, AgentThreads
 from flowchan.hosts.host_clock import HostClock
 from flowchan.hosts.providers.provider import AGENT, Launch, Provider, StartedAgent
 from flowchan.transport import link_events
@@ -29,9 +32,8 @@ log = logging.getLogger("flowchan.hosts")
 
 START = 60.0
 """Seconds within which an agent must dial after the provider has placed it."""
-POLL_INTERVAL_S = 0.05
-"""Seconds between polls of an agent that is not connected, or of a channel that may break before a worker's
-last outputs have arrived."""
+MOST_REPORTS = 64
+"""Reports of one agent that are handled before those of another agent."""
 
 
 class AgentCallbacks(NamedTuple):
@@ -66,11 +68,18 @@ class AgentHandle:
     The incarnation ends when the agent is known to be dead or has been silent for too long. The driver then
     fences the agent: it closes the agent's connection, rejects new ones, and ignores all messages.
 
-    The handle has two threads: one starts and watches the agent, and one receives its reports.
+    ``AgentThreads`` calls :meth:`handle_events` and :meth:`check` on one thread, and :meth:`receive_reports`
+    on another.
     """
 
     def __init__(
-        self, provider: Provider, number: int, epoch: int, peer_timeout: float, callbacks: AgentCallbacks
+        self,
+        provider: Provider,
+        number: int,
+        epoch: int,
+        peer_timeout: float,
+        callbacks: AgentCallbacks,
+        threads: AgentThreads,
     ) -> None:
         self.host = provider.hosts[number]
         self.number, self.epoch = number, epoch
@@ -92,25 +101,35 @@ class AgentHandle:
         self._refuses_connections = False
         self._lock = threading.Lock()
         self._started: StartedAgent | None = None
-        self._threads: list[threading.Thread] = []
+        self._starting: threading.Thread | None = None
+        # The time at which an agent without a connection counts as lost, and the reason.
+        self._give_up_at, self._give_up_why = math.inf, ""
+        self._was_connected = False  # at the last check
+        self._connected_at = time.monotonic()  # when the link was last seen connected
+        self._happened: deque[link_events.LinkEvent] = deque()  # events for the thread of the reports
+        self._unsent: deque[Command] = deque()  # commands that wait for room in the channel
+        self._sending: threading.Thread | None = None  # thread that sends them
+        self._send_lock = threading.Lock()
         self._commands: Channel[Command] = Channel(1024, across="processes")
         self._events: Channel[AgentReport] = Channel(1024, across="processes")
         self._reports, self._reports_writer = self._events.reader(), self._events.writer()
         self._commands_reader = self._commands.reader()
         self.link = _core.Link(True)
         self.link.open_stream(0, [self._commands_reader], [self._reports_writer])
+        self._threads = threads
+        self._ready = threads.add(self)
+        self.link.announce(self._ready, threads.events, threads.reports)
 
     def begin(self, name: str, launch: dict[str, Any]) -> None:
         """Start the agent in the background. ``launch`` contains the parameters that the agent reads."""
         self._address = launch["address"]
         orders = {**launch, "number": self.number, "epoch": self.epoch, "peer_timeout": self._peer_timeout}
         line = json.dumps(orders).encode() + b"\n"
-        watch = functools.partial(self._watch, Launch(AGENT, line))
-        for work, what in ((watch, "watch"), (self._listen, "letters")):
-            title = f"{name} {self.host} {what}"
-            thread = threading.Thread(target=self._callbacks.help, args=(work,), name=title, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        work = functools.partial(self._start, Launch(AGENT, line))
+        self._starting = threading.Thread(
+            target=self._callbacks.help, args=(work,), name=f"{name} {self.host} start", daemon=True
+        )
+        self._starting.start()
 
     def meet(self, sock: socket.socket, stuck: float = 0.0, outputs: str = "") -> None:
         """Attach an authenticated connection from the agent, at its start or after the connection was lost.
@@ -130,14 +149,36 @@ class AgentHandle:
         self.is_decided.set()
 
     def send(self, command: Command) -> None:
-        """Send a command."""
-        with contextlib.suppress(Closed, Broken):  # the agent may have ended
-            self._commands.put(command)
+        """Send a command. If the control stream is full, a thread sends the command later."""
+        with self._send_lock:
+            if self._sending is None:
+                try:
+                    self._commands.put_nowait(command)
+                except (Closed, Broken):  # the agent may have ended
+                    return
+                except Full:
+                    self._sending = threading.Thread(target=self._send_rest, daemon=True)
+                    self._sending.start()
+                else:
+                    return
+            self._unsent.append(command)
+
+    def _send_rest(self) -> None:
+        """Send the commands that had no room, in order."""
+        while True:
+            with self._send_lock:
+                if not self._unsent:
+                    self._sending = None
+                    return
+                command = self._unsent.popleft()
+            with contextlib.suppress(Closed, Broken):
+                self._commands.put(command)
 
     def hint(self, command: Command) -> None:
         """Send a command that may be lost: if the control stream is full, the command is dropped."""
-        with contextlib.suppress(Closed, Broken, Full):
-            self._commands.put_nowait(command)
+        with self._send_lock, contextlib.suppress(Closed, Broken, Full):
+            if self._sending is None:
+                self._commands.put_nowait(command)
 
     def end(self, why: str) -> None:
         """Fence the agent: ignore its messages from now on."""
@@ -149,6 +190,7 @@ class AgentHandle:
         self.kill()
         self._commands.close()
         self._reports_writer.close()  # its reader still gets the messages that have arrived
+        self._threads.reports.add(self._ready)
         self.is_decided.set()
 
     def kill(self) -> None:
@@ -180,66 +222,91 @@ class AgentHandle:
         if self._started is not None:
             self._started.close()
 
-    def is_closing(self) -> bool:
-        """Return whether one of the handle's threads is still running."""
-        return any(thread.is_alive() for thread in self._threads)
-
     def _has_ended(self) -> bool:
         return self._started is None or self._started.ended() is not None
 
     def join(self) -> None:
         """Wait for the handle's threads to end."""
-        for thread in self._threads:
-            if thread is not threading.current_thread():
+        for thread in (self._starting, self._sending):
+            if thread is not None:
                 thread.join()
 
-    # --- the threads ---
-
-    def _watch(self, launch: Launch) -> None:
+    def _start(self, launch: Launch) -> None:
+        """Start the agent, on a separate thread because the provider may take its time."""
         try:
             self._started = self._provider.start(self.number, launch)
         except Exception as error:
             self.end(str(error))
             return
-        since = time.monotonic() + START
-        why = (
+        self._connected_at = time.monotonic()
+        self._give_up_why = (
             f"its agent did not connect to {self._address} within {START:g} s; open that address to the "
             "host, or set address= to another address of this machine"
         )
-        for event in link_events.watch(self.link, self._peer_timeout / 4, POLL_INTERVAL_S):
-            if self.why or self._closed:
-                return
-            if self._callbacks.late(self):
-                self.end(f"it did not kill a worker within {1.5 * self._peer_timeout:g} s")
-                return
+        self._give_up_at = self._connected_at + START
+        self._threads.events.add(self._ready)
+
+    # --- the thread that watches the links ---
+
+    def handle_events(self) -> float | None:
+        """See :class:`ServedAgent`."""
+        while not (self.why or self._closed):
+            event = link_events.next_event(self.link, 0)
             match event:
-                case link_events.StreamFinished(stream):
-                    self._callbacks.finished(self, stream)
-                case link_events.ItemRefused() | link_events.OutputNotRemade():
-                    self._report_item(event)
+                case None:
+                    return self._next_check()
+                case link_events.LinkClosed():
+                    return None
                 case link_events.ItemTooLarge():
                     self.end("it sent an item larger than the channel's max_bytes")
                 case link_events.LinkBroken(why, stuck):
-                    since = time.monotonic() + 1.5 * self._peer_timeout
-                    self._why_broken = why
+                    self._give_up_at = time.monotonic() + 1.5 * self._peer_timeout
+                    self._give_up_why = self._why_broken = why
                     self._note_stuck(stuck, self._stuck_there)
                     if stuck > self._peer_timeout:
                         self.end(self._stuck_reason())
-                case link_events.LinkIdle(connected=True, silent=silent):
-                    if silent > 1.5 * self._peer_timeout:
-                        self.end(f"it sent nothing for {silent:.1f} s")
-                case link_events.LinkIdle():
-                    ended = self._started.ended()
-                    if not self.has_connected and self._started.waits():
-                        since = time.monotonic() + START
-                    if ended is not None or time.monotonic() > since:
-                        reason = f"; {self._stuck_reason()}" if self.is_stuck() else ""
-                        self.end((ended or why) + reason)
+                case _:
+                    self._happened.append(event)
+                    self._threads.reports.add(self._ready)
+        return None
 
-    def _report_item(self, event: link_events.ItemRefused | link_events.OutputNotRemade) -> None:
-        """Report an item that breaks its channel."""
-        refused = isinstance(event, link_events.ItemRefused)
-        (self._callbacks.refused if refused else self._callbacks.not_remade)(self, event.stream, event.port)
+    def _next_check(self) -> float:
+        now = time.monotonic()
+        pause = self._peer_timeout / 4
+        self._was_connected = bool(self.link.state()["connected"])
+        if self._was_connected:
+            self._connected_at = now
+        else:
+            pause = link_events.unconnected_pause(self._connected_at, pause, POLL_INTERVAL_S)
+        return now + pause
+
+    def check(self, late: float) -> float | None:
+        """See :class:`ServedAgent`."""
+        if self.why or self._closed:
+            return None
+        was_connected = self._was_connected
+        self.link.excuse(late)
+        at = self.handle_events()
+        if at is None:
+            return None
+        if self._callbacks.late(self):
+            self.end(f"it did not kill a worker within {1.5 * self._peer_timeout:g} s")
+        # If the connection has just been made or lost, wait for the next check.
+        elif was_connected and self._was_connected:
+            silent = self.link.state()["heard_ago"]
+            if silent > 1.5 * self._peer_timeout:
+                self.end(f"it sent nothing for {silent:.1f} s")
+        elif not was_connected and not self._was_connected and self._started is not None:
+            self._check_unconnected(self._started)
+        return None if self.why else at
+
+    def _check_unconnected(self, started: StartedAgent) -> None:
+        ended = started.ended()
+        if not self.has_connected and started.waits():
+            self._give_up_at = time.monotonic() + START
+        if ended is not None or time.monotonic() > self._give_up_at:
+            reason = f"; {self._stuck_reason()}" if self.is_stuck() else ""
+            self.end((ended or self._give_up_why) + reason)
 
     def is_stuck(self) -> bool:
         """Return whether the last connection broke before any item arrived."""
@@ -259,22 +326,45 @@ class AgentHandle:
                 self.host, self._why_broken, LONGEST, self._peer_timeout,
             )  # fmt: skip
 
-    def _listen(self) -> None:
-        more = False
-        with contextlib.suppress(Closed, Broken):  # raised after the last message, or when the run is over
-            while True:
-                report = None
+    # --- the thread that receives reports ---
+
+    def receive_reports(self) -> bool | None:
+        """See :class:`ServedAgent`."""
+        try:
+            while self._happened:
+                self._handle_event(self._happened.popleft())
+            more = self._callbacks.ends(self)
+            for _ in range(MOST_REPORTS):
                 try:
-                    report = self._reports.get(timeout=POLL_INTERVAL_S if more else None)
+                    report = self._reports.get_nowait()
                 except Empty:
-                    pass
+                    return more
                 except (Closed, Broken):
                     raise
                 except Exception as error:
                     self.end(f"it sent a report that can't be unpickled: {error!r}")
-                if report is not None:
-                    self._callbacks.report(self, report)
-                    del report
+                    continue
+                self._callbacks.report(self, report)
+                del report
                 more = self._callbacks.ends(self)
-        if self.why and not self._closed:
-            self._callbacks.over(self)
+        except (Closed, Broken):  # raised after the last report, or when the run is over
+            return None
+        self._threads.reports.add(self._ready)  # more reports may have arrived
+        return more
+
+    def _handle_event(self, event: link_events.LinkEvent) -> None:
+        match event:
+            case link_events.StreamFinished(stream):
+                self._callbacks.finished(self, stream)
+            case link_events.ItemRefused(stream, port):
+                self._callbacks.refused(self, stream, port)
+            case link_events.OutputNotRemade(stream, port):
+                self._callbacks.not_remade(self, stream, port)
+
+    def is_lost(self) -> bool:
+        """Return whether the agent has ended before the end of the run."""
+        return bool(self.why) and not self._closed
+
+    def over(self) -> None:
+        """See :class:`ServedAgent`."""
+        self._callbacks.over(self)

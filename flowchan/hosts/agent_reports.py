@@ -48,7 +48,9 @@ from flowchan.run.worker import logs
 
 
 class AgentReports:
-    """Receives the reports of all agents in a pool. The two threads of each agent call the methods.
+    """Receives the reports of all agents in a pool.
+
+    The pool's thread for reports calls the methods, except :meth:`is_late`.
 
     Args:
         ports: Ports of the run.
@@ -191,8 +193,8 @@ class AgentReports:
     def is_late(self, agent: AgentHandle) -> bool:
         """Return whether an agent has not killed a worker in time.
 
-        The threads of all agents call this method often. The method takes no lock, because these threads
-        would compete for the lock.
+        The thread that watches the links calls this method. The method takes no lock, because a thread that
+        waits for an agent may hold the lock.
         """
         now = time.monotonic()
         return any(stream.kill_by < now for stream in list(self._streams.of(agent).values()))

@@ -12,6 +12,7 @@ from typing import Any
 
 from flowchan.errors import HostError
 from flowchan.hosts.agent_handle import AgentCallbacks, AgentHandle
+from flowchan.hosts.agent_threads import AgentThreads
 from flowchan.hosts.capacity import report_cores
 from flowchan.hosts.driver_listener import DriverListener
 from flowchan.hosts.providers.provider import Provider
@@ -62,6 +63,7 @@ class AgentStarts:
         self._hello = {**versions(), "epochs": self._epochs}
         self._secret = secrets.token_bytes(32)
         self._listener: DriverListener | None = None
+        self._threads: AgentThreads | None = None
         self._hosts: Sequence[HostWorkers] = ()
 
     def listen(
@@ -81,13 +83,13 @@ class AgentStarts:
             listen(joined((self._provider.listen_at(), 0))), self._secret, self._hello, tls=self._tls
         )
         self._listener = DriverListener(listener, f"{self._name} listener", run_helper, self._let_in)
+        self._threads = AgentThreads(self._name, run_helper)
         return self._listener
 
     def _let_in(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """Accept an agent's connection.
 
-        This method takes no lock, because the listener's thread would compete with the threads of all agents
-        for the lock.
+        This method takes no lock, so that nothing delays the listener's thread.
         """
         number, epoch = hello.get("number"), hello.get("epoch")
         agent = None
@@ -106,7 +108,10 @@ class AgentStarts:
     def start(self, host: HostWorkers, callbacks: AgentCallbacks) -> AgentHandle:
         """Start an agent on a host, and record it as the host's current agent."""
         assert self._listener is not None
-        agent = AgentHandle(self._provider, host.number, host.agents, self._peer_timeout, callbacks)
+        assert self._threads is not None
+        agent = AgentHandle(
+            self._provider, host.number, host.agents, self._peer_timeout, callbacks, self._threads
+        )
         host.agent = agent
         # A hello has room for only a few epochs, so epochs that are 0 are left out.
         self._epochs |= {str(host.number): host.agents} if host.agents else {}
@@ -123,7 +128,10 @@ class AgentStarts:
         return agent
 
     def close(self) -> None:
-        """Stop listening."""
+        """End the threads that serve the agents, and stop listening."""
+        if self._threads is not None:
+            self._threads.close()
+            self._threads = None
         if self._listener is not None:
             self._listener.close()
             self._listener = None

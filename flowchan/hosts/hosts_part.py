@@ -65,8 +65,9 @@ from flowchan.transport.interrupts import interrupts_allowed
 class HostsPart:
     """See :class:`CrewPart`.
 
-    The supervisor's thread calls the methods of :class:`CrewPart`. The agents' threads call ``AgentReports``
-    and the methods under "reports of agents". ``_lock`` guards the hosts and the workers' streams.
+    The supervisor's thread calls the methods of :class:`CrewPart`. The thread that receives reports calls
+    ``AgentReports``, and ``_send_by_value`` through it. A separate thread handles each agent's death.
+    ``_lock`` guards the hosts and the workers' streams.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class HostsPart:
         self._stream_numbers = 0
         self._deaths = DeathLog(ports.plan)
         self._packed = PackedStages()
+        self._keeping: dict[tuple[str, ...], bool] = {}  # see _keeps_outputs
         self._lock = self._streams.lock
         self._reports = AgentReports(ports, self._workers, self._streams, self._deaths, self._send_by_value)
         self._gangs = HostGangs()
         self._closing = False
         self._questions = AgentQuestions()
-        self._dying: list[AgentHandle] = []  # agents that are being closed
 
     # --- starting ---
 
@@ -167,11 +168,21 @@ class HostsPart:
                 most=min(self._ports.plan.memory, most_bytes()), share=self._ports.plan.share,
                 gpus=worker.stage.gpus, membership=self._membership(id, stream), elastic=self._is_elastic(id),
                 sampled=self._ports.ports[id].shared.sampled,
-                keeps_outputs=keeps_outputs(self._ports.plan, worker, self._workers),
+                keeps_outputs=self._keeps_outputs(worker),
             )
         )  # fmt: skip
         if self._ports.plan.samples_items:
             stream.agent.send(ClockReading(time.monotonic_ns()))
+
+    def _keeps_outputs(self, worker: PlannedWorker) -> bool:
+        """Return :func:`keeps_outputs`, computed once for all workers of a stage with the same channels.
+
+        The function looks at every worker of the run.
+        """
+        key = worker.id.stage, *worker.inputs.values(), *worker.outputs.values()
+        if key not in self._keeping:
+            self._keeping[key] = keeps_outputs(self._ports.plan, worker, self._workers)
+        return self._keeping[key]
 
     def _membership(self, id: WorkerId, stream: WorkerPorts) -> Any:
         return self._gangs.membership(self._workers[id], stream.agent.host)
@@ -200,7 +211,6 @@ class HostsPart:
                 ended = ProcessExit(how, None, 0, 0.0, over_item, agent.host, counts=False)
                 events.append(self._reports.process_ended(self._streams[id], id, ended))
             host.agent = None
-            self._dying = [*filter(AgentHandle.is_closing, self._dying), agent]
             if self._streams and not host.given_up and not self._closing:
                 self._start_agent(host)
         with contextlib.suppress(Closed):  # the run may be over
@@ -365,8 +375,6 @@ class HostsPart:
         give_up = time.monotonic() + decisions.GRACE
         for agent in agents:
             agent.close(give_up)
-        while self._dying:
-            self._dying.pop().join()
         self._starts.close()
         with self._lock:
             for host in self._hosts.values():

@@ -117,6 +117,9 @@ _EVENTS: dict[str, type[LinkEvent]] = {
 def next_event(link: Any, timeout: float | None = None) -> LinkEvent | None:
     """Wait up to ``timeout`` seconds for the next event of ``link``. Return the event or None."""
     kind, *values = link.wait(timeout) or ("",)
+    if kind == "broken":
+        state = link.state()
+        return LinkBroken(values[0], state["stuck_for"], state["breaks_in_vain"])
     return _EVENTS[kind](*values) if kind else None
 
 
@@ -127,8 +130,8 @@ def watch(link: Any, wait: float, wait_unconnected: float | None = None) -> Iter
         link: Native link.
         wait: Seconds without an event after which to yield :class:`LinkIdle`.
         wait_unconnected: The same, for a link that has just lost its connection or waits for its first one
-            (default: ``wait``). While the link has no connection, the pauses grow: each is a tenth of the
-            time so far, up to ``wait``.
+            (default: ``wait``). While the link has no connection, the pauses grow; see
+            :func:`unconnected_pause`.
     """
     connected_at = time.monotonic()
     while True:
@@ -137,16 +140,29 @@ def watch(link: Any, wait: float, wait_unconnected: float | None = None) -> Iter
             connected_at = time.monotonic()
         pause = wait
         if not connected and wait_unconnected is not None:
-            # Wait longer and longer, so that many links to slow hosts do not keep this process busy.
-            pause = min(wait, max(wait_unconnected, (time.monotonic() - connected_at) / 10))
+            pause = unconnected_pause(connected_at, wait, wait_unconnected)
         event = next_event(link, pause)
         if event is None:
             silent = link.state()["heard_ago"] if connected else time.monotonic() - connected_at
             yield LinkIdle(connected, silent)
         elif isinstance(event, LinkClosed):
             return
-        elif isinstance(event, LinkBroken):
-            state = link.state()
-            yield LinkBroken(event.why, state["stuck_for"], state["breaks_in_vain"])
         else:
             yield event
+
+
+def unconnected_pause(since: float, most: float, least: float) -> float:
+    """Return how long to wait until a link without a connection is checked again.
+
+    The pause is a tenth of the time since the link had a connection. Many links to slow hosts therefore do
+    not keep this process busy.
+
+    Args:
+        since: Time since which the link has no connection, on the monotonic clock.
+        most: Longest pause in seconds.
+        least: Shortest pause in seconds.
+
+    Returns:
+        The pause in seconds.
+    """
+    return min(most, max(least, (time.monotonic() - since) / 10))
