@@ -7,31 +7,34 @@ The driver's side is real: the listener, the handshakes, the links, the supervis
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from flowchan import _core
 from flowchan.channel.channel import Channel
+from flowchan.errors import Broken, Closed, Empty
 from flowchan.hosts.agent import Agent, Orders
+from flowchan.hosts.agent_messages import Leave
 from flowchan.hosts.host_pool import Pool, pool_of
 from flowchan.hosts.providers.provider import Launch
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.seeds import Worker
 from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.worker import work
+from flowchan.transport.link_events import PEER_TIMEOUT_S
 
 AGENTS_PER_PROCESS = 250
-PEER_TIMEOUT_S = 60.0
-"""Peer timeout of simulated agents.
-
-It exceeds the default, because the agents of a process take turns and may start slowly.
-"""
+CHECK_INTERVAL_S = PEER_TIMEOUT_S / 4
+"""Seconds between checks whether the driver is silent."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class Simulated:
 
     count: int
 
-    @property
-    def hosts(self) -> tuple[str, ...]:
+    @functools.cached_property
+    def hosts(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(f"simulated-{number + 1}" for number in range(self.count))
 
     @property
@@ -169,12 +172,50 @@ class _WorkerThreads:
 
 
 class _SimulatedAgent(Agent):
-    """Agent that shares its process with other agents."""
+    """Agent that shares its process with other agents.
+
+    ``_AgentLoops`` carries out its commands and checks that the driver is not silent.
+    """
 
     def __init__(self, orders: Orders) -> None:
         super().__init__(orders)
         self._processes.close()
         self._processes = _WorkerThreads(self._events)  # type: ignore[assignment]
+        self._keeper: threading.Thread | None = None  # keeps the link after its first event
+
+    def dial(self, loops: _AgentLoops) -> None:
+        """Connect to the driver."""
+        number = self._orders.number
+        self._link.announce(number, loops.events, loops.commands)
+        self._link.attach(self._dial("can't reach the driver").detach())
+
+    def keep_link(self) -> None:
+        """Handle the events of the link, on a new thread because the agent may have to connect again."""
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep_link, daemon=True)
+            self._keeper.start()
+
+    def check(self, late: float) -> None:
+        """End the agent if it has heard nothing from the driver for the peer timeout."""
+        self._link.excuse(late)
+        state = self._link.state()
+        silent = state["heard_ago"]
+        if state["connected"] and self._keeper is None and silent > self._orders.peer_timeout:
+            self._give_up(f"received nothing from the driver for {silent:.1f} s")
+
+    def obey(self) -> None:
+        """Carry out the commands that have arrived."""
+        with contextlib.suppress(Empty, Closed, Broken):
+            while True:
+                command = self._commands.get_nowait()
+                if isinstance(command, Leave):
+                    threading.Thread(target=self._leave, daemon=True).start()
+                    return
+                self._do(command)
+
+    def _leave(self) -> None:
+        self._processes.end()
+        self._end(0)
 
     def _end(self, code: int) -> NoReturn:
         self.cut()
@@ -188,18 +229,46 @@ class _SimulatedAgent(Agent):
             channel.abort()
 
 
+class _AgentLoops:
+    """Two threads that serve all agents of a process, so that the agents do not compete for its GIL."""
+
+    def __init__(self) -> None:
+        self.events, self.commands = _core.ReadyLinks(), _core.ReadyLinks()
+        self.agents: dict[int, _SimulatedAgent] = {}
+        for loop in (self._watch, self._obey):
+            threading.Thread(target=loop, daemon=True).start()
+
+    def _watch(self) -> None:
+        due = time.monotonic() + CHECK_INTERVAL_S
+        while True:
+            for number in self.events.wait(max(0.0, due - time.monotonic())):
+                if (agent := self.agents.get(number)) is not None:
+                    agent.keep_link()
+            if (late := time.monotonic() - due) >= 0:
+                for agent in list(self.agents.values()):
+                    with contextlib.suppress(SystemExit):
+                        agent.check(late)
+                due = time.monotonic() + CHECK_INTERVAL_S
+
+    def _obey(self) -> None:
+        while True:
+            for number in self.commands.wait():
+                if (agent := self.agents.get(number)) is not None:
+                    agent.obey()
+
+
 def main() -> None:
     """Run an agent for each line of JSON on standard input. A line with a number kills the agent with that
     number."""
-    agents: dict[int, _SimulatedAgent] = {}
+    loops = _AgentLoops()
     for line in sys.stdin:
         orders = json.loads(line)
         if isinstance(orders, int):
-            if orders in agents:
-                agents.pop(orders).cut()
+            if orders in loops.agents:
+                loops.agents.pop(orders).cut()
             continue
-        agent = agents[orders["number"]] = _SimulatedAgent(Orders.read(line))
-        threading.Thread(target=agent.run, daemon=True).start()
+        agent = loops.agents[orders["number"]] = _SimulatedAgent(Orders.read(line))
+        threading.Thread(target=agent.dial, args=(loops,), daemon=True).start()
     os._exit(0)
 
 

@@ -20,14 +20,17 @@ def wait_until_ready(supervisor: Supervisor, timeout: float | None) -> bool:
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
+        asked = time.monotonic()
         stats = supervisor.stats()
         if stats.state == "running" and not any(stage.starting for stage in stats.stages):
             return True
-        remaining = deadline - time.monotonic()
+        now = time.monotonic()
+        remaining = deadline - now
         goes_on = stats.state in ("running", "failed") and not supervisor.ended.is_set()
         if remaining <= 0 or not goes_on:
             return False
-        supervisor.ended.wait(min(remaining, POLL_INTERVAL_S))
+        # The statistics of many workers take long, so leave the workers time to start.
+        supervisor.ended.wait(min(remaining, max(POLL_INTERVAL_S, now - asked)))
 
 
 def health(supervisor: Supervisor) -> Health:

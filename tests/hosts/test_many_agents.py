@@ -17,8 +17,8 @@ from benchmarks.simulated_agents import simulated
 from flowchan import Graph, HostError
 from flowchan.hosts import local
 
-THREADS_PER_AGENT = 4
-"""Two Python threads, which watch the agent and receive its reports, and the link's two native threads."""
+THREADS_PER_AGENT = 2
+"""The link's two native threads."""
 DESCRIPTORS_PER_AGENT = 5
 """Two descriptors for each of the control stream's two channels, and one for the connection."""
 
@@ -59,6 +59,35 @@ def test_agent_costs_a_constant_number_of_threads_and_descriptors():
     used_with(1)  # opens resources that the process then keeps
     threads, descriptors = used_with(8)
     used_with(64, (threads + 56 * THREADS_PER_AGENT, descriptors + 56 * DESCRIPTORS_PER_AGENT))
+
+
+def test_run_with_a_busy_local_worker_asks_hosts_nothing():
+    """A run asks its hosts what their workers wait for only if all local workers wait."""
+    may_end = threading.Event()
+
+    def items() -> Iterator[int]:
+        yield from range(8)
+        may_end.wait()
+
+    with simulated(8) as pool:
+        graph = Graph("idle")
+        graph.source(items()).map(abs, on=pool, workers=8).collect()
+        run = graph.start()
+        try:
+            run.ready()
+            supervisor = run._supervisor
+            source = supervisor.channels.channels["source"]
+            wait_until(lambda: source.stats().waiting_readers == 8, what=source.stats)
+            seen = supervisor.channels.activity()
+            assert seen.reading + seen.writing < len(supervisor.state.alive)
+        finally:
+            may_end.set()
+            run.wait()
+
+
+@pytest.mark.long
+def test_thousand_agents_finish_a_graph_with_the_default_timeout():
+    used_with(1000)
 
 
 def test_pool_rejects_a_low_descriptor_limit():

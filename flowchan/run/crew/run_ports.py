@@ -90,7 +90,10 @@ class RunPorts:
         self._workers = {worker.id: worker for worker in plan.workers}
         self._workers_of = Counter(id.stage for id in self._workers)
         self._starts: Counter[WorkerId] = Counter()
-        self._remote = sum(bool(worker.host) for worker in plan.workers)
+        remote = Counter(worker.id.stage for worker in plan.workers if worker.host)
+        self._remote = remote.total()
+        read_remotely = {edge.name for edge in plan.edges if edge.reader in remote}
+        self._read_here = [one for name, one in self.channels.items() if name not in read_remotely]
         self._scaled: set[str] = set()  # stages that have ever had more workers than declared
         self._leaving: set[WorkerId] = set()
         self._leased_at_break: dict[str, int] = {}
@@ -171,9 +174,11 @@ class RunPorts:
         """See :class:`RunChannels`.
 
         The channels in this process do not show whether workers on hosts wait. This method therefore counts
-        all of these workers as waiting; an observation then asks their hosts.
+        all of these workers as waiting, instead of the links that read for them; an observation then asks
+        their hosts.
         """
-        moved, reading, writing = _core._observe(list(self.channels.values()))
+        moved, _, writing = _core._observe(list(self.channels.values()))
+        _, reading, _ = _core._observe(self._read_here)
         opened = any(not port.channel.closed for end in self.inputs.values() for port in ports_of_end(end))
         opened = opened or any(not inbox.closed for inbox, _ in self.plan.graph._services.values())
         return Activity(moved, reading + self._remote, writing, opened, frozenset(list(self._unread)))
