@@ -1,4 +1,4 @@
-"""Measure the resources that a driver uses for pools of 8 local to 500 simulated agents."""
+"""Measure the resources that a driver uses for pools of 8 local to 1,000 simulated agents."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from flowchan.hosts.host_pool import Pool
 ISOLATES = (
     "A graph maps one item per agent, and then waits. Each size runs in a new program. Only the program is "
     "measured: the growth of its memory, descriptors and threads, and its CPU time. The idle CPU time is "
-    "that of one second after all workers are ready. Local agents are processes with one worker each. Up to "
+    "that of one second after all items are finished. Local agents are processes with one worker each. Up to "
     "250 simulated agents share a process, and their workers are threads. The agents use the program's cores."
 )
 LOCAL = (8, 16, 32, 64)
-SIMULATED = (64, 250, 500)
+SIMULATED = (64, 250, 500, 1000)
 UNITS = {"memory": "MB", "descriptors": "", "threads": "", "start": "s", "start CPU": "s", "idle CPU": "s/s"}
 
 
@@ -77,6 +77,7 @@ def _drive(kind: str, count: int, seconds: float) -> dict[str, float]:
             run.ready()
             figures = {"start": time.perf_counter() - began, "start CPU": time.process_time() - cpu}
             figures |= {name: value - before[name] for name, value in _state().items()}
+            time.sleep(seconds)  # until the workers have finished their items
             cpu, began = time.process_time(), time.perf_counter()
             time.sleep(seconds)
             figures["idle CPU"] = (time.process_time() - cpu) / (time.perf_counter() - began)
