@@ -519,10 +519,7 @@ class Link:
         flowchan.transport.link_events converts events to typed objects.
         """
     def announce(self, number: int, events: ReadyLinks, reports: ReadyLinks) -> None:
-        """Announce events of this link, and items of stream 0 that have arrived.
-
-        The link adds ``number`` to ``events`` or ``reports``.
-        """
+        """Add ``number`` to ``events`` or ``reports`` when an event or an item of stream 0 is there."""
     def excuse(self, seconds: float) -> None:
         """Do not count the last ``seconds`` as silence, because this process was itself delayed."""
     def state(self) -> dict[str, Any]:

@@ -274,8 +274,7 @@ void bind_link(nb::module_& m) {
              "Wait for the next event and return its kind and values, or () after the timeout.\n\n"
              "flowchan.transport.link_events converts events to typed objects.")
         .def("announce", &PyLink::announce, "number"_a, "events"_a, "reports"_a,
-             "Announce events of this link, and items of stream 0 that have arrived.\n\n"
-             "The link adds ``number`` to ``events`` or ``reports``.")
+             "Add ``number`` to ``events`` or ``reports`` when an event or an item of stream 0 is there.")
         .def(
             "excuse", [](PyLink& link, double seconds) { link.excuse(int64_t(seconds * 1e9)); }, "seconds"_a,
             "Do not count the last ``seconds`` as silence, because this process was itself delayed.")
