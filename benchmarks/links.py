@@ -68,7 +68,7 @@ def _linked_near(sock: socket.socket) -> Any:
     there, back = (Channel[Any](ROOM, across="processes") for _ in range(2))
     link = _core.Link(True)
     reader, writer = there.reader(), back.writer()
-    link.line(1, [reader], [writer])
+    link.open_stream(1, [reader], [writer])
     link.attach(sock.detach())
     feed, drain = there.writer(), back.reader()
     kept = (reader, writer, drain, feed)
@@ -79,7 +79,7 @@ def _linked_far(sock: socket.socket) -> Any:
     there, back = (Channel[Any](places, across="processes") for places in (AHEAD, BEHIND))
     link = _core.Link(False)
     ports = there.reader(), back.writer(), there.writer(), back.reader()
-    link.line(1, [ports[2]], [ports[3]])
+    link.open_stream(1, [ports[2]], [ports[3]])
     link.attach(sock.detach())
     return ports[1].put, ports[0].get, partial(_unlink_after, link, ports)
 
