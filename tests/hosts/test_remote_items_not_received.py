@@ -157,7 +157,10 @@ def test_remote_get_many_leaves_items_that_it_cannot_receive():
                 with pytest.raises(KeyboardInterrupt) as caught:
                     channel.get_many(8)
                 assert getattr(caught.value, "items_got", []) == got
-            assert channel.get_many(8) == ["whole", 3]
+            rest = channel.get_many(8)
+            while len(rest) < 2:  # after a pause, the owner may have taken back the last item
+                rest += channel.get_many(8)
+            assert rest == ["whole", 3]
 
     HostPeer(use).result()
 
