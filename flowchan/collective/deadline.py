@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 RemainingTime = Callable[[], float | None]
-"""Returns how many seconds the next step may take, or None if there is no limit."""
+"""Function that returns the time in seconds that the next step may take; None means no limit."""
 
 
 def countdown(timeout: Any) -> RemainingTime:
