@@ -293,8 +293,9 @@ enum class Step {
 };
 
 // Spinning pays off if the other side is running right now. A successful spin doubles the budget, and a
-// failed spin halves it. Below LEAST_NS, only every 32nd wait tries a short spin. MOST_NS is about the cost
-// of a sleep and a wake-up, so wasted spinning at most doubles that cost.
+// failed spin halves it. Below LEAST_NS, only every 32nd wait spins, but for MOST_NS: a partner that answers
+// after 20 us would never be met by short spins. MOST_NS is about the cost of a sleep and a wake-up, so wasted
+// spinning at most doubles that cost.
 struct Spin {
     static constexpr uint32_t MOST_NS = 50'000, LEAST_NS = 4'000, CHECKS = 16;
     // Hints that the threads of a handle share, so all accesses are relaxed.
@@ -308,7 +309,7 @@ struct Spin {
             uint32_t s = skipped.load(std::memory_order_relaxed) + 1;
             skipped.store(s, std::memory_order_relaxed);
             if (s % 32) return false;
-            b = LEAST_NS;
+            b = MOST_NS;
         }
         const int64_t until = now_ns() + b;
         do {
